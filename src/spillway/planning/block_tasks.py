@@ -1,29 +1,28 @@
-"""What one set of decisions about a block comes to: its tasks in forward and backward.
+"""The tasks of a block under some decisions, in forward and backward.
 
 NOTE [ When what happens ]
 
-A saved storage leaves when autograd saves something for a later operator; what is only handed in leaves when the block
-has ended. In backward, work is taken to be spread over operators as it is in forward. A re-run comes when the first
-storage is asked for that it makes, and makes all of them.
+A saved storage is offloaded when autograd saves something for a later operator; a value that is only handed in, when
+the block has ended. Backward is taken to spread its work over operators as forward does. The replay runs when backward
+asks for the first storage that it makes, and makes all of them.
 
-What has been sent is on the device for as long as the block's own code holds it, whether or not the window has let go
-of it: it is counted for both, which is too much as long as it is on its way.
+An offloaded storage is on the GPU for as long as the block's own code holds it, whether or not the window has released
+it. While it is in flight it is counted for both, which is too much.
 
 NOTE [ Outputs that are saved ]
 
-Whoever takes a block's output lets go of it, and counts it off then. If the block has saved it, it is still there: so
-it is counted once more for the block that holds it. Where the next block keeps it, too, that is once too often, and is
-taken off where the two meet (:meth:`~spillway.planning.tasks.Problem.program`). Where one of them sends it away it is
-counted for both: what is predicted too high fits, what is predicted too low does not.
+The user of a block's output frees it, and is credited for that. An output that the block has saved stays, and so it is
+counted once more for the block. If the next block keeps it, too, the two counts are one too many, and one is taken off
+(:meth:`~spillway.planning.tasks.Problem.program`). If either offloads it, both counts stand: a prediction that is too
+high fits, one that is too low does not.
 
 NOTE [ Casts ]
 
-A block may cast weights, as under autocast, and autograd then saves the casts in the place of the weights. A re-run
-casts again what it needs: so where a block is computed again, its casts are let go of when its forward is over, and are
-there again for its backward; where nothing of it is, autograd holds them from the one to the other. Autocast's cache
-holds them whatever is decided, but no longer than to the end of its outermost context, which is that of the model's
-forward, or of its loss: what of them is there when a block's call has returned tells whether it does
-(``BlockProfile.cached_bytes``). Where it lasts through backward, a profile has them in what is there before the blocks.
+A block may cast weights, as under autocast, and autograd then saves the casts. A replay casts again. So the casts of a
+recomputed block are freed when its forward is over, and are there again for its backward; those of another block stay
+in between. Autocast's cache holds casts, too, up to the end of its outermost context: that of the model's forward, or
+of its loss. The bytes of casts when a call has returned tell whether it does (``BlockProfile.cached_bytes``). If the
+cache lasts through backward, the profile has its bytes before the blocks.
 
 NOTE [ What is recomputed ]
 
@@ -40,18 +39,17 @@ recomputed keeps these, too. Only a value that autograd saves can be preserved.
 
 NOTE [ What the CPU needs ]
 
-A checkpointed block takes the CPU longer to queue than a plain one, by what was measured. What else is done is put in
-multiples of what an operator of a plain block takes: twice as much to keep a tensor, ten times to offload one, 6.4
-times to reload it. On an H100's host that was 17, 103 and 69 us where a plain operator took about 9 (a layer of
-transformers' Llama of width 2048 under its trainer). If the replay is handed something, a dispatch mode sees its
-operators, each of which then takes about twice as long; and what is left out takes as long as what runs.
+A checkpointed block takes the CPU longer to queue than a plain one, by what was measured. The rest is in multiples of
+an operator of a plain block: 2 to keep a tensor, 10 to offload it, 6.4 to reload it. On an H100's host these took 17,
+103 and 69 us, and an operator about 9 (a layer of transformers' Llama of width 2048 under its trainer). If the replay
+is handed something, a dispatch mode sees its operators, each of which then takes about twice as long, run or left out.
 
 NOTE [ What is free ]
 
-A copy that is hidden costs next to nothing, but not nothing: so that of two plans of the same time the one is taken
-that moves less, a byte that leaves costs the hundredth part of what the link needs for it. That is near the truth: on
-an H200, products of matrices took 0.4 % longer beside copies one way, and 0.9 % beside both (300 layers of Llama-8B's
-products and attention; 268 MB a layer and way; the device at its limit of power).
+A hidden copy costs next to nothing. So that of two plans of the same time the one with fewer copies is taken, an
+offloaded byte costs a hundredth of its time on the link. That is near the truth: on an H200, matrix products took 0.4 %
+longer beside copies one way, and 0.9 % beside both (300 layers of Llama-8B's products and attention; 268 MB a layer and
+way; the GPU at its power limit).
 """
 
 from __future__ import annotations

@@ -1,16 +1,15 @@
-"""The ways to treat a block that are worth considering.
+"""The options of a block that are worth considering.
 
 NOTE [ Which values are preserved ]
 
-Given a price of a preserved byte in seconds, the cheapest set of preserved values is a minimum cut: of what is saved,
-each value is preserved or computed again, and what is computed again needs what it reads, which again is preserved or
-computed. Its linear program has whole numbers for a solution. All prices together give the lower convex hull of seconds
-over bytes (Lagrange's relaxation; the hull is found by halving between two neighbours, as in Aneja and Nair 1979);
-what lies above the hull is had by mixing blocks. Of each set, as many of the first values as one likes may leave, or of
-the largest, where nothing is computed again or the host would be late; the inputs leave together, since a plan says one
-thing of all of them.
+Given a price in seconds of a preserved byte, the cheapest set of preserved values is a minimum cut. A saved value is
+preserved or recomputed, and a recomputed one needs what its operator reads, which is preserved or recomputed in turn.
+The linear program of the cut has an integer solution. All prices together give the lower convex hull of seconds over
+bytes (Lagrange's relaxation; it is found by halving between two neighbours, as in Aneja and Nair 1979). Mixed blocks
+give what lies above the hull. Any number of the first values of a set may be offloaded, or of the largest ones, where
+nothing is recomputed or the step would be CPU-bound. A plan has one decision for all inputs, so they go together.
 
-What is written after it was made cannot be preserved: whoever needs it needs its maker and its writers to run.
+A value that is written after it was made cannot be preserved: its maker and its writers run again.
 """
 
 from __future__ import annotations

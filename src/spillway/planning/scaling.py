@@ -1,16 +1,16 @@
-"""The profile of a size that nobody has run: from those of two others.
+"""Profiles of sizes that were not run, from the profiles of other sizes.
 
 NOTE [ Two sizes tell a third ]
 
-In a sequence or a batch, bytes of tensors are a constant and a share for each element: two profiles tell both, for each
-value, workspace and peak. Times (all that is no whole number) are not: attention's grow with the square. They are taken
-to be straight lines too, which is enough for what fits; how fast it is, is for a profile of that very size to say.
-Where the two profiles have other operators or blocks, as where a kernel is chosen by the size, nothing is told.
+Bytes of tensors are a constant and a share for each element of a sequence or batch. Two profiles tell both, for each
+value, workspace and peak. Times are taken to be straight lines, too, though those of attention grow with the square.
+That is enough to tell what fits. Two profiles with other operators or blocks, as where the size selects a kernel, tell
+nothing.
 
 NOTE [ One size tells a larger one ]
 
-Of one profile it is not known what is a constant: all that is no parameter's is taken to grow with the inputs. That is
-too much for what does not, and too little for what grows with the square, as attention that saves its matrix does.
+One profile does not tell constants: all but parameters' bytes are taken to grow with the inputs. That is too much for
+constants, and too little for what grows with the square, as attention does that saves its matrix.
 """
 
 from __future__ import annotations

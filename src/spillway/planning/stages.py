@@ -2,20 +2,18 @@
 
 NOTE [ One budget for the chunks of a rank ]
 
-What waits for its backward on a rank of a pipeline are chunks: micro-batches, each in one stage. How many, and in which
-order they take turns, is the schedule's affair, and differs from rank to rank; that order is given. A stage is profiled
-as a model is, by one of its chunks, and each of its blocks does the same for all chunks. All that a rank has is one
-problem (NOTE [ Turns ] in ``tasks.py``): one budget, one window, the link for all of its stages. What comes of it is
-predicted as if the rank never waited for others: bubbles only leave more time for copies.
+A chunk is a micro-batch in one stage. The schedule gives how many chunks of a rank wait for their backward, and their
+order. A stage is profiled by one of its chunks, as a model is, and each block does the same for all chunks. A rank is
+one problem (NOTE [ Turns ] in ``tasks.py``), with one budget, one window and one link. Predictions leave out bubbles,
+which only leave more time for copies.
 
-Beside what its blocks hold, a chunk holds from its forward to its backward what was saved outside of them, and what a
-loss has saved. In the profile that comes between the two; here it belongs to the forward. And a chunk leaves nothing
-behind but gradients, once.
+A chunk also holds what was saved outside of blocks, from its forward to its backward, and what a loss has saved. The
+profile has these between the two; here they belong to the forward. A chunk leaves nothing behind but gradients, once.
 
 NOTE [ Long steps ]
 
-A step of many micro-batches repeats itself. It is planned for the first of them only: as many as are needed until no
-other moment of the step has more chunks waiting, and then as many again, so that the pace of its middle counts.
+A step of many micro-batches repeats itself. Plans are made for the first of them: as many as it takes to reach the most
+waiting chunks, and as many again, so that the pace of the middle counts.
 """
 
 from __future__ import annotations

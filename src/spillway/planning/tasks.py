@@ -1,30 +1,27 @@
-"""What a step does, in order: tasks of the compute lane, and what leaves and comes back beside them.
+"""A step as a program: tasks of the compute stream in order, and the storages that are offloaded beside them.
 
 NOTE [ Whose bytes are whose ]
 
-A task's ``change_bytes`` are what is allocated when it ends, beyond what was when it began: parameters' gradients,
-activations that stay, and what is about to leave. From there on the lanes account for what they carry: a storage that
-leaves is taken off when the window lets go of it, is counted again when its copy back is queued, and is taken off when
-it is dropped. A storage that never leaves is taken off by the ``change_bytes`` of the task that frees it.
+The ``change_bytes`` of a task are what it leaves allocated: gradients of parameters, kept activations, and storages
+that are about to be offloaded. The simulation counts offloaded storages from there on. It frees one when the window
+releases it, counts it again when its copy back is queued, and frees it when it is dropped. A storage that stays is
+freed by the ``change_bytes`` of a later task.
 
 NOTE [ Program order ]
 
-The host runs far ahead of the device, and memory is given and taken by the host: so windows are counted in the order of
-tasks, not in time. A storage is let go where a later one needs its room in the window (compute then waits for its
-copy), and not when its copy happens to be done. A copy back is queued where an earlier one was taken, and starts when
-compute has got there.
+The CPU allocates and frees memory, and runs far ahead of the GPU. So windows are counted in the order of tasks, not in
+time. A storage is freed where a later one needs its room in the window: compute stalls there for its copy. A copy back
+is queued where an earlier storage was taken, and starts when compute has got there.
 
-Running ahead is no gift: what it takes to queue a task is its ``host_seconds``, and a device that is quicker than its
-host waits for it. In a loop that asks the device for nothing, a step begins with the lead that the host has from the
-ones before: see NOTE [ The host ] in ``timeline.py``.
+A task takes the CPU its ``host_seconds``. Where the loop never waits for the GPU, a step begins with the lead that the
+CPU has from the steps before: see NOTE [ The host ] in ``timeline.py``.
 
 NOTE [ Turns ]
 
-Most steps are one forward and one backward of one model. A rank of a pipeline has several chunks, of one stage or of
-several, and takes turns with them: a forward of one, a backward of another. What is decided about a block is the same
-for all of its chunks. So a problem has each block once, its parts (stages) one after the other, and the order of turns
-says how a program is put together: each chunk's storages are its own, and gradients of parameters are there after a
-part's first backward.
+Most steps are one forward and one backward of one model. A rank of a pipeline takes turns with chunks of its stages: a
+forward of one, a backward of another. All chunks of a block share its decisions. So a problem has each block once, part
+(stage) after part, and the turns say how a program is put together. Each chunk has its own storages. Gradients of
+parameters are there after a part's first backward.
 """
 
 from __future__ import annotations
