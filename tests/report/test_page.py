@@ -151,9 +151,8 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
 
     row = found.rows[0]
     operators = (replace(row.operators[0], operator=EVIL, reason=EVIL, decision=EVIL), *row.operators[1:])
-    timeline = replace(
-        found.timeline, spans=tuple(replace(span, name=evil(span.name)) for span in found.timeline.spans)
-    )
+    spans = tuple(replace(span, name=evil(span.name)) for span in found.timeline.spans)
+    timeline = replace(found.timeline, spans=spans, peak_task=EVIL)
     spoilt = replace(
         found,
         plan=replace(found.plan, model=EVIL, device=EVIL),
@@ -162,7 +161,6 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
         notes=(EVIL,),
         timeline=timeline,
         phases={evil(name): phase for name, phase in found.phases.items()},
-        peak=replace(found.peak, task=EVIL),
         # Rows of the same operators share what is said of them.
         rows=(
             replace(row, name=EVIL, reason=EVIL, decision=EVIL, operators=operators),

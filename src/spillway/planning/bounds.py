@@ -52,12 +52,7 @@ _AT_ONCE = 2048
 
 
 def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
-    """The numbers of one option, seconds in ticks and bytes in MiB. See NOTE [ Bounds ].
-
-    Args:
-        option: sends in forward, and takes in backward.
-        rates: the bandwidths.
-    """
+    """The numbers of one option, seconds in ticks and bytes in MiB. See NOTE [ Bounds ]."""
     sent = {one.key: one for task in option.forward for one in task.sends}
     kept, forward_peak = _levels(option.forward, sent)
     change, peak = _levels(option.backward, sent)
@@ -262,11 +257,7 @@ class CostModel:
         return self._side_by_side(choices, granted=False)
 
     def shares(self, budget: float) -> Shares | None:
-        """Solve the linear programme; ``None``: it has no solution, and no choice fits.
-
-        Args:
-            budget: most bytes on the device.
-        """
+        """Solve the linear programme for a budget in bytes; ``None``: it has no solution, and no choice fits."""
         problem = self.problem
         limits = {"device": budget / MIB}
         for tier, nbytes in (("host", problem.host_budget), ("disk", problem.disk_budget)):
@@ -292,11 +283,9 @@ class CostModel:
         return Estimates(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
 
     def _walk(self, way: Any, *, granted: bool) -> Any:
-        """The recurrence of NOTE [ Bounds ]: the clock at the end of the step.
+        """The clock at the end of the step: of a bound if ``granted``, else of an estimate. See NOTE [ Bounds ].
 
-        Args:
-            way: :class:`_SideBySide` or :class:`_Programme`, whose numbers are summed up, and whose limits are told.
-            granted: whether it is a bound.
+        The way is a :class:`_SideBySide` or a :class:`_Programme`: the numbers that are added up, and their limits.
         """
         problem, rates = self.problem, self.problem.rates
         held = max(0.0, rates.window / MIB - self._largest / 2)
@@ -469,12 +458,7 @@ class _Linear:
 
 
 class _Programme:
-    """A linear programme that is written down row by row; each row says that a sum is at most 0.
-
-    Args:
-        counts: how many options each block has.
-        limits: most MiB of each tier that has a limit.
-    """
+    """A linear programme that is written down row by row; each row says that a sum is at most 0."""
 
     def __init__(self, counts: Sequence[int], limits: dict[str, float]) -> None:
         ends = numpy.cumsum([0, *counts]).tolist()

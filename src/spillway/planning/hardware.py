@@ -349,11 +349,7 @@ class Effort:
 
 
 def seconds_of(effort: Effort, hardware: Hardware) -> float:
-    """How long it takes. See NOTE [ Roofline ].
-
-    Args:
-        effort: what is to be done.
-        hardware: what does it.
+    """How long it takes on some hardware. See NOTE [ Roofline ].
 
     Example:
         >>> copy = Effort(Work.MEMORY, 0, 2 << 30)

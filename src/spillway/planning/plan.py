@@ -250,14 +250,7 @@ def _program(profile: Profile, options: Sequence[Option]) -> Program:
 def problem_with(
     profile: Profile, options: Iterable[tuple[Option, ...]], rates: Rates = ANY_RATES, *, budget: int = 0
 ) -> Problem:
-    """The step of a profile.
-
-    Args:
-        profile: of the step.
-        options: for each call of a block.
-        rates: the bandwidths, and the window.
-        budget: bytes that may be allocated on the device.
-    """
+    """The problem of a profile's step, with options for each call of a block, and a budget in bytes."""
     return Problem(
         static_bytes=profile.static_bytes,
         parts=(part_of(profile),),

@@ -198,12 +198,7 @@ def make_plan(
 def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1) -> Plan:
     """The plan of torch's checkpointing: each block is recomputed, and only its inputs are kept.
 
-    Args:
-        profile: of a step.
-        hardware: what the machine can do.
-        budget: bytes that may be allocated on the device.
-        window: bytes that may be on their way at once.
-        active: how many devices of the machine copy at the same time.
+    The arguments are those of :func:`make_plan`, in bytes.
 
     Raises:
         BudgetError: where it is not within the budget.
@@ -291,12 +286,7 @@ def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int]) -> Found:
 
 
 def refined(best: Found, lanes: Lanes) -> Found:
-    """The best with fewer bytes prefetched, if that is better, searched once more and with a bound.
-
-    Args:
-        best: with as many bytes prefetched as may leave.
-        lanes: the bandwidths.
-    """
+    """The best with fewer bytes prefetched, if that is better, searched once more and with a bound."""
     again = any(option.rerun_seconds for option in best.options)
     if any(option.sent_bytes for option in best.options) and (again or best.solution.timeline.stall_seconds):
         window = best.problem.rates.window

@@ -27,16 +27,9 @@ _FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_byt
 
 
 def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -> Profile | None:
-    """The profile of a third size.
+    """The profile of another size than these two; ``None`` if the profiles are not of one structure.
 
-    Args:
-        first: of the first of the sizes.
-        second: of the second.
-        sizes: two different ones.
-        size: the third.
-
-    Returns:
-        ``None``: the two are not of one structure. See NOTE [ Two sizes tell a third ].
+    See NOTE [ Two sizes tell a third ].
     """
     try:
         found: Profile = _between(first, second, (size - sizes[0]) / (sizes[1] - sizes[0]))

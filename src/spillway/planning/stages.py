@@ -114,15 +114,7 @@ def simulate_stages(
     *,
     static_bytes: int,
 ) -> Timeline:
-    """The step of a rank whose stages go by these plans.
-
-    Args:
-        stages: all that the rank has.
-        plans: of each.
-        turns: of the rank.
-        lanes: what was planned with.
-        static_bytes: allocated when the step begins.
-    """
+    """The step of a rank, with a plan for each of its stages; arguments are those of :func:`make_stage_plans`."""
     options = [
         (option,) for stage, plan in zip(stages, plans, strict=True) for option in options_of(stage.profile, plan)
     ]

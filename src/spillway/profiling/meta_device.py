@@ -220,11 +220,7 @@ class MetaDevice(OperatorMode):
 
 
 class MetaMeter(Meter):
-    """Reads the clock and the memory of a meta device.
-
-    Args:
-        device: which.
-    """
+    """Reads the clock and the memory of a meta device."""
 
     def __init__(self, device: MetaDevice) -> None:
         self._device = device

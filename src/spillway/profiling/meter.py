@@ -76,11 +76,7 @@ def allocated(device: torch.device) -> tuple[int, int, int]:
 
 
 class DeviceMemory:
-    """Bytes of a device that count for a budget: those allocated; on the CPU, the process's resident ones.
-
-    Args:
-        device: which.
-    """
+    """Bytes of a device that count for a budget: those allocated; on the CPU, the process's resident ones."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -367,13 +367,6 @@ def effort_of(
     """FLOPs and bytes of a call; ``None`` if it launches nothing: a view, an allocation.
 
     FLOPs are those of torch's own formulas (``torch.utils.flop_counter``).
-
-    Args:
-        func: the overload.
-        facts: what its schema says.
-        args: its arguments.
-        kwargs: by keyword.
-        output: what it gave.
     """
     # It takes a while to import.
     from torch.utils.flop_counter import flop_registry

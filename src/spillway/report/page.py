@@ -22,9 +22,6 @@ from spillway.units import format_bytes, format_seconds
 def to_page(facts: Facts) -> str:
     """The page. See NOTE [ Content policy of the page ].
 
-    Args:
-        facts: of a plan.
-
     Raises:
         UsageError: if plotly is not installed.
     """

@@ -22,9 +22,6 @@ _THREADS = {lane: number for number, lane in enumerate(Lane, 1)}
 def to_trace(facts: Facts) -> str:
     """The step as JSON in the Trace Event Format.
 
-    Args:
-        facts: of a plan.
-
     Example:
         >>> Path("step.json").write_text(to_trace(facts), encoding="utf-8")  # doctest: +SKIP
     """
