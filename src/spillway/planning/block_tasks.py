@@ -69,14 +69,10 @@ _KEEP, _SEND, _TAKE, _MODE = 2.0, 10.0, 6.4, 1.0
 
 
 def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
-    """The tasks of a block with these decisions.
+    """The tasks of a block with a decision for each of its values; those below ``min_bytes`` are not offloaded.
 
-    Args:
-        block: its profile.
-        decisions: for each of its values. Those about values from outside that are no inputs do not count; of what one
-            operator makes, the first counts; of inputs, the first that leaves. What comes of them is the option's
-            ``decisions``: see NOTE [ What a plan can say ].
-        min_bytes: what is smaller stays where it was to leave.
+    Decisions about values from outside that are no inputs do not count. Of what one operator makes, the first counts.
+    Of inputs, the first that is offloaded counts. The option has what comes of them: see NOTE [ What a plan can say ].
     """
     said = as_planned(block, decisions, min_bytes)
     resolved = ResolvedDecisions.of(block, said, min_bytes)

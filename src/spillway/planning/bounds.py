@@ -214,8 +214,7 @@ _LINES = {name: line for line, name in enumerate(option_bounds(Option((), (), ()
 class CostModel:
     """Bounds and estimates of a problem's choices. See NOTE [ Bounds ].
 
-    Args:
-        problem: whose options send in forward only, and take and drop in backward only.
+    The problem's options send in forward only, and take and drop in backward only.
     """
 
     def __init__(self, problem: Problem) -> None:

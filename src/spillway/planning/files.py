@@ -116,12 +116,7 @@ def read_file(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def write_file(path: str | os.PathLike[str], text: str, *, what: str = "path") -> None:
-    """Write a file.
-
-    Args:
-        path: of the file.
-        text: what it will hold.
-        what: the name of the argument, for the message.
+    """Write a file; errors call its path ``what``.
 
     Raises:
         UsageError: if there can be no such file: see :func:`check_writable`.
@@ -137,11 +132,8 @@ def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
     """Check, before hours of training and not after them, that a file can be written.
 
     A regular file, a new name in a folder, and a character device (``/dev/null``, a terminal) can. Writing to a FIFO
-    may block for ever. A link is checked by the file that it names.
-
-    Args:
-        what: the name of the argument, for the message.
-        path: of the file. ``None``: no file is written.
+    may block for ever. A link is checked by the file that it names. Errors call the path ``what``; ``None`` stands for
+    no file.
 
     Raises:
         UsageError: if there can be no such file.

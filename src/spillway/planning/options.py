@@ -37,13 +37,9 @@ _LARGE = 1e6
 
 
 def block_options(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -> tuple[Option, ...]:
-    """Ways to treat a block, none of which is worse than another in all that counts.
+    """The options of a block, none of which is worse than another in all that counts.
 
-    Args:
-        block: its profile.
-        min_bytes: what is smaller does not leave.
-        allow: of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``, what may be done. Where nothing else may,
-            values stay.
+    Values below ``min_bytes`` are not offloaded. Where nothing else is allowed, values stay.
     """
     sets = preserved_sets(block) if "recompute" in allow else [_all_saved(block)]
     tiers = [

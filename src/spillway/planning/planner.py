@@ -101,11 +101,9 @@ class Lanes:
     """How many devices of the machine copy at the same time."""
 
     def rates(self, window: int, ahead: int | None = None) -> Rates:
-        """The bandwidths to plan with. See NOTE [ Bandwidth to plan with ].
+        """The bandwidths to plan with, and bytes that may be LEAVING, and prefetched (``None``: as many).
 
-        Args:
-            window: bytes that may be LEAVING.
-            ahead: bytes that may be prefetched; ``None``: as many.
+        See NOTE [ Bandwidth to plan with ].
         """
         rates = self.hardware.rates(window, active=self.active)
         return replace(
@@ -124,11 +122,6 @@ class Found:
 
     problem: Problem
     solution: Solution
-
-    @property
-    def seconds(self) -> float:
-        """What it is ranked by."""
-        return self.solution.seconds
 
     @property
     def options(self) -> list[Option]:
@@ -189,7 +182,7 @@ def make_plan(
         problem = _divided_problem(whole, profile, divided(profile, other, hardware))
         with contextlib.suppress(BudgetError):
             found = best_of(problem, lanes, [best.problem.rates.window])
-            fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].seconds)
+            fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].solution.seconds)
     best = refined(best, lanes)
     plan = plan_of(divided(profile, fraction, hardware), best.problem, best.solution)
     return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
@@ -254,12 +247,7 @@ def late_of(profiles: Iterable[Profile]) -> float:
 
 
 def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int]) -> Found:
-    """The fastest step of several windows.
-
-    Args:
-        problem: its own window does not count.
-        lanes: the bandwidths.
-        sizes: windows, tried in this order.
+    """The fastest step of several windows, tried in this order; the problem's own window does not count.
 
     Raises:
         BudgetError: where no choice fits with any window: it names the least budget that was found.
@@ -275,7 +263,7 @@ def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int]) -> Found:
             refused = error if refused is None or error.least < refused.least else refused
             continue
         found = Found(problem, solution)
-        best = found if best is None else min(best, found, key=lambda each: each.seconds)
+        best = found if best is None else min(best, found, key=lambda each: each.solution.seconds)
         if not any(option.sent_bytes or option.rerun_seconds for option in best.options):
             # Everything is kept, and no window is needed.
             break
@@ -294,7 +282,7 @@ def refined(best: Found, lanes: Lanes) -> Found:
             problem = replace(best.problem, rates=lanes.rates(window, int(share * window)))
             with contextlib.suppress(BudgetError):
                 found = Found(problem, solve(problem, seconds=_NEAR_SECONDS, near=best.solution))
-                best = min(best, found, key=lambda each: each.seconds)
+                best = min(best, found, key=lambda each: each.solution.seconds)
     if best.solution.method == "exact":
         return best
     near = replace(best.solution, shares=())
@@ -302,13 +290,9 @@ def refined(best: Found, lanes: Lanes) -> Found:
 
 
 def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room: int) -> list[int]:
-    """The windows to try: the window itself first. See NOTE [ How large a window ].
+    """The windows to try, in bytes, the given one first. See NOTE [ How large a window ].
 
-    Args:
-        profiles: of the step.
-        window: bytes.
-        may_grow: whether larger ones are tried, too.
-        room: bytes of the budget beyond the static ones.
+    The room is the bytes of the budget beyond the static ones.
     """
     smaller = [max(window // share, min(window, MIN_WINDOW)) for share in (1, 2, 4)]
     while smaller[-1] > max(room // _SHARE, MIN_WINDOW):

@@ -39,13 +39,9 @@ def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -
 
 
 def enlarged(profile: Profile, factor: float) -> Profile:
-    """The profile of inputs so many times as large, of one alone. See NOTE [ One size tells a larger one ].
+    """The profile of inputs that are larger by a factor, at least 1. See NOTE [ One size tells a larger one ].
 
-    What the host takes, and what comes after the blocks (an optimizer, mostly), stay as they are.
-
-    Args:
-        profile: of the smaller ones.
-        factor: at least 1.
+    CPU times, and what comes after the blocks (an optimizer, mostly), stay as they are.
     """
     before, middle = (_grown(each, factor) for each in (profile.before, profile.middle))
     late = None if profile.late is None else _grown(profile.late, factor)
@@ -84,12 +80,8 @@ def _grown(record: Any, factor: float) -> Any:
 def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Profile:
     """The profile of steps that begin with so many bytes more.
 
-    What an optimizer makes in its first step and keeps (its state) is not made again, if that was the profiled one.
-
-    Args:
-        profile: of a step that began with less.
-        nbytes: how much is there more.
-        has_gradients: whether blocks' gradients are among them, which are added to and not made then.
+    If the profiled step was an optimizer's first, its state is not made again. With ``has_gradients``, gradients of
+    blocks are among the bytes: backward adds to them, and does not make them.
     """
     static = profile.static
     freed = profile.gradient_bytes + (0 if static is None else static.gradients)

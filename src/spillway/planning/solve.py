@@ -129,13 +129,8 @@ def smallest(
 ) -> Solution:
     """The choice with the smallest peak; of equally small ones the fastest, then the first.
 
-    The choices within the budgets of CPU memory and the disk come first. The GPU's budget does not count.
-
-    Args:
-        problem: the step, and its blocks' options.
-        simulate: as for :func:`solve`, and so are the next two.
-        seconds: about how long it may take.
-        near: where the search begins.
+    The choices within the budgets of CPU memory and the disk come first. The GPU's budget does not count. The arguments
+    are those of :func:`solve`.
 
     Raises:
         spillway.UsageError: a block without options, or a time that is not positive.

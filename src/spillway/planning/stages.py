@@ -58,19 +58,9 @@ def make_stage_plans(
 ) -> list[Plan]:
     """A plan for each stage, so that their rank's step is within a budget and as short as it can be.
 
-    The predictions of all of them are those of the rank.
-
-    Args:
-        stages: all that the rank has.
-        turns: of the rank; a part is a stage's place in ``stages``.
-        lanes: what may be planned with.
-        static_bytes: allocated when the rank's step begins.
-        budget: bytes that may be allocated on the device.
-        window: bytes that may be on their way at once, at most.
-        may_grow: whether larger windows are tried, too.
-        host_budget: bytes of host memory. ``None``: any.
-        disk_budget: bytes of disk. ``None``: any.
-        allow: what may be done.
+    The predictions of all of them are those of the rank. The part of a turn is a stage's place in ``stages``. When the
+    rank's step begins, ``static_bytes`` are allocated. The limits are those of
+    :func:`~spillway.planning.planner.make_plan`, in bytes.
 
     Raises:
         BudgetError: where no plan is within the budget.

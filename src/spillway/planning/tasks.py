@@ -119,10 +119,7 @@ class Option:
     def placed(self, prefix: str, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.
 
-        Args:
-            prefix: of their names.
-            by: where its keys begin.
-            twice: bytes that the block before has counted, too, from its forward's end to its backward's.
+        The block before has counted ``twice`` bytes, too, from its forward's end to its backward's.
         """
         forward, backward = (tuple(task.shifted(prefix, by) for task in each) for each in (self.forward, self.backward))
         if not twice:

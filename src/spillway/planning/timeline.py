@@ -366,9 +366,7 @@ NEVER = -1
 class StorageLifetimes:
     """When each storage of a program is copied, freed and taken. See NOTE [ Bytes before seconds ].
 
-    Args:
-        program: a step.
-        window: bytes that may be LEAVING at once.
+    At most a window's bytes are LEAVING at once.
 
     Raises:
         UsageError: if the program is none: negative seconds or bytes; a key that is sent while it stands for a storage

@@ -326,13 +326,9 @@ def host_lead(watched: Watched, weighed: Watched) -> float:
 
 
 def host_seconds_after(watched: Watched, weighed: Watched, end: Place, lead: float) -> float:
-    """The CPU's time after the blocks, from an instant on; 0: it is not known. See NOTE [ The CPU's lead ].
+    """The CPU's seconds after the end of the blocks' backward; 0: not known. See NOTE [ The CPU's lead ].
 
-    Args:
-        watched: as for :func:`host_lead`.
-        weighed: likewise.
-        end: where the blocks' backward has ended.
-        lead: of these two steps.
+    The steps are as for :func:`host_lead`, and the lead is theirs.
     """
     if lead <= watched.seconds(end, ("done", 0)):
         return 0.0

@@ -197,8 +197,7 @@ def _drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
     """The user's directory for what can be had again; ``None`` for a user without a home.
 
-    Args:
-        environment: ``$SPILLWAY_CACHE`` says which, or else ``$XDG_CACHE_HOME`` and ``$HOME`` above which.
+    ``$SPILLWAY_CACHE`` says which, or else ``$XDG_CACHE_HOME`` and ``$HOME`` above which.
     """
     named = environment.get("SPILLWAY_CACHE")
     if named:
@@ -216,12 +215,7 @@ def cache_file(
 ) -> Path | None:
     """The file of one kind of device, on one machine, with one torch and one directory to spill to.
 
-    Args:
-        device: its name.
-        host: the machine's name. It is in the file's name as a hash only, since files get shown to others.
-        torch_version: as torch has it.
-        directory: to spill to; ``None``: the default.
-        environment: as for :func:`cache_directory`.
+    It has the machine's name (``host``) as a hash only, since files get shown to others.
     """
     folder = cache_directory(environment)
     if folder is None:

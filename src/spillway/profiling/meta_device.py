@@ -64,11 +64,9 @@ class _Storage:
 
 
 class MetaDevice(OperatorMode):
-    """Counts what operators would allocate and take on a target. See NOTE [ Meta device ].
+    """Counts what operators would allocate and take on a target, of type ``cuda`` or ``cpu``.
 
-    Args:
-        device: the target: of type ``cuda`` or ``cpu``.
-        hardware: its bandwidth and FLOP/s.
+    See NOTE [ Meta device ].
     """
 
     def __init__(self, device: torch.device, hardware: Hardware) -> None:
@@ -373,10 +371,6 @@ class MetaTensors:
 
 def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[int]:
     """Bytes of each tensor of an optimizer's state on the device. The optimizer steps once, on ``meta`` tensors.
-
-    Args:
-        parameters: on ``meta``.
-        optimizer: makes one of parameters.
 
     Raises:
         UnsupportedError: if its step depends on the values of tensors.

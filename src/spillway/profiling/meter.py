@@ -139,11 +139,7 @@ class AcceleratorMeter(Meter):
 
 
 class ClockMeter(Meter):
-    """Reads a clock alone: bytes are 0.
-
-    Args:
-        clock: in seconds. ``None``: the process's.
-    """
+    """Reads a clock alone, in seconds (``None``: the process's): bytes are 0."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock
@@ -192,13 +188,7 @@ class Known:
 
 
 def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Known:
-    """What is known of a device's bytes, now. Each storage is counted once, and whole.
-
-    Args:
-        model: whose parameters are weights.
-        device: where.
-        optimizer: whose state is counted apart. ``None``: nobody told of one.
-    """
+    """The bytes on a device now of a model, and of an optimizer's state. Each storage is counted once, and whole."""
     seen: set[int] = set()
     parameters = list(model.parameters())
     states = () if optimizer is None else optimizer.state.values()

@@ -123,11 +123,7 @@ class Probe:
         self._alive.clear()
 
     def read(self, shared: Collection[int]) -> None:
-        """Make what was seen a profile. Waits for the device.
-
-        Args:
-            shared: places of the tensors that other blocks are given, too.
-        """
+        """Make what was seen a profile. Other blocks are given the tensors at shared places, too. Waits for the device."""
         assert self._ended is not None
         calls, values = self._ended
         others = {value for place in shared if place < len(self._inputs) for value in self._inputs[place]}

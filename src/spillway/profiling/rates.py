@@ -101,12 +101,9 @@ def rate_of(
 
 
 def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
-    """Bandwidth between a device and CPU memory: each way alone, and both at once.
+    """Bandwidth between a device and CPU memory: each way alone, and both at once. The CPU copies within its memory.
 
-    Args:
-        backend: of the device. On the CPU, both ends are CPU memory.
-        nbytes: of one copy. They are allocated four times: on the device and on the CPU, for each way.
-        seconds: that this may take.
+    It takes so many seconds, and allocates the bytes of a copy four times: on the device and on the CPU, for each way.
     """
     out, back = backend.lane("out"), backend.lane("back")
     host = [Bytes.of(backend.host_slab(nbytes).fill_(1)) for _ in range(2)]
@@ -131,10 +128,7 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
 def measure_memory(backend: Backend, nbytes: int, seconds: float) -> float:
     """Bytes in a second that the device reads and writes in its own memory, both counted.
 
-    Args:
-        backend: of the device.
-        nbytes: of one copy. They are allocated twice.
-        seconds: that this may take.
+    It takes so many seconds, and allocates the bytes of a copy twice.
     """
     source, destination = _device_memory(backend, nbytes), _device_memory(backend, nbytes)
     queue, wait = partial(destination.copy_, source), partial(_wait_for_compute, backend)
@@ -145,11 +139,7 @@ def measure_products(backend: Backend, seconds: float) -> float:
     """Floating-point operations in a second of a matrix product in bfloat16, an addition being one.
 
     The matrices are square, and wide enough for a product to be long. They are random: zeros take less power, and so
-    less time.
-
-    Args:
-        backend: of the device.
-        seconds: that this may take.
+    less time. It takes so many seconds.
     """
     end = time.perf_counter() + seconds
     width = _SMALLEST_WIDTH

@@ -88,9 +88,7 @@ def first_attention(attention: str | None, hardware: Hardware) -> str:
 def kernels_of(device: torch.device, attention: str) -> Iterator[None]:
     """A context in which this thread's ``meta`` tensors take the kernels of a target. See NOTE [ Kernels of a target ].
 
-    Args:
-        device: the target's.
-        attention: which kernel of attention is tried first on CUDA.
+    On CUDA, ``attention`` names the kernel of attention that is tried first.
     """
     before = _here.chosen
     _here.chosen = {"scaled_dot_product_attention": _attention_on_cpu}

@@ -21,12 +21,7 @@ _NAMES = 16
 
 
 def to_text(facts: Facts, *, width: int = WIDTH) -> str:
-    """The plan as lines.
-
-    Args:
-        facts: of a plan.
-        width: characters of a line, at least 60. Long names are cut.
-    """
+    """The plan as lines of at most ``width`` characters, 60 or more. Long names are cut."""
     return "".join(f"{printable(line)}\n" for line in _lines(facts, width))
 
 
@@ -34,7 +29,7 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
     yield from textwrap.wrap(f"{facts.plan.model} on {facts.plan.device}: {len(facts.rows)} blocks", width)
     yield ""
     for name, value in facts.figures:
-        yield from _wrapped(name, value, width)
+        yield from textwrap.wrap(value, width, initial_indent=name.ljust(_NAMES), subsequent_indent=" " * _NAMES)
     yield ""
     for sentence in facts.peak_sentences:
         yield from textwrap.wrap(sentence, width)
@@ -50,10 +45,6 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
         yield ""
         for note in facts.notes:
             yield from textwrap.wrap(f"Note: {note}.", width)
-
-
-def _wrapped(name: str, value: str, width: int) -> list[str]:
-    return textwrap.wrap(value, width, initial_indent=name.ljust(_NAMES), subsequent_indent=" " * _NAMES)
 
 
 def _blocks(facts: Facts, width: int) -> list[str]:
@@ -113,9 +104,7 @@ def names_of(names: Sequence[str]) -> str:
 def aligned(columns: list[list[str]], width: int) -> list[str]:
     """Lines of a table: the first column, and as many others beside it as a line holds. The rest follows below.
 
-    Args:
-        columns: the cells of each, its heading first.
-        width: characters of a line. Headings are cut to half of them.
+    Each column has its heading first. Headings are cut to half of the characters of a line.
     """
     first, *others = ([cut(column[0], width // 2), *column[1:]] for column in columns)
     left = [cell.ljust(max(map(len, first))) for cell in first]
