@@ -317,9 +317,7 @@ def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
 def host_lead(watched: Watched, weighed: Watched) -> float:
     """Seconds by which the CPU is ahead of the device where a step begins. See NOTE [ The CPU's lead ].
 
-    Args:
-        watched: a step in which the device lagged where the blocks begin, forward and backward.
-        weighed: one in which it lagged where the step begins.
+    In the watched step the device lagged where the blocks begin, in both directions; in the weighed one, at its begin.
     """
     is_kept = _keeps_lead(weighed, ("ahead", 0), ("forward", 0)) and _keeps_lead(watched, ("started", 0), ("turned", 0))
     return max(watched.lead(("done", 0)), 0.0) if is_kept else 0.0

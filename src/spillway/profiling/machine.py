@@ -50,16 +50,14 @@ def measure_hardware(
     """Measure what the machine can do.
 
     It writes to the disk for a third of the time at most, and no more than a twentieth of what is free at once. The
-    links of several devices at a time are not measured: :attr:`Hardware.links` has one device.
+    links of several devices at a time are not measured: :attr:`Hardware.links` has one device. On the CPU, the link is
+    copies within CPU memory.
 
     Args:
         device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
         spill_directory: where to write; ``None``: where a session would spill to, or nowhere if it could not.
         seconds: that it may take, about. Something that takes longer is done once all the same.
         on_part: told of each part as it begins, in a word or three.
-
-    Returns:
-        What was measured. On the CPU the link is copies from host memory to host memory.
 
     Raises:
         UsageError: for something that is no device or is not there, or a time that is none.
@@ -119,9 +117,7 @@ def known_hardware(
 
     The file is ``hardware-*.json`` in ``$SPILLWAY_CACHE``, or else in ``spillway`` in the user's cache directory
     (``$XDG_CACHE_HOME``, ``~/.cache``). It is of one kind of device, one machine, one torch and one directory to spill
-    to. One that is not there, or that does not validate, is measured and written. How many bytes there are
-    is asked each time.
-
+    to. One that is not there, or that does not validate, is measured and written. Sizes are asked for each time.
     Processes that all find no file all measure, and disturb each other: call it in one first.
 
     Args:

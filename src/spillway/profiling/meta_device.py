@@ -155,7 +155,7 @@ class MetaDevice(OperatorMode):
     def _account(
         self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        for tensor in _outputs(output):
+        for tensor in tensors_in((output,)):
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=True)
         if not isinstance(func, torch._ops.OpOverload):
@@ -270,7 +270,7 @@ class KnownValues:
         self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """An operator ran on ``meta`` tensors: learn the values of what it gave or wrote, or forget them."""
-        given = _outputs(output)
+        given = tensors_in((output,))
         written = [argument(args, kwargs, key) for key in facts.writes]
         if not written and (facts.is_view or not all(map(_is_exact, given))):
             return
@@ -283,7 +283,7 @@ class KnownValues:
             return
         found = self._run(func, args, kwargs)
         if not written:
-            for meta, tensor in zip(given, _outputs(found), strict=True):
+            for meta, tensor in zip(given, tensors_in((found,)), strict=True):
                 self._take(meta, tensor)
 
     def _are_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -395,10 +395,6 @@ def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
     }
     return list(found.values())
-
-
-def _outputs(output: Any) -> list[torch.Tensor]:
-    return tensors_in(output if isinstance(output, (list, tuple)) else (output,))
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:

@@ -123,7 +123,7 @@ class Probe:
         self._alive.clear()
 
     def read(self, shared: Collection[int]) -> None:
-        """Make what was seen a profile. Other blocks are given the tensors at shared places, too. Waits for the device."""
+        """Make a profile of the trace. Other blocks share the tensors at these places. Waits for the device."""
         assert self._ended is not None
         calls, values = self._ended
         others = {value for place in shared if place < len(self._inputs) for value in self._inputs[place]}
@@ -173,33 +173,25 @@ class Probe:
         return self._marks - 1
 
     def note(self, recorder: Recorder, place: int, output: Any, begin: int) -> None:
-        """An operator has run, and was counted."""
-        self._begins[place] = begin
-        makes = recorder.operators[place].makes
-        for part in tensors_in(output if isinstance(output, (list, tuple)) else (output,)):
-            value = recorder.values.find(part)
-            if value in makes:
-                self._alive[value] = weakref.ref(part.untyped_storage())
-                self._note_bytes(value, part)
-
-    def note_cast(self, recorder: Recorder, output: Any) -> None:
-        """An operator has run that was not counted."""
+        """An operator has run: the recorder counted it, or it may have been a cast."""
+        is_counted = len(recorder.operators) > place
+        if is_counted:
+            self._begins[place] = begin
+        makes = recorder.operators[place].makes if is_counted else recorder.casts
         for part in tensors_in((output,)):
             value = recorder.values.find(part)
-            if value in recorder.casts:
-                self._note_bytes(value, part)
-
-    def _note_bytes(self, value: int, tensor: torch.Tensor) -> None:
-        self._nbytes[value] = -(-tensor.untyped_storage().nbytes() // GRAIN) * GRAIN
+            if value is not None and value in makes:
+                storage = part.untyped_storage()
+                self._nbytes[value] = -(-storage.nbytes() // GRAIN) * GRAIN
+                if is_counted:
+                    self._alive[value] = weakref.ref(storage)
 
 
 class WatchedCall:
-    """An :class:`~spillway.checkpointing.recorder.Observer` of one call.
+    """An :class:`~spillway.checkpointing.recorder.Observer` of one call, with a probe if its operators are measured.
 
-    Args:
-        probe: measures its operators, if they are to be measured.
-        asked: is told when backward is given what was saved after so many operators, and gets that and its handle.
-        casts: is given each storage that a leaf was cast to.
+    ``asked`` is told when backward is given what was saved after so many operators, and gets that and its handle.
+    ``casts`` is given each storage that a leaf was cast to.
     """
 
     def __init__(
@@ -253,8 +245,5 @@ class _Watch(OperatorMode):
         begin = probe.mark()
         output = func(*args, **(kwargs or {}))
         probe.mark()
-        if len(recorder.operators) > place:
-            probe.note(recorder, place, output, begin)
-        else:
-            probe.note_cast(recorder, output)
+        probe.note(recorder, place, output, begin)
         return output

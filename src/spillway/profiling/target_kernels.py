@@ -371,7 +371,7 @@ def effort_of(
 
     name = func._schema.name
     inputs, _ = split(args, kwargs)
-    outputs = tensors_in(output if isinstance(output, (list, tuple)) else (output,))
+    outputs = tensors_in((output,))
     there = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = all(tensor.untyped_storage()._cdata in there for tensor in outputs)
     if name in _ALLOCATES or (not facts.writes and is_view):
