@@ -14,7 +14,8 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import attach
-from spillway.attaching.budget import allowed, collector_of
+from spillway.attaching.budget import allowed
+from spillway.attaching.measure import ProfileCollector
 from spillway.attaching.meta_profile import Target, is_on_meta, profile_on_meta
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.hardware import Hardware
@@ -104,7 +105,7 @@ def profile(
             f"optimizer: got {optimizer!r:.200}, expected the torch.optim.Optimizer of the model, or None; a class, or "
             f"bytes an element, is for hardware that is not there: give hardware=... beside it"
         )
-    collector = collector_of(model, session, stepped=optimizer)
+    collector = ProfileCollector(model, session, stepped=optimizer)
     with as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
         attached.follow(collector)
         for _ in range(_MOST_STEPS):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING
 
-from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
 from spillway.operators import Planned
 from spillway.planning.plan import BlockPlan, Plan
 from spillway.recomputing import Recompute
 from spillway.records import Decision
-from spillway.session import Session
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
@@ -21,13 +18,10 @@ LEAST = Recompute(offload="inputs")
 """The least memory: everything is recomputed, and inputs are offloaded meanwhile."""
 
 
-def apply_plan(plan: Plan, blocks: Sequence[BlockCall], *, is_whole: bool = True) -> None:
-    """From the next call on, blocks do as a plan says.
+def apply_plan(plan: Plan, blocks: Sequence[BlockCall], *, is_whole: bool) -> None:
+    """From the next call on, the blocks of a model do as a plan says.
 
-    Args:
-        plan: of these blocks.
-        blocks: all of the model.
-        is_whole: whether it has to name all blocks that are trained. Otherwise the others take the least memory.
+    A whole plan has to name all blocks that are trained. With any other, the rest of them take the least memory.
 
     Raises:
         UsageError: if it is of another model.
@@ -68,13 +62,6 @@ def decisions_of(plan: Plan) -> Hashable:
         for block in plan.blocks
     )
     return blocks, plan.window, plan.ahead, plan.optimizer_fraction
-
-
-def learned_by(blocks: Iterable[BlockCall], session: Session) -> int:
-    """How many calls of blocks were recorded or compared, and so cost more than others."""
-    modules = [module for block in blocks if (module := block.module()) is not None]
-    found = (session.of(LearnedFunctions).of(weakref.ref(module)).calls.values() for module in modules)
-    return sum(each.learned_from for several in found for each in several)
 
 
 def _is_frozen(call: BlockCall) -> bool:

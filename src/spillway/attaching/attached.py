@@ -19,11 +19,10 @@ from spillway.attaching.validation import (
     check_arguments,
     check_planned,
     check_policy,
-    refuse_attached,
     refuse_checkpointing,
     refuse_class,
     refuse_compiled,
-    refuse_copies,
+    refuse_modules,
     refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
@@ -138,8 +137,7 @@ def attach(
             f"be on the host; leave out any other: its state is counted as it is"
         )
     modules = [Named("", model), *walk(model)]
-    refuse_attached(modules)
-    refuse_copies(modules)
+    refuse_modules(modules)
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
     if rules is not None and not isinstance(rules, Groups):
         raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
@@ -172,10 +170,11 @@ def attach(
     controller = None
     if budget is not None or plan is not None:
         # These take a while to import, and are for users with a budget.
-        from spillway.attaching.budget import Planner, collector_of
+        from spillway.attaching.budget import Planner
         from spillway.attaching.controller import PlanController
+        from spillway.attaching.measure import ProfileCollector
 
-        collector = collector_of(model, session, min_bytes, optimizer=optimizer)
+        collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
         nbytes = None if budget is None else read_budget(budget)
         limits: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
         planner = Planner.of(collector.device, session, hardware, needs_hardware=plan is None, **limits)
@@ -184,7 +183,17 @@ def attach(
     attached = Attached(root, how, controller)
     if controller is not None:
         attached.follow(controller)
-    _take(attached, root)
+    # Importing it takes a second.
+    from torch._dynamo.decorators import skip
+
+    # Dynamo must not trace the call itself. torch.compiler.disable(recursive=False) would forbid exporting.
+    skip(ModuleCall.__call__)
+    with ExitStack() as undo:
+        undo.callback(attached.remove)
+        # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
+        for call in (*calls, root):
+            call.take()
+        undo.pop_all()
     return attached
 
 
@@ -221,20 +230,6 @@ def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named
                 raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
             call.group = name
     return added
-
-
-def _take(attached: Attached, root: ModelCall) -> None:
-    # Importing it takes a second.
-    from torch._dynamo.decorators import skip
-
-    # Dynamo must not trace the call itself. torch.compiler.disable(recursive=False) would forbid exporting.
-    skip(ModuleCall.__call__)
-    with ExitStack() as undo:
-        undo.callback(attached.remove)
-        # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
-        for call in (*root.blocks, root):
-            call.take()
-        undo.pop_all()
 
 
 def attached_to(model: Module) -> Attached | None:

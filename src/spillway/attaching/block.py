@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn.modules.module import _global_forward_pre_hooks, _has_any_global_h
 from torch.nn.parameter import is_lazy
 
 from spillway.attaching.call import ModuleCall, is_attached
+from spillway.attaching.validation import refuse_cache
 from spillway.blocks import Named
 from spillway.capture.decide import Locator
 from spillway.capture.kept import PassthroughBlock
@@ -64,11 +64,16 @@ class BlockForward:
         return checkpointed(module, forward, args, kwargs)
 
     def own(self, module: Module) -> Callable[..., Any]:
-        """The module's forward but for this."""
-        forward: Callable[..., Any] | None = module.forward
+        """The module's forward but for this. A class's is bound as Python binds it: a static one is not."""
+        forward: Any = module.forward
         if forward is self:
             forward = self._instance
-        return _of_class(module) if forward is None else forward
+        if forward is None:
+            forward = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
+            if hasattr(type(forward), "__get__"):
+                forward = forward.__get__(module, type(module))
+        found: Callable[..., Any] = forward
+        return found
 
     @contextmanager
     def in_place(self, module: Module) -> Iterator[None]:
@@ -138,10 +143,9 @@ class BlockCall(ModuleCall):
             return self.plain(module, args, kwargs)
         if self.collector is None:
             return self._run(module, args, kwargs)
-        number = self.collector.block_begins(self, module, args, kwargs)
-        self._number.now = number
+        number = self._number.now = self.collector.block_begins(self, module, args, kwargs)
         output = self._run(module, args, kwargs)
-        self.collector.block_ended(number, output)
+        self.collector.tell(number, lambda watch, number: watch.block_ended(number, output))
         return output
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -149,7 +153,8 @@ class BlockCall(ModuleCall):
             return self._alone.run(module._call_impl if self.before is None else self.before, args, kwargs)
         if self.before is not None:
             return self.checkpointed(module, self.before, args, kwargs)
-        if not has_hooks(module):
+        own = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+        if not (own or _has_any_global_hook()):  # type: ignore[no-untyped-call]
             return self.checkpointed(module, self._forward.own(module), args, kwargs)
         with self._forward.in_place(module):
             return self.plain(module, args, kwargs)
@@ -158,17 +163,11 @@ class BlockCall(ModuleCall):
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a forward checkpointed. See NOTE [ Hooks of a block ]."""
-        for value in (*args, *kwargs.values()):
-            kind: Any = type(value)
-            if _is_cache(kind):
-                self.refuse(
-                    UsageError(
-                        f"got a {type(value).__name__} as an argument of {self.named(module)}, which writes its keys "
-                        f"and values there, expected none, since recomputing the block would write them a second time; "
-                        f"call the model with use_cache=False, and without a cache of your own"
-                    )
-                )
-                return forward(*args, **kwargs)
+        try:
+            refuse_cache(self.name, module, args, kwargs)
+        except UsageError as error:
+            self.refuse(error)
+            return forward(*args, **kwargs)
         how = self.how
         if how is None:
             return forward(*args, **kwargs)
@@ -180,12 +179,7 @@ class _Run:
     """The function that is checkpointed. Like a bound method, it has its module as ``__self__``."""
 
     def __init__(
-        self,
-        call: BlockCall,
-        module: Module,
-        forward: Callable[..., Any],
-        how: Recompute,
-        number: int,
+        self, call: BlockCall, module: Module, forward: Callable[..., Any], how: Recompute, number: int
     ) -> None:
         self.__self__ = module
         self._call = call
@@ -202,19 +196,21 @@ class _Run:
         if not in_replay():
             begin = time.perf_counter()
             output = self._call_forward(args, kwargs)
-            collector.block_ran(self._number, time.perf_counter() - begin)
+            seconds = time.perf_counter() - begin
+            collector.tell(self._number, lambda watch, number: watch.block_ran(number, seconds))
             return output
-        collector.rerun_begins(self._number)
+        collector.tell(self._number, lambda watch, number: watch.rerun_begins(number))
         try:
             return self._call_forward(args, kwargs)
         finally:
-            collector.rerun_ended(self._number)
+            collector.tell(self._number, lambda watch, number: watch.rerun_ended(number))
 
     def _call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._wants_modules:
             return self._forward(*args, **kwargs)
         # The module's call began before the locator was there.
-        locators = [owner for hook in _global_forward_pre_hooks.values() if (owner := _locator_of(hook)) is not None]
+        owners = [getattr(hook, "__self__", None) for hook in _global_forward_pre_hooks.values()]
+        locators = [owner for owner in owners if isinstance(owner, Locator)]
         for locator in locators:
             locator._before(self.__self__, args)
         try:
@@ -240,30 +236,5 @@ class _Number(threading.local):
     now = -1
 
 
-@cache
-def _is_cache(kind: Any) -> bool:
-    """Whether it is one of transformers' caches of keys and values."""
-    return hasattr(kind, "get_seq_length") and not issubclass(kind, torch.Tensor)
-
-
 def _has_lazy(module: Module) -> bool:
     return any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers()))
-
-
-def _locator_of(hook: object) -> Locator | None:
-    owner = getattr(hook, "__self__", None)
-    return owner if isinstance(owner, Locator) else None
-
-
-def _of_class(module: Module) -> Callable[..., Any]:
-    """The forward that a module's class has, bound as Python binds it: a static one is not."""
-    forward: Any = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
-    bind = getattr(type(forward), "__get__", None)
-    bound: Callable[..., Any] = forward if bind is None else bind(forward, module, type(module))
-    return bound
-
-
-def has_hooks(module: Module) -> bool:
-    """Whether hooks run around a module's forward."""
-    own = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-    return bool(own or _has_any_global_hook())  # type: ignore[no-untyped-call]

@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Module
 
-from spillway.attaching.measure import DividedOptimizer, ProfileCollector
-from spillway.errors import BudgetError, UsageError
+from spillway.errors import BudgetError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import check_allow
 from spillway.planning.planner import Curve, Lanes, aim_at, make_checkpointing_plan, make_curve, make_plan
 from spillway.planning.stages import StageProfile, make_stage_plans, simulate_stages
 from spillway.profiling.machine import known_hardware
-from spillway.profiling.meter import Known, known_bytes
 from spillway.runtime.system import local_ranks
-from spillway.session import MIN_BYTES, Session
+from spillway.session import Session
 from spillway.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -43,12 +39,8 @@ class BudgetTarget:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.nbytes = aim_at(budget)
-        self._corrections = 0
-
-    @property
-    def corrections(self) -> int:
+        self.corrections = 0
         """How many plans in a row were above the budget."""
-        return self._corrections
 
     def margin(self, predicted: int) -> int:
         """Bytes by which a step may exceed its predicted peak within the budget."""
@@ -56,7 +48,7 @@ class BudgetTarget:
 
     def reset(self) -> None:
         """Forget the steps above the budget."""
-        self._corrections, self.nbytes = 0, aim_at(self.budget)
+        self.corrections, self.nbytes = 0, aim_at(self.budget)
 
     def back_off(self, peak: int, replan: Callable[[], object], note: Callable[[str], object]) -> None:
         """Plan for so much less as a step was above the budget.
@@ -69,9 +61,9 @@ class BudgetTarget:
         Raises:
             BudgetError: if there is no such plan, or if eight plans were above the budget. The last plan stays active.
         """
-        before = self._corrections, self.nbytes
-        self._corrections += 1
-        if self._corrections > _MOST_CORRECTIONS:
+        before = self.corrections, self.nbytes
+        self.corrections += 1
+        if self.corrections > _MOST_CORRECTIONS:
             raise BudgetError(
                 f"budget: got {format_bytes(self.budget)}, and steps of {format_bytes(peak)} after {_MOST_CORRECTIONS} "
                 f"plans, expected a budget that is met; the model's steps differ too much: give a larger budget",
@@ -79,13 +71,13 @@ class BudgetTarget:
                 least=peak,
             )
         # Peaks vary with the copies under way. The more steps were above the budget, the more is left.
-        self.nbytes = max(self.nbytes - (peak - self.budget + _SLACK) * 2 ** max(self._corrections - 2, 0), 0)
+        self.nbytes = max(self.nbytes - (peak - self.budget + _SLACK) * 2 ** max(self.corrections - 2, 0), 0)
         note(f"planned anew for {format_bytes(self.nbytes)}")
         try:
             replan()
         except BudgetError as error:
             missing = error.least - self.nbytes
-            self._corrections, self.nbytes = before
+            self.corrections, self.nbytes = before
             raise BudgetError(
                 f"budget: got {format_bytes(self.budget)}, and a step of {format_bytes(peak)} where less was "
                 f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
@@ -100,18 +92,6 @@ def allowed(device: torch.device, allow: Collection[str] | None) -> Collection[s
     if allow is not None:
         return allow
     return {"keep", "recompute", "disk" if device.type == "cpu" else "host"}
-
-
-def device_of(model: Module) -> torch.device:
-    """The device where a model computes.
-
-    Raises:
-        UsageError: if it has no parameters.
-    """
-    parameter = next(iter(model.parameters()), None)
-    if parameter is None:
-        raise UsageError(f"got {type(model).__name__}, which has no parameters, with a budget, expected one that has")
-    return parameter.device
 
 
 @dataclass(frozen=True)
@@ -214,44 +194,3 @@ class Planner:
             "disk_budget": self.disk_budget,
             "allow": self.allow,
         }
-
-
-def collector_of(
-    model: Module,
-    session: Session | None,
-    min_bytes: int | str | None = None,
-    *,
-    optimizer: DividedOptimizer | None = None,
-    stepped: torch.optim.Optimizer | None = None,
-) -> ProfileCollector:
-    """A collector that profiles a model.
-
-    Args:
-        model: on one device.
-        session: ``None``: the default one.
-        min_bytes: smaller tensors are not offloaded.
-        optimizer: has its state offloaded.
-        stepped: an optimizer whose state the profile tells apart.
-
-    Raises:
-        UsageError: for a model without parameters.
-    """
-    device = device_of(model)
-    least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
-    name, known = type(model).__name__, known_of(model, device, stepped)
-    return ProfileCollector(name, device, session, min_bytes=least, optimizer=optimizer, known=known)
-
-
-def known_of(
-    model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None
-) -> Callable[[], Known]:
-    """Gives the known bytes of a device when it is called. It does not keep the model alive."""
-    reference = weakref.ref(model)
-
-    def known() -> Known:
-        found = reference()
-        # It is called within a call of the model.
-        assert found is not None
-        return known_bytes(found, device, optimizer)
-
-    return known

@@ -29,7 +29,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from types import FrameType
 from typing import Any
 
 import torch
@@ -66,7 +65,10 @@ class ModuleCall:
         """Is told of an error, instead of raising it. The call then goes on as if not attached."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._called(sys._getframe(1))
+        # Mostly it is torch's frame that calls this, and tells which module is called.
+        frame = sys._getframe(1)
+        module: Module | None = frame.f_locals["self"] if frame.f_code is _TORCHS else self.module()
+        assert module is not None
         if module is not self.module():
             return self._run_copy(module, args, kwargs)
         if self.removed or not (module.training and torch.is_grad_enabled()):
@@ -111,12 +113,6 @@ class ModuleCall:
         """The call as it was."""
         before: Callable[..., Any] = module._call_impl if self.before is None else self.before
         return before(*args, **kwargs)
-
-    def _called(self, frame: FrameType) -> Module:
-        """The module whose call it is, by the frame that makes it: mostly torch's."""
-        module: Module | None = frame.f_locals["self"] if frame.f_code is _TORCHS else self.module()
-        assert module is not None
-        return module
 
     def _run_copy(self, copy: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call of another module. See NOTE [ Copies that share it ]."""

@@ -52,6 +52,7 @@ from spillway.attaching.measure import (
 )
 from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
+from spillway.blocks import Named
 from spillway.errors import BudgetError
 from spillway.planning.planner import parse_budget
 from spillway.profiling.meter import DeviceMemory
@@ -123,7 +124,6 @@ class PlanController:
         *,
         budget: int | float | None = None,
         plan: Plan | None = None,
-        memory: DeviceMemory | None = None,
     ) -> None:
         self.collector = collector
         self.collectors: Sequence[ProfileCollector] = (collector,)
@@ -134,13 +134,13 @@ class PlanController:
         """The profile that the plan was made of."""
         self.measured: Measured | None = None
         self.notes = collector.notes
-        self._memory = DeviceMemory(collector.device) if memory is None else memory
+        self._memory = DeviceMemory(collector.device)
         self._stage = Stage.ACTIVE if plan is not None else Stage.PROFILING_OPERATORS
         self._is_given = plan is not None
         self._share = budget if isinstance(budget, float) else None
         self._target = BudgetTarget(budget) if isinstance(budget, int) else None
-        self._ranks: RankGroup | None = None
-        """``None``: the model was not called yet."""
+        self._ranks = RankGroup()
+        self._was_called = False
         self._inputs = 0
         """Bytes of the largest inputs that the plan is for."""
         self._has_outgrown = False
@@ -188,30 +188,27 @@ class PlanController:
             return f"a backward pass through the blocks: the last {idle} calls of the model had none"
         if self.collector.is_waiting:
             return "two steps of the optimizer that attach() was given"
-        calls = len(PROFILING) - PROFILING.index(self.stage) + (self._ranks is None)
+        calls = len(PROFILING) - PROFILING.index(self.stage) + (not self._was_called)
         return f"{calls} more call{'s' if calls > 1 else ''} of the model in training, after a backward pass each"
 
     # What the model's call asks.
 
     @property
     def applied(self) -> int:
-        """How many plans were applied."""
         return self.collector.applied
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is to be done in any block."""
-        return self.stage is Stage.ACTIVE and self.plan is not None and all(block.plain for block in self.plan.blocks)
+        return self.stage is Stage.ACTIVE and self.collector.is_plain
 
     @property
     def spare_bytes(self) -> int:
-        """Bytes that the budget leaves where nothing is to be done in any block."""
         return self.plan.budget - self.plan.predicted_peak if self.is_plain and self.plan is not None else 0
 
     def take(self, blocks: Sequence[BlockCall]) -> None:
         """From now on, call these blocks."""
         if self.plan is None:
-            refuse_nested(blocks)
+            refuse_nested([Named(call.name, module) for call in blocks if (module := call.module()) is not None])
         self.collector.take(blocks, self.plan)
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -219,8 +216,8 @@ class PlanController:
         collector = self.collector
         if collector.is_elsewhere:
             return
-        ranks = self._meet(model)
-        if not ranks.are_all_here(model):
+        self._meet(model)
+        if not self._ranks.are_all_here(model):
             # Not all ranks make this call. Nothing is learned of it, and the step before it is kept.
             collector.cut()
             return
@@ -231,13 +228,13 @@ class PlanController:
                 f"{_MOST_IDLE} calls of the model had no backward before the next one, and nothing is learned of such: "
                 f"a pipeline's stages have their budget by offload_stages(budget=...)"
             )
-        nbytes = self._see_inputs(tensor_bytes(args, kwargs), ranks)
+        nbytes = self._see_inputs(tensor_bytes(args, kwargs))
         if collector.device.type == "cpu":
             # The memory of what was reloaded is kept for more of it. Until then it belongs to activations.
             collector.session.trim(collector.device)
         if not was_judged or self.applied == applied:
             # Else a new plan is for what this step begins with, too.
-            self._look_at_level(ranks)
+            self._look_at_level()
         if self.stage is not Stage.ACTIVE:
             lead = self.profile.lead_seconds if self.stage is Stage.VALIDATING and self.profile is not None else 0.0
             collector.begin_step(self.stage, nbytes, min(lead, _MOST_LEAD))
@@ -269,26 +266,24 @@ class PlanController:
         if self._stage is Stage.ACTIVE:
             self._memory.reset_peak()
 
-    def _meet(self, model: Module) -> RankGroup:
-        """The ranks that train the model together. It may be wrapped later than it is first called."""
-        if self._ranks is None:
-            self._ranks = ranks_of(model)
-        elif self._ranks.alone and self.stage is not Stage.ACTIVE:
-            self._ranks = ranks_of(model)
-            if not self._ranks.alone and self.stage is not Stage.PROFILING_OPERATORS:
-                self._start_again()
-        return self._ranks
+    def _meet(self, model: Module) -> None:
+        """Find the ranks that train the model together. It may be wrapped later than it is first called."""
+        if self._was_called and (not self._ranks.alone or self.stage is Stage.ACTIVE):
+            return
+        self._ranks = ranks_of(model)
+        if self._was_called and not self._ranks.alone and self.stage is not Stage.PROFILING_OPERATORS:
+            self._start_again()
+        self._was_called = True
 
     def _step_ended(self, watched: Watched | None) -> None:
-        ranks = self._known_ranks
         if self._stage in PROFILING:
-            if self.collector.advance(watched, ranks):
+            if self.collector.advance(watched, self._ranks):
                 self._plan_first()
         elif self.stage is Stage.ACTIVE:
             self._check()
         elif self._has_outgrown:
             self._plan_enlarged()
-        elif all(ranks.share(self.stage.value, lambda: watched is not None)):
+        elif all(self._ranks.share(self.stage.value, lambda: watched is not None)):
             assert watched is not None
             if self.stage is Stage.WARMING_UP:
                 self._has_learned()
@@ -299,11 +294,11 @@ class PlanController:
                 peak = max(reading.peak for place, reading in places if place[0] not in ("ahead", "begin"))
                 self._validate(peak, watched)
 
-    def _see_inputs(self, nbytes: int, ranks: RankGroup) -> int:
+    def _see_inputs(self, nbytes: int) -> int:
         """Bytes of this step's inputs: those of the largest rank, but while a plan is active."""
         if self.stage is not Stage.ACTIVE:
-            nbytes = max(ranks.share("inputs", lambda: nbytes))
-        elif not ranks.alone:
+            nbytes = max(self._ranks.share("inputs", lambda: nbytes))
+        elif not self._ranks.alone:
             # Other ranks may have smaller inputs, and do not begin again.
             nbytes = min(nbytes, self._inputs)
         before, self._inputs = self._inputs, max(self._inputs, nbytes)
@@ -314,7 +309,7 @@ class PlanController:
     def _outgrow(self, collector: ProfileCollector, before: int, now: int) -> None:
         """There are larger inputs than the plan is for."""
         self.notes.append(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
-        if now > _MOST_GROWTH * collector.measured_inputs or not self._known_ranks.alone:
+        if now > _MOST_GROWTH * collector.measured_inputs or not self._ranks.alone:
             self._start_again()
             return
         if self._target is not None:
@@ -332,7 +327,7 @@ class PlanController:
         assert self.profile is not None
         if self._share is not None:
             self._target = BudgetTarget(parse_budget(self._share, self.profile))
-        if self._known_ranks.alone and self._inputs > collector.measured_inputs:
+        if self._ranks.alone and self._inputs > collector.measured_inputs:
             try:
                 self._plan_enlarged(restarts=False)
             except BudgetError:
@@ -374,7 +369,7 @@ class PlanController:
         if not (self._is_checkpointing_over or target.corrections):
             simple = self._checkpointing(self.profile, target.budget)
         try:
-            plan = self.planner.plan(self.profile, target.nbytes, self._known_ranks)
+            plan = self.planner.plan(self.profile, target.nbytes, self._ranks)
         except BudgetError:
             if simple is None:
                 raise
@@ -390,7 +385,7 @@ class PlanController:
 
     def _validate(self, peak: int, watched: Watched | None = None) -> None:
         """A step with the plan is over: correct the plan, compare it, or make it active."""
-        ranks, target, rival = self._known_ranks, self._known_target, self._rival
+        ranks, target, rival = self._ranks, self._known_target, self._rival
         peak = max(ranks.share("peak", lambda: peak))
         learned = any(ranks.share("learned", self._has_learned))
         seconds = 0.0 if watched is None else watched.seconds(("begin", 0), ("done", 0))
@@ -431,13 +426,13 @@ class PlanController:
             self.notes.append(
                 f"a step of {format_bytes(peak)} where less was predicted: torch's own checkpointing next"
             )
-            self._use(simple, Event.CORRECTED if self._known_ranks.alone else Event.PLANNED)
+            self._use(simple, Event.CORRECTED if self._ranks.alone else Event.PLANNED)
 
     def _back_off(self, peak: int) -> None:
         """Apply a plan for so much less as a step was above the budget."""
         self._forget_rival()
         # Ranks judge no step once a plan is active. So they judge one that is warm.
-        event = Event.CORRECTED if self._known_ranks.alone else Event.PLANNED
+        event = Event.CORRECTED if self._ranks.alone else Event.PLANNED
         self._known_target.back_off(peak, lambda: self._replan(event), self.notes.append)
 
     def _other(self) -> Plan | None:
@@ -460,14 +455,14 @@ class PlanController:
     def _checkpointing(self, profile: Profile, budget: int) -> Plan | None:
         if self.collector.optimizer is not None:
             return None
-        return self.planner.checkpointing_plan(profile, budget, self._known_ranks)
+        return self.planner.checkpointing_plan(profile, budget, self._ranks)
 
     def _blocks_seconds(self, watched: Watched | None) -> float:
         """From the begin of a step to the end of its blocks' backward, on the slowest rank."""
         assert watched is not None
         end = ("first", 0) if ("first", 0) in watched.readings else ("back", 0)
         seconds = watched.seconds(("begin", 0), end)
-        return max(self._known_ranks.share("seconds", lambda: seconds))
+        return max(self._ranks.share("seconds", lambda: seconds))
 
     def _check(self) -> None:
         """A step with the active plan is over."""
@@ -484,7 +479,7 @@ class PlanController:
             self._memory.reset_peak()
             if peak > target.budget:
                 self.note_once(_LEARNED)
-        elif peak > target.budget and not self._known_ranks.alone:
+        elif peak > target.budget and not self._ranks.alone:
             self.note_once(f"a step of this rank had a peak over the budget of {format_bytes(target.budget)}")
         elif peak > target.budget:
             self.notes.append(
@@ -502,14 +497,16 @@ class PlanController:
                     f"no plan is for less: this one stays, if none of {MOST_APART} steps is over the budget"
                 )
 
-    def _look_at_level(self, ranks: RankGroup) -> None:
+    def _look_at_level(self) -> None:
         """Plan again before a step that begins with more bytes than planned for, if it would be above the budget."""
         if self._stage in PROFILING or self._has_outgrown or self._target is None:
             return
-        if self.stage is Stage.ACTIVE and not ranks.alone:
+        if self.stage is Stage.ACTIVE and not self._ranks.alone:
             return
         # The plan itself decides how much of an offloaded optimizer is on the device.
-        found = ranks.share("level", lambda: None if self.collector.optimizer is not None else self._level())
+        # Copies under way are not counted.
+        level = None if self.collector.optimizer is not None else self._memory.level() - self.collector.carried()
+        found = self._ranks.share("level", lambda: level)
         levels = [level for level in found if level is not None]
         if len(levels) < len(found):
             return
@@ -531,7 +528,8 @@ class PlanController:
             self.profile = profile
             self._refused = level
             return
-        self.collector.raise_profile(more)
+        assert self.collector.profile is not None
+        self.collector.profile = self.collector.risen(self.collector.profile, more)
         self._forget_rival()
         self.notes.append(
             f"planned anew for steps that begin with {format_bytes(level)}, where the one that was weighed had "
@@ -558,15 +556,6 @@ class PlanController:
         """The next plan is another one, and may be compared again."""
         self._rival = None
         self._has_tried_checkpointing = False
-
-    def _level(self) -> int:
-        """Bytes that are there now, without copies under way."""
-        return self._memory.level() - self.collector.carried()
-
-    @property
-    def _known_ranks(self) -> RankGroup:
-        assert self._ranks is not None
-        return self._ranks
 
     @property
     def _known_target(self) -> BudgetTarget:

@@ -27,7 +27,8 @@ from __future__ import annotations
 import enum
 import logging
 import threading
-from collections.abc import Callable, Hashable, Sequence
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -36,21 +37,24 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from spillway.attaching.apply_plan import LEAST, apply_plan, learned_by
+from spillway.attaching.apply_plan import LEAST, apply_plan
 from spillway.attaching.ranks import RankGroup, shared_profile
 from spillway.blocks import signature
+from spillway.checkpointing.learned import LearnedFunctions
+from spillway.errors import UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.profile import OptimizerProfile, Profile
 from spillway.planning.scaling import enlarged, risen
 from spillway.profiling.compile import compile_profile, queues, without_lead
+from spillway.profiling.meter import Known, known_bytes
 from spillway.profiling.probe import Probe, WatchedCall
 from spillway.profiling.watch import Watch, Watched
 from spillway.runtime.mover import Mover
-from spillway.session import Session
+from spillway.session import MIN_BYTES, Session
+from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
-    from spillway.profiling.meter import Known
 
 _LOG = logging.getLogger("spillway.attach")
 _MOST_PROBES = 256
@@ -121,30 +125,35 @@ class ProfileCollector:
     It also calls the blocks: recomputed in the least memory, or by a plan.
 
     Args:
-        model: class name of the model.
-        device: the device where it computes.
+        model: on one device. It is not kept alive.
         session: ``None``: the default one.
-        min_bytes: smaller tensors are not offloaded.
+        min_bytes: smaller tensors are not offloaded. ``None``: 1 MiB.
         optimizer: has its state offloaded. ``None``: there is no such optimizer.
-        known: gives the bytes of weights, gradients and state. ``None``: they are not known.
+        stepped: an optimizer whose state the profile tells apart.
+        tells_apart: whether the profile tells weights, gradients and state apart.
         has_lead: whether the CPU can be ahead of the device when a step begins.
+
+    Raises:
+        UsageError: for a model without parameters.
     """
 
     def __init__(
         self,
-        model: str,
-        device: torch.device,
+        model: Module,
         session: Session | None,
+        min_bytes: int | str | None = None,
         *,
-        min_bytes: int,
         optimizer: DividedOptimizer | None = None,
-        known: Callable[[], Known] | None = None,
+        stepped: torch.optim.Optimizer | None = None,
+        tells_apart: bool = True,
         has_lead: bool = True,
     ) -> None:
-        self.model = model
-        self.device = device
-        self.min_bytes = min_bytes
+        self.model = type(model).__name__
+        self.device = device_of(model)
+        self.min_bytes = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
         self.optimizer = optimizer
+        self.plan: Plan | None = None
+        """The plan that was applied since profiling began."""
         self.stage = Stage.PROFILING_OPERATORS
         self.profile: Profile | None = None
         """Of the step that was measured."""
@@ -161,8 +170,10 @@ class ProfileCollector:
         self.is_left_alone = False
         """Whether nothing is done in its blocks, since no backward comes through them."""
         self.notes: list[str] = []
+        self._module = weakref.ref(model)
         self._session = session
-        self._known = known
+        self._stepped = stepped
+        self._tells_apart = tells_apart
         self._has_lead = has_lead
         self._blocks: Sequence[BlockCall] = ()
         self._probes: dict[Hashable, Probe] = {}
@@ -185,15 +196,13 @@ class ProfileCollector:
 
     # What the model's call asks.
 
+    spare_bytes = 0
+    """Bytes that the budget leaves where nothing is to be done in any block."""
+
     @property
     def is_plain(self) -> bool:
         """Whether nothing is to be done in any block."""
-        return False
-
-    @property
-    def spare_bytes(self) -> int:
-        """Bytes that the budget leaves where nothing is to be done in any block."""
-        return 0
+        return self.plan is not None and all(block.plain for block in self.plan.blocks)
 
     def take(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
         """From now on, call these blocks, by a plan if there is one."""
@@ -244,17 +253,11 @@ class ProfileCollector:
         """Whether a step is observed in another thread, which still runs."""
         return self._watch is not None and self._is_strange(self._watch) and self._watch.thread.is_alive()
 
-    def begin_step(self, stage: Stage, inputs: int = 0, lead: float = 0.0) -> None:
-        """Observe a step.
-
-        Args:
-            stage: of the search.
-            inputs: bytes of the model's inputs.
-            lead: seconds by which the CPU is to be ahead of the device.
-        """
+    def begin_step(self, stage: Stage, inputs: int, lead: float = 0.0) -> None:
+        """Observe a step, with so many bytes of inputs, and the CPU so many seconds ahead of the device."""
         self._observed, self._inputs, self._has_probed = stage, inputs, False
         if stage is Stage.PROFILING_MEMORY:
-            self._statics = None if self._known is None else self._known()
+            self._statics = self._known()
         self._watch = self._new_watch(lead)
 
     def cut(self) -> bool:
@@ -270,15 +273,7 @@ class ProfileCollector:
         return cut if self._is_cut else found
 
     def advance(self, watched: Watched | None, ranks: RankGroup | None = None) -> bool:
-        """A profiling step has ended.
-
-        Args:
-            watched: its measurements.
-            ranks: train the model together, and go through the stages in step.
-
-        Returns:
-            Whether there is a profile.
-        """
+        """A profiling step has ended; whether there is a profile. Ranks go through the stages in step."""
         ranks = RankGroup() if ranks is None else ranks
         is_shown = watched is not None and self._is_shown(watched)
         if not all(ranks.share(self.stage.value, lambda: is_shown)):
@@ -301,7 +296,7 @@ class ProfileCollector:
         """Forget the profile: blocks take the least memory again."""
         self._enter(Stage.PROFILING_OPERATORS)
         self._probes.clear()
-        self.profile = self._weighed = None
+        self.plan = self.profile = self._weighed = None
         self._new_kinds = self._waited = 0
         self.is_rough = self.is_waiting = False
         self.take_least()
@@ -318,16 +313,13 @@ class ProfileCollector:
             block.how = None if self.is_left_alone else LEAST
 
     def apply(self, plan: Plan, *, is_given: bool = False) -> None:
-        """From the next call on, blocks do as the plan says.
-
-        Args:
-            plan: of this model.
-            is_given: whether the plan has to name all blocks that are trained.
+        """From the next call on, blocks do as the plan says. A given one has to name all blocks that are trained.
 
         Raises:
             UsageError: if it is of another model.
         """
         apply_plan(plan, self._blocks, is_whole=is_given)
+        self.plan = plan
         self.applied += 1
         self._mover().claim(self, plan.window, plan.ahead)
         if self.optimizer is not None and plan.optimizer_fraction is not None:
@@ -340,19 +332,16 @@ class ProfileCollector:
 
     def risen(self, profile: Profile, nbytes: int) -> Profile:
         """A profile for a step that begins with so many bytes more than the one that was measured."""
-        known = None if self._known is None else self._known()
+        known = self._known()
         more = 0 if known is None or self._statics is None else known.gradients - self._statics.gradients
         return risen(profile, nbytes, has_gradients=2 * more > profile.gradient_bytes > 0)
-
-    def raise_profile(self, nbytes: int) -> None:
-        """From now on, steps begin with so many bytes more."""
-        assert self.profile is not None
-        self.profile = self.risen(self.profile, nbytes)
 
     @property
     def learned(self) -> int:
         """How many calls of its blocks were recorded or compared, and so cost more than others."""
-        return learned_by(self._blocks, self.session)
+        learned = self.session.of(LearnedFunctions)
+        modules = [module for block in self._blocks if (module := block.module()) is not None]
+        return sum(call.learned_from for each in modules for call in learned.of(weakref.ref(each)).calls.values())
 
     @property
     def session(self) -> Session:
@@ -372,45 +361,31 @@ class ProfileCollector:
         watch = self._watch
         if watch is None or self._is_strange(watch):
             return -1
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        # Casts of leaves are not counted among a block's operators.
-        forms = tuple((tensor.shape, tensor.dtype, tensor.requires_grad, tensor.is_leaf) for tensor in tensors)
-        kind = (signature(module), forms)
-        probe = self._probe_of(kind) if self._probes_operators else None
+        kind = kind_of(module, tensors_of(args, kwargs))
+        # New kinds of blocks are measured operator by operator.
+        probes = self._observed in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
+        probe = self._probe_of(kind) if probes else None
         number = watch.block_begins(call.name, kind, (args, kwargs))
         if self._weighs:
             call.observer = WatchedCall(probe, partial(watch.asked, number), watch.casts)
-        elif self._probes_operators:
+        elif probes:
             # The call is recorded in any case.
-            call.observer = WatchedCall(probe, _ignore, _ignore)
+            call.observer = WatchedCall(probe, lambda *_: None, lambda _: None)
         return self._first + number
 
-    def block_ended(self, number: int, output: Any) -> None:
-        """The block has returned."""
+    def tell(self, number: int, what: Callable[[Watch, int], None]) -> None:
+        """Tell what has come of a call of a block, if it is observed: it gets the call's number in its step."""
         if self._watch is not None and number >= self._first:
-            self._watch.block_ended(number - self._first, output)
-
-    def block_ran(self, number: int, seconds: float) -> None:
-        """The block's own code took the CPU so long in forward."""
-        if self._watch is not None and number >= self._first:
-            self._watch.block_ran(number - self._first, seconds)
-
-    def rerun_begins(self, number: int) -> None:
-        """A block is recomputed."""
-        if self._watch is not None and number >= self._first:
-            self._watch.rerun_begins(number - self._first)
-
-    def rerun_ended(self, number: int) -> None:
-        """Its recomputation has ended."""
-        if self._watch is not None and number >= self._first:
-            self._watch.rerun_ended(number - self._first)
+            what(self._watch, number - self._first)
 
     # How a step is measured.
 
-    @property
-    def _probes_operators(self) -> bool:
-        """Whether new kinds of blocks are measured operator by operator."""
-        return self._observed in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
+    def _known(self) -> Known | None:
+        """Bytes of weights, gradients and state; ``None``: the profile does not tell them apart."""
+        model = self._module()
+        # This is asked within a call of the model.
+        assert model is not None
+        return known_bytes(model, self.device, self._stepped) if self._tells_apart else None
 
     @property
     def _weighs(self) -> bool:
@@ -426,11 +401,8 @@ class ProfileCollector:
         self._has_probed = True
         if len(self._probes) >= _MOST_PROBES:
             self._probes.clear()
-        probe = self._probes[kind] = self._new_probe(known)
+        probe = self._probes[kind] = Probe(self.device, known)
         return probe
-
-    def _new_probe(self, before: Probe | None) -> Probe:
-        return Probe(self.device, before)
 
     def _new_watch(self, lead: float) -> Watch:
         if self._observed is Stage.PROFILING_TIME:
@@ -518,14 +490,9 @@ class ProfileCollector:
 
     def _take_watch(self) -> Watch | None:
         watch, self._watch = self._watch, None
-        if watch is not None:
-            self._forsake(watch)
-        return watch
-
-    def _forsake(self, watch: Watch) -> None:
-        """The mover need not tell it of transfers any more."""
-        if not self.session.closed:
+        if watch is not None and not self.session.closed:
             self._mover().forsake(watch.moves)
+        return watch
 
     def _mover(self) -> Mover:
         return self.session.runtime(self.device).mover
@@ -541,10 +508,28 @@ def kinds_of(watched: Watched) -> list[Hashable]:
     return [call.kind for call in watched.calls]
 
 
-def tensor_bytes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def tensors_of(*values: object) -> list[torch.Tensor]:
+    """All tensors among arguments or outputs."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def tensor_bytes(*values: object) -> int:
     """Bytes of all tensors among arguments."""
-    return sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    return sum(each.nbytes for each in tensors_of(*values))
 
 
-def _ignore(*args: object) -> None:
-    """For what need not be told."""
+def kind_of(module: Module, tensors: Iterable[torch.Tensor]) -> Hashable:
+    """The kind of a block that is called with these tensors. Casts of leaves are not counted among its operators."""
+    return signature(module), tuple((each.shape, each.dtype, each.requires_grad, each.is_leaf) for each in tensors)
+
+
+def device_of(model: Module) -> torch.device:
+    """The device where a model computes.
+
+    Raises:
+        UsageError: if it has no parameters.
+    """
+    parameter = next(iter(model.parameters()), None)
+    if parameter is None:
+        raise UsageError(f"got {type(model).__name__}, which has no parameters, with a budget, expected one that has")
+    return parameter.device

@@ -28,9 +28,10 @@ from torch.nn import Module
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spillway.attaching.attached import attach
-from spillway.attaching.budget import device_of
+from spillway.attaching.measure import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
-from spillway.blocks import Named, signature
+from spillway.attaching.validation import refuse_cache, refuse_nested
+from spillway.blocks import Named
 from spillway.capture.identity import is_parameter
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
@@ -47,7 +48,6 @@ from spillway.profiling.target_kernels import first_attention, kernels_of, stand
 from spillway.profiling.watch import Watch
 from spillway.runtime.bytes import over
 from spillway.session import MIN_BYTES
-from spillway.units import parse_bytes
 
 _DEVICES = ("cuda", "cpu")
 _RERUN_FACTOR = 1.07
@@ -111,15 +111,16 @@ def profile_on_meta(
         device.values.learn(meta, tensor)
     # What cannot be attached to has no profile either.
     with attach(model, blocks=blocks) as attached:
-        names = attached.blocks
-    profiler = MetaProfiler(device, min_bytes=parse_bytes(MIN_BYTES, what="min_bytes"))
+        found = [Named(name, model.get_submodule(name)) for name in attached.blocks]
+    refuse_nested(found)
+    profiler = MetaProfiler(device)
     with ExitStack() as around:
         around.enter_context(torch.compiler.set_stance("force_eager"))
         around.enter_context(Caches(model).off())
         for loss in own_losses(model):
             around.enter_context(loss.in_rows(0))
         around.enter_context(kernels_of(target.device, target.attention))
-        around.enter_context(profiler.around([Named(name, model.get_submodule(name)) for name in names]))
+        around.enter_context(profiler.around(found))
         around.enter_context(device)
         try:
             functional_call(step, state, (there,)).backward()
@@ -168,12 +169,10 @@ class MetaProfiler:
 
     Args:
         device: whose mode is in force during the step.
-        min_bytes: smaller tensors are not offloaded.
     """
 
-    def __init__(self, device: MetaDevice, *, min_bytes: int) -> None:
+    def __init__(self, device: MetaDevice) -> None:
         self._device = device
-        self._min_bytes = min_bytes
         self._watch = Watch(META, lambda: 0, MetaMeter(device))
         self._probes: dict[Hashable, Probe] = {}
         self._calls: dict[int, _BlockCall] = {}
@@ -181,18 +180,7 @@ class MetaProfiler:
 
     @contextmanager
     def around(self, blocks: Sequence[Named]) -> Iterator[None]:
-        """A context in which the calls of these modules are blocks.
-
-        Raises:
-            UsageError: if a block has another one inside.
-        """
-        modules = {id(each.module) for each in blocks}
-        for name, module in ((each.name, each.module) for each in blocks):
-            if any(inner is not module and id(inner) in modules for inner in module.modules()):
-                raise UsageError(
-                    f"blocks: {name!r} has others inside, and a profile is of blocks one after the other; name the "
-                    f"outer ones or the inner ones"
-                )
+        """A context in which the calls of these modules are blocks."""
         with ExitStack() as stack:
             for each in blocks:
                 # Around the forward, so that hooks of the user's run outside of the block.
@@ -215,7 +203,7 @@ class MetaProfiler:
             self._probes,
             model=model,
             device=self._device.device,
-            min_bytes=self._min_bytes,
+            min_bytes=MIN_BYTES,
             has_host=False,
         )
         # What was there again took no time.
@@ -225,15 +213,9 @@ class MetaProfiler:
         """A block's forward."""
         if not (block.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        for value in (*args, *kwargs.values()):
-            if hasattr(type(value), "get_seq_length") and not isinstance(value, torch.Tensor):
-                raise UsageError(
-                    f"got a {type(value).__name__} as an argument of {block}, and recomputing the block would write "
-                    f"its keys and values a second time; call the model with use_cache=False, and without a cache"
-                )
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        forms = tuple((each.shape, each.dtype, each.requires_grad, each.is_leaf) for each in tensors)
-        kind = (signature(block.module), forms)
+        refuse_cache(block.name, block.module, args, kwargs)
+        tensors = tensors_of(args, kwargs)
+        kind = kind_of(block.module, tensors)
         number = self._watch.block_begins(block.name, kind, (args, kwargs))
         probe = None
         if kind not in self._probes:
@@ -241,11 +223,11 @@ class MetaProfiler:
             on_cpu = self._device.device.type == "cpu"
             meter = ClockMeter(lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
             probe = self._probes[kind] = Probe(META, meter=meter)
-        call = _BlockCall(self._device, tensors, self._min_bytes)
+        call = _BlockCall(self._device, tensors)
         observer = WatchedCall(probe, partial(self._watch.asked, number), self._watch.casts)
         output = call.run(forward, args, kwargs, observer)
         self._watch.block_ended(number, output)
-        trained = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        trained = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if trained:
             self._calls[number] = call
             # After the tracer's own hook, which has marked that the block's backward begins.
@@ -279,19 +261,18 @@ class _BlockCall:
     Args:
         device: the meta device.
         tensors: that the block is called with.
-        min_bytes: smaller ones are not offloaded.
     """
 
-    def __init__(self, device: MetaDevice, tensors: list[torch.Tensor], min_bytes: int) -> None:
+    def __init__(self, device: MetaDevice, tensors: list[torch.Tensor]) -> None:
         self._device = device
-        self._inputs = {device.number_of(tensor) for tensor in tensors}
+        self.inputs = {device.number_of(tensor) for tensor in tensors}
         self._first = device.count
         # What was there before the step, as a table in a buffer, stays.
         storages = [tensor.untyped_storage() for tensor in tensors if device.number_of(tensor) > 0]
-        self._small = [storage for storage in storages if storage.nbytes() < min_bytes]
+        self._small = [storage for storage in storages if storage.nbytes() < MIN_BYTES]
         """Inputs that are held for as long as anything that the block saves."""
         for storage in storages:
-            if storage.nbytes() >= min_bytes:
+            if storage.nbytes() >= MIN_BYTES:
                 device.offload(storage)
         self._released: weakref.WeakSet[_Released] = weakref.WeakSet()
         self._recorder: Recorder | None = None
@@ -305,7 +286,7 @@ class _BlockCall:
             if not observer.wants_operators:
                 return forward(*args, **kwargs)
             self._recorder, self._observer = recorder, _ = Recorder(Selection(Choices(), None, None)), observer
-            recorder.begin([leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
+            recorder.begin(tensors_of(args, kwargs))
             with recorder, observer.watching(recorder):
                 output = forward(*args, **kwargs)
         with torch._C._DisableTorchDispatch():
@@ -326,14 +307,13 @@ class _BlockCall:
             if self._recorder is not None:
                 self._recorder.saves(0, tensor)
             number = self._device.number_of(tensor) if tensor.device == META else -1
-            if is_parameter(tensor) or not (number > self._first or number in self._inputs):
+            if is_parameter(tensor) or not (number > self._first or number in self.inputs):
                 # An output must not hold its own node.
                 return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
-            is_input = number in self._inputs
             tell = None
-            if self._recorder is not None and self._observer is not None and not is_input:
+            if self._recorder is not None and self._observer is not None and number not in self.inputs:
                 tell = partial(self._observer.asked, len(self._recorder.operators))
-            found = _Released(self, tensor, number, is_input=is_input, tell=tell)
+            found = _Released(self, tensor, number, tell)
         self._released.add(found)
         return found
 
@@ -344,13 +324,7 @@ class _Released:
     __slots__ = ("__weakref__", "_call", "_form", "_nbytes", "_number", "_original", "_storage", "_tell")
 
     def __init__(
-        self,
-        call: _BlockCall,
-        tensor: torch.Tensor,
-        number: int,
-        *,
-        is_input: bool,
-        tell: Callable[[torch.Tensor, object], None] | None,
+        self, call: _BlockCall, tensor: torch.Tensor, number: int, tell: Callable[[torch.Tensor, object], None] | None
     ) -> None:
         storage = tensor.untyped_storage()
         self._call = call
@@ -358,7 +332,7 @@ class _Released:
         self._number = number
         self._nbytes = storage.nbytes()
         self._form = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        self._original = weakref.ref(storage) if is_input else None
+        self._original = weakref.ref(storage) if number in call.inputs else None
         self._storage: torch.UntypedStorage | None = None
 
     def reload(self, storages: dict[int, torch.UntypedStorage], device: MetaDevice) -> None:

@@ -65,8 +65,10 @@ class ModelCall(ModuleCall):
         self._caches = Caches(model)
         taken = {call.name for call in (self, *blocks)}
         self._around = [(each.name, weakref.ref(each.module)) for each in around if each.name not in taken]
+        places = [call.name.rpartition(".") for call in blocks]
         self._slots = [
-            (call, weakref.ref(_parent_of(model, call.name)), call.name.rpartition(".")[2]) for call in blocks
+            (call, weakref.ref(model.get_submodule(parent)), key)
+            for call, (parent, _, key) in zip(blocks, places, strict=True)
         ]
         """Where each block is, for as long as nothing is put around it."""
         self._here = _Here()
@@ -109,10 +111,7 @@ class ModelCall(ModuleCall):
             for loss in self.losses:
                 stack.enter_context(loss.in_rows(self.observer.spare_bytes))
         self._here.inside = True
-        stack.callback(self._leave)
-
-    def _leave(self) -> None:
-        self._here.inside = False
+        stack.callback(setattr, self._here, "inside", False)
 
     def _pass(self) -> AbstractContextManager[object]:
         """The pass of this call. If the user has opened one around it, blocks belong to that."""
@@ -145,20 +144,12 @@ class ModelCall(ModuleCall):
                 )
             if self._recomputes:
                 refuse_own_flags(name, module)
-        if self._recomputes:
-            self._check_wrappers()
-
-    def _check_wrappers(self) -> None:
-        """Refuse blocks that were wrapped in a checkpointing module."""
-        for call, reference, key in self._slots:
+        # A block may have been wrapped in a checkpointing module.
+        for call, reference, key in self._slots if self._recomputes else ():
             parent = reference()
             found = None if parent is None else parent._modules.get(key)
             if found is not None and found is not call.module():
                 refuse_checkpointing([Named(call.name, found)])
-
-
-def _parent_of(model: Module, name: str) -> Module:
-    return model.get_submodule(name.rpartition(".")[0])
 
 
 class ModelPass(offload):

@@ -20,17 +20,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.budget import Planner, device_of, known_of
+from spillway.attaching.budget import Planner
 from spillway.attaching.controller import PlanController
 from spillway.attaching.measure import PROFILING, Event, ProfileCollector, Stage, tensor_bytes
-from spillway.attaching.ranks import RankGroup, ranks_of
+from spillway.attaching.ranks import ranks_of
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planning.plan import Plan
 from spillway.planning.stages import StageProfile
 from spillway.planning.tasks import Turn
-from spillway.profiling.meter import DeviceMemory
-from spillway.session import MIN_BYTES, Session
-from spillway.units import parse_bytes, read_budget
+from spillway.session import Session
+from spillway.units import read_budget
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
@@ -56,19 +55,15 @@ class StageCollector(ProfileCollector):
     """
 
     def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
-        device = device_of(module)
+        super().__init__(module, session, min_bytes, has_lead=False)
         if not ranks_of(module).alone:
             raise UnsupportedError(
                 f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), expected "
                 f"stages of one rank each, since such ranks would need one plan; give offload_stages its bytes or "
                 f"recompute"
             )
-        least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
-        known = known_of(module, device)
-        super().__init__(type(module).__name__, device, session, min_bytes=least, known=known, has_lead=False)
         self.index = index
         self.module = module
-        self.plan: Plan | None = None
         self.controller: PipelinePlanController | None = None
         self.is_turn = False
         """Whether the chunk that goes forward now is profiled."""
@@ -76,10 +71,6 @@ class StageCollector(ProfileCollector):
         """Bytes of the largest chunk's inputs."""
         self._missed = 0
         """Consecutive steps in which nothing was seen of its chunk."""
-
-    @property
-    def is_plain(self) -> bool:
-        return self.plan is not None and all(block.plain for block in self.plan.blocks)
 
     @property
     def is_sought(self) -> bool:
@@ -140,14 +131,8 @@ class StageCollector(ProfileCollector):
     def restart(self) -> None:
         """Forget profile and plan: blocks take the least memory again."""
         self.drop()
-        self.plan = None
         self.is_left_alone, self._missed = False, 0
         super().restart()
-
-    def use(self, plan: Plan) -> None:
-        """From the next call on, blocks do as the plan says."""
-        self.plan = plan
-        self.apply(plan)
 
     def chunk_profile(self) -> StageProfile:
         """The profile of the largest chunk."""
@@ -161,18 +146,39 @@ class PipelinePlanController(PlanController):
 
     Args:
         stages: all that the rank has.
-        planner: makes plans.
-        budget: bytes that may be allocated on the device.
+        session: ``None``: the default one.
+        hardware: as for :func:`spillway.plan`.
+        budget: bytes that may be allocated on the device, or a size like ``"40GiB"``.
+        limits: of plans, as for :meth:`Planner.of`.
+
+    Raises:
+        UsageError: for limits that cannot be meant, and for stages on several devices.
     """
 
     _bears_a_step = False
 
-    def __init__(self, stages: Sequence[StageCollector], planner: Planner, budget: int) -> None:
-        super().__init__(stages[0], planner, budget=budget, memory=DeviceMemory(planner.device))
+    def __init__(
+        self,
+        stages: Sequence[StageCollector],
+        session: Session | None,
+        hardware: Hardware | str | None,
+        budget: int | str,
+        **limits: Any,
+    ) -> None:
+        nbytes = read_budget(budget)
+        if isinstance(nbytes, float):
+            raise UsageError(
+                f"budget: got {budget!r} for the stages of a pipeline, expected bytes, since several stages share "
+                f'them and no profile has them all; write it like "40GiB"'
+            )
+        devices = {stage.device for stage in stages}
+        if len(devices) > 1:
+            names = sorted(map(str, devices))
+            raise UsageError(f"stages: got some on {names}, expected one device, which has one budget")
+        super().__init__(stages[0], Planner.of(devices.pop(), session, hardware, **limits), budget=nbytes)
         self.stages = list(stages)
         self.collectors = self.stages
         self.notes = []
-        self._ranks = RankGroup()
         self._turns: list[Turn] = []
         """Of the step so far."""
         self._order: list[Turn] = []
@@ -183,8 +189,8 @@ class PipelinePlanController(PlanController):
         """How many plans were made because of another order."""
         self._static = 0
         """Bytes that were there when plans were made."""
-        self._states: list[object] = []
-        """What was trained of each stage."""
+        self._states: list[tuple[bool, list[bool]]] = []
+        """Of each stage, whether it and each of its parameters is trained."""
         for stage in self.stages:
             stage.controller = self
 
@@ -259,7 +265,8 @@ class PipelinePlanController(PlanController):
             return
         if self.collector.device.type == "cpu":
             self.collector.session.trim(self.collector.device)
-        states = [_state_of(stage.module) for stage in self.stages]
+        trained = [[each.requires_grad for each in stage.module.parameters()] for stage in self.stages]
+        states = [(stage.module.training, each) for stage, each in zip(self.stages, trained, strict=True)]
         before, self._states = self._states, states
         if before and states != before:
             self.note_once("other parameters are trained, or stages are in another mode, than there were")
@@ -325,7 +332,7 @@ class PipelinePlanController(PlanController):
         plans = self.planner.stage_plans(profiles, turns, static, self._known_target.nbytes)
         self._accepted, self._static = [], static
         for stage, plan in zip(self._planned, plans, strict=True):
-            stage.use(plan)
+            stage.apply(plan)
         self._enter(event)
 
     def _plan_enlarged(self, *, restarts: bool = True) -> None:
@@ -342,37 +349,7 @@ class PipelinePlanController(PlanController):
             self._memory.reset_peak()
 
 
-def pipeline_controller(
-    stages: Sequence[StageCollector],
-    session: Session | None,
-    hardware: Hardware | str | None,
-    *,
-    budget: int | str,
-    **limits: Any,
-) -> PipelinePlanController:
-    """The controller of all stages that a rank has.
-
-    Raises:
-        UsageError: for limits that cannot be meant, and for stages on several devices.
-    """
-    nbytes = read_budget(budget)
-    if isinstance(nbytes, float):
-        raise UsageError(
-            f"budget: got {budget!r} for the stages of a pipeline, expected bytes, since several stages share "
-            f'them and no profile has them all; write it like "40GiB"'
-        )
-    devices = {stage.device for stage in stages}
-    if len(devices) > 1:
-        raise UsageError(f"stages: got some on {sorted(map(str, devices))}, expected one device, which has one budget")
-    return PipelinePlanController(stages, Planner.of(devices.pop(), session, hardware, **limits), nbytes)
-
-
 def _is_whole(turns: Sequence[Turn]) -> bool:
     """Whether each forward had its backward."""
     forward = {turn[:2] for turn in turns if not turn.is_backward}
     return bool(forward) and forward == {turn[:2] for turn in turns if turn.is_backward}
-
-
-def _state_of(module: Module) -> object:
-    """What of a stage is trained."""
-    return module.training, tuple(parameter.requires_grad for parameter in module.parameters())

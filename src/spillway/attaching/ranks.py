@@ -101,21 +101,19 @@ class RankGroup:
         return [value for _, _, value in mine]  # type: ignore[misc]
 
 
-def ranks_of(model: Module | None) -> RankGroup:
+def ranks_of(model: Module) -> RankGroup:
     """The ranks that train a model together with this process. Call it on all of them, within the model's call.
 
     They use the model's own groups: making others of the same ranks was seen to hang.
     """
-    if model is None or not _is_initialized():
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return RankGroup()
-    wrapper = _wrapper_of(model)
+    # The wrapper may be in the model, or around its call.
+    inside = (module for module in model.modules() if is_a(module, _DDP, "DistributedDataParallel"))
+    wrapper: Any = next(inside, _active())
     found = {id(group): group for group in _groups_of(model, wrapper)}
     return RankGroup([group for group in found.values() if group.size() > 1], wrapper)
-
-
-def _is_initialized() -> bool:
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _groups_of(model: Module, wrapper: Any) -> Iterator[ProcessGroup]:
@@ -123,29 +121,17 @@ def _groups_of(model: Module, wrapper: Any) -> Iterator[ProcessGroup]:
         yield wrapper.process_group
     for module in model.modules():
         if is_a(module, _FSDP, "FullyShardedDataParallel"):
-            sharded: Any = module
-            yield sharded.process_group
-    meshes = {id(mesh): mesh for mesh in _meshes(model)}
-    for mesh in meshes.values():
+            flat: Any = module
+            yield flat.process_group
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    sharded = [each for each in model.parameters() if kind is not None and isinstance(each, kind)]
+    for mesh in {id(each.device_mesh): each.device_mesh for each in sharded}.values():
         yield from mesh.get_all_groups()
-
-
-def _wrapper_of(model: Module) -> Any:
-    """The ``DistributedDataParallel`` in a model, or the one whose call this is in."""
-    inside = (module for module in model.modules() if is_a(module, _DDP, "DistributedDataParallel"))
-    return next(inside, _active())
 
 
 def _active() -> Any:
     kind: Any = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
     return None if kind is None else kind._get_active_ddp_module()
-
-
-def _meshes(model: Module) -> Iterator[Any]:
-    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    for parameter in model.parameters():
-        if kind is not None and isinstance(parameter, kind):
-            yield parameter.device_mesh
 
 
 def _gathered(mine: T, group: ProcessGroup) -> list[T]:

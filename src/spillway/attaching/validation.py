@@ -6,8 +6,9 @@ import fnmatch
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
+from functools import cache
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -18,9 +19,6 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
 from spillway.session import Session
 
-if TYPE_CHECKING:
-    from spillway.attaching.block import BlockCall
-
 CHECKPOINTING_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
 """Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
 
@@ -28,18 +26,14 @@ _SHOWN = 8
 _COPIER = torch.nn.DataParallel.forward.__code__
 
 
-def refuse_attached(modules: Iterable[Named]) -> None:
-    """Raise :class:`~spillway.errors.UsageError` if one of the modules is attached already."""
+def refuse_modules(modules: Sequence[Named]) -> None:
+    """Raise an error if one of the modules is attached already, or copies what it calls."""
     for each in modules:
         if is_attached(each.module):
             raise UsageError(
                 f"got {each}, which is attached already, expected a model that is not; call remove() of what the other "
                 f"spillway.attach gave back, and say all in one"
             )
-
-
-def refuse_copies(modules: Iterable[Named]) -> None:
-    """Raise :class:`~spillway.errors.UnsupportedError` if one of the modules copies what it calls."""
     for each in modules:
         if isinstance(each.module, torch.nn.DataParallel):
             raise UnsupportedError(
@@ -67,10 +61,10 @@ def refuse_copier(frame: FrameType | None, named: Named) -> None:
 
 def refuse_checkpointing(modules: Iterable[Named]) -> None:
     """Raise :class:`~spillway.errors.UsageError` if one of the modules checkpoints itself."""
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    home = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
     for each in modules:
-        contract: Any = sys.modules.get("torch.distributed._composable.contract")
         composed = contract is not None and "checkpoint" in (contract._get_registry(each.module) or ())
-        home = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         if composed or is_a(each.module, home, "CheckpointWrapper"):
             raise UsageError(
                 f"got {each}, which checkpoints already, expected a model that does not; leave out checkpoint_wrapper, "
@@ -162,14 +156,33 @@ def _method_of(kind: type[Module], name: str) -> object:
     return None
 
 
-def refuse_nested(blocks: Iterable[BlockCall]) -> None:
-    """Raise :class:`~spillway.errors.UsageError` if one of the blocks has others inside, for which there is no plan."""
-    inner = next((block.name for block in blocks if block.has_inner), None)
-    if inner is not None:
-        raise UsageError(
-            f"blocks: got {inner!r}, which has others inside, with a budget, expected blocks one after the other; "
-            f"name the outer ones or the inner ones"
-        )
+def refuse_cache(name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise :class:`~spillway.errors.UsageError` if one of a block's arguments is a cache of keys and values."""
+    for value in (*args, *kwargs.values()):
+        kind: Any = type(value)
+        if _is_cache(kind):
+            raise UsageError(
+                f"got a {kind.__name__} as an argument of {Named(name, module)}, which writes its keys and values "
+                f"there, expected none, since recomputing the block would write them a second time; call the "
+                f"model with use_cache=False, and without a cache of your own"
+            )
+
+
+@cache
+def _is_cache(kind: Any) -> bool:
+    """Whether it is one of transformers' caches."""
+    return hasattr(kind, "get_seq_length") and not issubclass(kind, torch.Tensor)
+
+
+def refuse_nested(blocks: Sequence[Named]) -> None:
+    """Raise :class:`~spillway.errors.UsageError` if one of the blocks has others inside: no plan is of such."""
+    modules = {id(each.module) for each in blocks}
+    for each in blocks:
+        if any(id(inner) in modules for inner in each.module.modules() if inner is not each.module):
+            raise UsageError(
+                f"blocks: got {each.name!r}, which has others inside, with a budget or a profile, expected blocks one "
+                f"after the other; name the outer ones or the inner ones"
+            )
 
 
 def check_arguments(model: object, session: object, *, every: object, first: object, keep_last: object) -> None:

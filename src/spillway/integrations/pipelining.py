@@ -175,11 +175,11 @@ def offload_stages(
     rank: PipelinePlanController | None = None
     if budget is not None:
         # Slow to import, and only needed for plans.
-        from spillway.attaching.pipeline import StageCollector, pipeline_controller
+        from spillway.attaching.pipeline import PipelinePlanController, StageCollector
 
         collectors = [StageCollector(stage.stage_index, stage.submod, session, min_bytes) for stage in found]
         options: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-        rank = pipeline_controller(collectors, session, hardware, budget=budget, **options)
+        rank = PipelinePlanController(collectors, session, hardware, budget, **options)
     calls: list[_StageCalls] = []
     offloaded = OffloadedStages(calls, rank)
     with ExitStack() as undo:

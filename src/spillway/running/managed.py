@@ -17,7 +17,6 @@ import torch
 from torch.nn import Module
 
 from spillway.attaching import Attached, attach
-from spillway.attaching.budget import device_of
 from spillway.attaching.measure import ProfileCollector
 from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planning.files import check_writable, write_file
@@ -29,7 +28,6 @@ from spillway.running.options import RunOptions
 from spillway.running.result import NOTHING_CALLED, result_of, wrapped
 from spillway.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
 from spillway.runtime.process_memory import set_malloc
-from spillway.session import MIN_BYTES
 from spillway.units import format_bytes, format_seconds
 
 UNMET_CODE = 3
@@ -277,7 +275,7 @@ class _EndingCollector(ProfileCollector):
     """
 
     def __init__(self, model: Module, profiles: list[Profile]) -> None:
-        super().__init__(type(model).__name__, device_of(model), None, min_bytes=MIN_BYTES)
+        super().__init__(model, None, tells_apart=False)
         self._profiles = profiles
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
