@@ -756,7 +756,7 @@ def test_a_plan_sends_no_more_to_the_host_than_the_session_has_room_for() -> Non
     with spillway.Session(host_budget="64MiB") as session:
         assert session.host_room(device) == 64 << 20
         profile = spillway.Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
-        planner = Planner.of(device, session, hardware(), allow={"keep", "host", "recompute"})
+        planner = Planner(device, session, hardware(), allow={"keep", "host", "recompute"})
         plan = planner.plan(profile, 20 << 30, RankGroup())
         assert plan.host_bytes <= 64 << 20
         unlimited = spillway.plan(profile, budget=20 << 30, allow={"keep", "host", "recompute"}, hardware="h200")

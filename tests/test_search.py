@@ -109,7 +109,7 @@ def test_the_cpu_time_of_a_block_is_that_of_its_fastest_call(
 def test_torchs_checkpointing_may_take_the_whole_budget(session: Session) -> None:
     profile = spillway.Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
     peak = simulate_program(checkpointed_program(profile), ANY_RATES).peak_bytes
-    planner = Planner.of(torch.device("cpu"), session, "h200", allow={"keep", "recompute"})
+    planner = Planner(torch.device("cpu"), session, "h200", allow={"keep", "recompute"})
     plan = planner.checkpointing_plan(profile, peak, RankGroup())
     assert plan is not None
     assert plan.predicted_peak == peak
@@ -117,7 +117,7 @@ def test_torchs_checkpointing_may_take_the_whole_budget(session: Session) -> Non
     assert planner.checkpointing_plan(profile, peak - 1, RankGroup()) is None
     # Plans that offload leave some of the budget.
     failing(BudgetError, lambda: planner.plan(profile, BudgetTarget(peak).nbytes, RankGroup()))
-    only_keeps = Planner.of(torch.device("cpu"), session, "h200", allow={"keep", "host"})
+    only_keeps = Planner(torch.device("cpu"), session, "h200", allow={"keep", "host"})
     assert only_keeps.checkpointing_plan(profile, peak, RankGroup()) is None
 
 

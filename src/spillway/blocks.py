@@ -79,13 +79,11 @@ def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
         ['0', '1']
     """
     modules = [each for each in walk(model) if is_called(each.module)]
-    if blocks is None:
-        return _repeated(model, modules)
-    listed = list(blocks) if isinstance(blocks, (list, tuple, set, frozenset)) else [blocks]
+    found = _repeated(model, modules) if blocks is None else []
+    listed: list[Any] = list(blocks) if isinstance(blocks, (list, tuple, set, frozenset)) else [blocks]
     if not listed:
         raise UsageError(f"blocks: got {blocks!r}, expected at least one class, pattern or predicate, or None")
-    chosen: set[int] = set()
-    for selector in listed:
+    for selector in listed if blocks is not None else ():
         matched = _matched(modules, selector)
         if not matched:
             raise UsageError(
@@ -93,23 +91,22 @@ def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
                 f"{Named('', model)}, expected a class, a pattern of dotted names or a predicate that some of them "
                 f"match; {_meant(modules, selector)}{_candidates(modules)}"
             )
-        chosen.update(id(each.module) for each in matched)
+        found += matched
+    chosen = {id(each.module) for each in found}
     return _once(each for each in modules if id(each.module) in chosen)
 
 
 def walk(model: Module) -> Iterator[Named]:
     """All modules below a model under all their names, parents before children."""
-    yield from _walk(model, "", {id(model)})
 
+    def below(module: Module, prefix: str, above: set[int]) -> Iterator[Named]:
+        for key, child in module._modules.items():
+            # A module may hold its own parent.
+            if child is not None and id(child) not in above:
+                yield Named(f"{prefix}{key}", child)
+                yield from below(child, f"{prefix}{key}.", above | {id(child)})
 
-def _walk(module: Module, prefix: str, above: set[int]) -> Iterator[Named]:
-    for key, child in module._modules.items():
-        # A module may hold its own parent.
-        if child is None or id(child) in above:
-            continue
-        name = f"{prefix}{key}"
-        yield Named(name, child)
-        yield from _walk(child, f"{name}.", above | {id(child)})
+    return below(model, "", {id(model)})
 
 
 def uncompiled(module: Module) -> Module:
@@ -150,11 +147,7 @@ def is_a(module: Module, home: str, name: str) -> bool:
 def signature(module: Module) -> Hashable:
     """Class, and names, shapes and dtypes of the parameters."""
     parameters = module.named_parameters(remove_duplicate=False)
-    return _kind(module), tuple((name, _shape(parameter), parameter.dtype) for name, parameter in parameters)
-
-
-def _shape(parameter: torch.nn.Parameter) -> torch.Size | None:
-    return None if is_lazy(parameter) else parameter.shape
+    return _kind(module), tuple((name, None if is_lazy(each) else each.shape, each.dtype) for name, each in parameters)
 
 
 def _matched(modules: list[Named], selector: Any) -> list[Named]:
@@ -169,14 +162,13 @@ def _matched(modules: list[Named], selector: Any) -> list[Named]:
             f"blocks: got {selector!r:.200}, expected a class, a pattern of dotted names such as 'layers.*', a "
             f"predicate (name, module) -> bool, or a list of such; {_candidates(modules)}"
         )
-    return [each for each in modules if _says(selector, each)]
-
-
-def _says(predicate: Predicate, each: Named) -> bool:
-    answer = predicate(each.name, each.module)
-    if not isinstance(answer, bool):
-        raise UsageError(f"blocks: got {answer!r} from {predicate!r} for {each.name!r}, expected True or False")
-    return answer
+    found = []
+    for each in modules:
+        answer = selector(each.name, each.module)
+        if not isinstance(answer, bool):
+            raise UsageError(f"blocks: got {answer!r} from {selector!r} for {each.name!r}, expected True or False")
+        found += [each] * answer
+    return found
 
 
 def _outermost(found: Iterable[Named]) -> list[Named]:
@@ -216,8 +208,7 @@ def _repeated(model: Module, modules: list[Named]) -> list[Named]:
             f"blocks: got None, and {Named('', model)}, which repeats no block, expected modules side by side of one "
             f"class and with equal parameters; say which to take, by class, name or predicate; {_candidates(modules)}"
         )
-    taken_ids = {id(each.module) for each in chosen}
-    return _once(each for each in modules if id(each.module) in taken_ids)
+    return chosen
 
 
 def _kinds(modules: list[Named]) -> list[Hashable]:
@@ -226,23 +217,15 @@ def _kinds(modules: list[Named]) -> list[Hashable]:
     kinds: dict[Hashable, None] = {}
     for each in _once(modules):
         module = uncompiled(each.module)
-        if _is_simple(module):
+        is_torchs = type(module).__module__.startswith("torch.nn")
+        if is_torchs and not module._modules and not isinstance(module, torch.nn.RNNBase):
+            # A layer that a block is made of.
             continue
         key = each.name.rpartition(".")[0], signature(each.module)
         if key in alike:
             kinds[_kind(each.module)] = None
         alike.add(key)
     return list(kinds)
-
-
-def _is_simple(module: Module) -> bool:
-    """Whether it is a layer of ``torch.nn`` that a block is made of."""
-    is_torchs = type(module).__module__.startswith("torch.nn")
-    return is_torchs and not module._modules and not isinstance(module, torch.nn.RNNBase)
-
-
-def _is_recurrent(module: Module) -> bool:
-    return isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase))
 
 
 def _kind(module: Module) -> Hashable:
@@ -288,7 +271,9 @@ def _meant(modules: list[Named], selector: Any) -> str:
 
 def _candidates(modules: list[Named]) -> str:
     """Some of what could have been meant: the modules with parts that own most."""
-    whole = [each for each in _once(modules) if each.module._modules or _is_recurrent(each.module)] or _once(modules)
+    every = _once(modules)
+    recurrent = (torch.nn.RNNBase, torch.nn.RNNCellBase)
+    whole = [each for each in every if each.module._modules or isinstance(each.module, recurrent)] or every
     if not whole:
         return "the model has no modules below it: spillway.recompute(model, ...) recomputes the whole of it"
     most = sorted(whole, key=lambda each: -_owned([each]))[:_SHOWN]

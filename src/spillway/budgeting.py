@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
 
 from spillway.attaching import attach
 from spillway.attaching.budget import allowed
-from spillway.attaching.measure import ProfileCollector
-from spillway.attaching.meta_profile import Target, is_on_meta, profile_on_meta
+from spillway.attaching.measure import ProfileCollector, tensors_of
+from spillway.attaching.meta_profile import is_on_meta, profile_on_meta
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan, program_of
@@ -94,12 +93,30 @@ def profile(
     if not model.training:
         raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
     if hardware is not None:
-        target = Target.of(Hardware.of(hardware), device, attention, optimizer)
-        found = profile_on_meta(model, batch, lambda model, batch: scalar_of(call(model, batch), loss), blocks, target)
+        found = profile_on_meta(
+            model,
+            batch,
+            lambda model, batch: scalar_of(call(model, batch), loss),
+            blocks=blocks,
+            hardware=Hardware.of(hardware),
+            target=device,
+            attention=attention,
+            optimizer=optimizer,
+        )
         if found is None:
             raise _without_backward(model, 1)
         return found
-    _check_measured(model, batch, device=device, attention=attention)
+    given = [name for name, option in (("device", device), ("attention", attention)) if option is not None]
+    if given:
+        raise UsageError(
+            f"got {', '.join(given)} without hardware, expected them beside it, since a step that is measured has its "
+            f"own; give hardware=..."
+        )
+    if is_on_meta(model, batch):
+        raise UsageError(
+            "got a model or a batch on the meta device, which has no memory to measure, expected one on a device that "
+            "computes; say what it would run on: hardware='h100'"
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
             f"optimizer: got {optimizer!r:.200}, expected the torch.optim.Optimizer of the model, or None; a class, or "
@@ -154,19 +171,8 @@ def plan(
     Example:
         >>> spillway.plan(profile, budget="20GiB", hardware="h100").predicted_seconds  # doctest: +SKIP
     """
-    _check_profile(profile)
-    device = torch.device(profile.device)
-    return make_plan(
-        profile,
-        hardware_of(hardware, device),
-        budget=budget,
-        window=_WINDOW if window is None else window,
-        may_grow=window is None,
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        allow=allowed(device, allow),
-        active=local_ranks(),
-    )
+    found, options = _planned_with(profile, hardware, window, allow)
+    return make_plan(profile, found, budget=budget, host_budget=host_budget, disk_budget=disk_budget, **options)
 
 
 def sweep(
@@ -191,18 +197,22 @@ def sweep(
     Raises:
         UsageError: for arguments that cannot be meant.
     """
+    found, options = _planned_with(profile, hardware, window, allow)
+    return make_curve(profile, found, points=points, on_point=on_point, **options)
+
+
+def _planned_with(
+    profile: Profile, hardware: Hardware | str | None, window: int | str | None, allow: Collection[str] | None
+) -> tuple[Hardware, dict[str, Any]]:
+    """The hardware and the options of plans, as they are meant."""
     _check_profile(profile)
     device = torch.device(profile.device)
-    return make_curve(
-        profile,
-        hardware_of(hardware, device),
-        window=_WINDOW if window is None else window,
-        may_grow=window is None,
-        allow=allowed(device, allow),
-        active=local_ranks(),
-        points=points,
-        on_point=on_point,
-    )
+    return hardware_of(hardware, device), {
+        "window": _WINDOW if window is None else window,
+        "may_grow": window is None,
+        "allow": allowed(device, allow),
+        "active": local_ranks(),
+    }
 
 
 def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = None) -> Timeline:
@@ -224,21 +234,6 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     rates = rates_of(plan, found, active=local_ranks())
     part = divided(profile, 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction, found)
     return simulate_program(program_of(part, plan), rates, spans=True)
-
-
-def _check_measured(model: Module, batch: Any, **options: Any) -> None:
-    """That there is something to measure, and nothing is said of a target."""
-    given = [name for name, option in options.items() if option is not None]
-    if given:
-        raise UsageError(
-            f"got {', '.join(given)} without hardware, expected them beside it, since a step that is measured has its "
-            f"own; give hardware=..."
-        )
-    if is_on_meta(model, batch):
-        raise UsageError(
-            "got a model or a batch on the meta device, which has no memory to measure, expected one on a device that "
-            "computes; say what it would run on: hardware='h100'"
-        )
 
 
 def _without_backward(model: Module, steps: int) -> UnsupportedError:
@@ -275,15 +270,11 @@ def call(model: Module, batch: Any) -> Any:
 
 def scalar_of(output: Any, loss: Loss | None) -> torch.Tensor:
     """What backward begins with."""
-    value: Any
-    if loss is not None:
-        value = loss(output)
-    else:
-        value = getattr(output, "loss", None)
-        if value is None:
-            value = next((leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)), None)
-        if isinstance(value, torch.Tensor) and value.numel() != 1:
-            value = value.float().square().mean()
+    value: Any = getattr(output, "loss", None) if loss is None else loss(output)
+    if loss is None and value is None:
+        value = next(iter(tensors_of(output)), None)
+    if loss is None and isinstance(value, torch.Tensor) and value.numel() != 1:
+        value = value.float().square().mean()
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise UsageError(f"loss: got {value!r:.200}, expected a tensor with one number; give profile(..., loss=...)")
     number: torch.Tensor = value
@@ -293,7 +284,7 @@ def scalar_of(output: Any, loss: Loss | None) -> torch.Tensor:
 @contextlib.contextmanager
 def as_it_was(model: Module, batch: Any) -> Iterator[None]:
     """Gradients, buffers and generators are put back."""
-    inputs = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.is_leaf]
+    inputs = [tensor for tensor in tensors_of(batch) if tensor.is_leaf]
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
     # A forward may write into a buffer, or put another tensor in its place.
     buffers = [

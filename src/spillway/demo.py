@@ -241,14 +241,12 @@ class Training:
         self.model.checkpoint_blocks = way == "checkpoint"
         self.offload = spillway.offload(window=settings.window) if way == "offload" else None
         self.optimizer: torch.optim.Optimizer = self._optimizer(self.model)
-        self.host_optimizer: spillway.OffloadedOptimizer | None = None
         if way == "optimizer":
             options = self._options()
             if self.device.type == "cpu":
                 # The loop that keep has there, so that the two are comparable.
                 options["fused"] = False
-            self.host_optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **options)
-            self.optimizer = self.host_optimizer
+            self.optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **options)
         self.attached: spillway.Attached | None = None
         if way == "planned":
             given = settings.budget
@@ -344,6 +342,11 @@ class Training:
         add_to_hash(self.hash, (each.grad.clone() for each in self.model.parameters() if each.grad is not None))
 
     def _row(self) -> Row:
+        source = self.attached or self.offload
+        moved = 0 if source is None else source.stats().offloaded_bytes
+        if self.way == "optimizer":
+            assert isinstance(self.optimizer, spillway.OffloadedOptimizer)
+            moved = self.optimizer.stats().sent_bytes
         seconds = counted_seconds(self.seconds, self.settled)
         middle, peak = statistics.median(seconds), self.meter.peak()
         # Profiling resets the allocator's peak, and the last step may still belong to the search.
@@ -355,7 +358,7 @@ class Training:
             tokens_per_second=self.settings.batch * self.settings.sequence / middle,
             peak_bytes=peak,
             activation_peak_bytes=peak - self.baseline,
-            moved_bytes=self._moved_bytes(),
+            moved_bytes=moved,
             loss=self.losses[-1],
             losses=self.losses,
             all_step_seconds=self.seconds,
@@ -366,12 +369,6 @@ class Training:
             budget_bytes=None if self.attached is None else self.attached.budget,
             note=self._note(),
         )
-
-    def _moved_bytes(self) -> int:
-        if self.host_optimizer is not None:
-            return self.host_optimizer.stats().sent_bytes
-        source = self.attached or self.offload
-        return 0 if source is None else source.stats().offloaded_bytes
 
     def _note(self) -> str:
         if self.attached is None:
@@ -492,11 +489,7 @@ def describe_hardware(device: torch.device) -> dict[str, str | int]:
 
 def describe_versions() -> dict[str, str]:
     """Versions of Spillway, torch and Python."""
-    return {
-        "spillway": spillway.__version__,
-        "torch": str(torch.__version__),
-        "python": platform.python_version(),
-    }
+    return {"spillway": spillway.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
 
 
 def to_json(rows: Sequence[Row], settings: Settings) -> str:

@@ -130,29 +130,19 @@ def read_facts(
         spill_directory: to spill to; ``None``: a session's default.
         root: the directory of ``/dev``.
     """
-    release = platform.uname().release
+    built_for = None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
+    seen = [*sorted((root / "dev").glob("nvidia[0-9]*")), *(root / "dev").glob("kfd")]
     return Facts(
         torch=str(torch.__version__),
-        built_for=_built_for(),
+        built_for=built_for if torch.version.hip is None else f"ROCm {torch.version.hip}",
         system=platform.system(),
-        wsl="microsoft" in release.lower(),
-        seen=_seen(root),
+        wsl="microsoft" in platform.uname().release.lower(),
+        seen=str(seen[0]) if seen else None,
         device=_read_device(device),
         memory=_read_memory(),
         spill=_read_spill(spill_directory),
         malloc=malloc_setting(),
     )
-
-
-def _built_for() -> str | None:
-    if torch.version.hip is not None:
-        return f"ROCm {torch.version.hip}"
-    return None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
-
-
-def _seen(root: Path) -> str | None:
-    found = [*sorted((root / "dev").glob("nvidia[0-9]*")), *(root / "dev").glob("kfd")]
-    return str(found[0]) if found else None
 
 
 def _read_device(device: torch.device) -> Device:
@@ -221,15 +211,13 @@ def _read_spill(directory: str | os.PathLike[str] | None) -> Spill:
                 direct=file.direct,
             )
     except TierError as error:
-        return Spill(error=str(error), named=named, in_memory=_could_be_in_memory(directory))
-
-
-def _could_be_in_memory(directory: str | os.PathLike[str] | None) -> bool:
-    """Whether the directory was refused only because its file system is in CPU memory."""
+        refused = str(error)
+    # Whether it was refused only because its file system is in CPU memory.
+    in_memory = False
     with suppress(SpillPathError):
         SpillFile(directory, allow_memory_filesystem=True).close()
-        return True
-    return False
+        in_memory = True
+    return Spill(error=refused, named=named, in_memory=in_memory)
 
 
 def _first_line(error: RuntimeError) -> str:

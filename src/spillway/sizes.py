@@ -84,22 +84,18 @@ def longest(
             f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected whole numbers of at "
             f"least 1, and most not below at_least"
         )
-    parse_bytes(budget, what="budget")
     sizes = _Sizes(
         step=lambda units: step(units * multiple_of),
-        budget=budget,
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        allow=allow,
+        budget=parse_bytes(budget, what="budget"),
+        limits={"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow},
         loss=loss,
-        hardware=hardware,
         session=session,
         target={"hardware": hardware, "attention": attention, "optimizer": optimizer},
     )
     first = -(-at_least // multiple_of)
     if not sizes.fits(first):
         # Said with the least that there is.
-        sizes.plan(sizes.profile(first), parse_bytes(budget, what="budget"))
+        sizes.plan(sizes.profile(first), sizes.budget)
         raise UsageError(
             f"at_least: got {at_least}, with which a step has a plan within the budget, and does not keep to it, "
             f"expected a size that fits; give a smaller one, or a larger budget"
@@ -112,12 +108,10 @@ class _Sizes:
     """What was found out of some sizes."""
 
     step: Callable[[int], tuple[Module, Any]]
-    budget: int | str
-    host_budget: int | str | None
-    disk_budget: int | str | None
-    allow: Collection[str] | None
+    budget: int
+    limits: dict[str, Any]
+    """Of plans."""
     loss: Loss | None
-    hardware: Hardware | str | None
     session: Session | None
     target: dict[str, Any]
     """What a model on ``meta`` would run on."""
@@ -142,14 +136,13 @@ class _Sizes:
 
     def fits(self, size: int) -> bool:
         """Whether one does, by a profile, and by two steps with its plan, or with one for so much less."""
-        budget = parse_bytes(self.budget, what="budget")
-        aim = aim_at(budget)
+        aim = aim_at(self.budget)
         try:
             profile = self.profile(size)
             for number in range(_TRIES):
                 plan = self.plan(profile, aim)
                 peak = self._peak(size, plan)
-                over = peak - budget
+                over = peak - self.budget
                 self.off = max(self.off, peak - plan.predicted_peak)
                 if over <= 0:
                     return True
@@ -168,20 +161,13 @@ class _Sizes:
         target = self.target if self.is_elsewhere else {}
         if not self.is_elsewhere:
             # Room for tensors of another size does not fit these, and counts.
-            (self.session if self.session is not None else Session.default()).trim()
+            self._used_session.trim()
         self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session, **target)
         return found
 
     def plan(self, profile: Profile, budget: int) -> Plan:
         """For a profile, within so many bytes."""
-        return plan(
-            profile,
-            budget=budget,
-            host_budget=self._room(profile),
-            disk_budget=self.disk_budget,
-            allow=self.allow,
-            hardware=self.hardware,
-        )
+        return plan(profile, budget=budget, hardware=self.target["hardware"], **self._limits(profile))
 
     def _next(self, low: int, high: int | None) -> int:
         """Which size to run next, above one that fits and below one that does not."""
@@ -211,27 +197,29 @@ class _Sizes:
         found = scaled(self.profiles[one], self.profiles[other], (one, other), size)
         if found is None:
             return None
-        device = torch.device(found.device)
-        budget = parse_bytes(self.budget, what="budget")
-        if budget <= self.off:
+        if self.budget <= self.off:
             return False
         return fits(
             found,
-            hardware_of(self.hardware, device),
-            budget=min(aim_at(budget), budget - self.off),
-            host_budget=self._room(found),
-            disk_budget=self.disk_budget,
-            allow=allowed(device, self.allow),
+            hardware_of(self.target["hardware"], torch.device(found.device)),
+            budget=min(aim_at(self.budget), self.budget - self.off),
             window=_WINDOW,
             active=local_ranks(),
+            **self._limits(found),
         )
 
-    def _room(self, profile: Profile) -> int | str | None:
-        if self.is_elsewhere:
-            return self.host_budget
-        session = self.session if self.session is not None else Session.default()
-        room = session.host_room(torch.device(profile.device))
-        return room if self.host_budget is None else min(parse_bytes(self.host_budget, what="host_budget"), room)
+    def _limits(self, profile: Profile) -> dict[str, Any]:
+        """Of plans for a profile: no more CPU memory than the session has room for."""
+        device, given = torch.device(profile.device), self.limits["host_budget"]
+        limits = {**self.limits, "allow": allowed(device, self.limits["allow"])}
+        if not self.is_elsewhere:
+            room = self._used_session.host_room(device)
+            limits["host_budget"] = room if given is None else min(parse_bytes(given, what="host_budget"), room)
+        return limits
+
+    @property
+    def _used_session(self) -> Session:
+        return self.session if self.session is not None else Session.default()
 
     def _peak(self, size: int, plan: Plan) -> int:
         """Of the second of two steps with the plan, on an accelerator. The first tries its regions."""

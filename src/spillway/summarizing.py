@@ -16,7 +16,6 @@ from spillway.report.text import aligned
 
 _MIB = 2**20
 _GB = 10**9
-_NOWHERE = "no group"
 _LEAST_WIDTH = 20
 
 
@@ -123,7 +122,7 @@ class Summary:
         for name in self.groups:
             yield _column(name, [row.offloaded_bytes.get(name, 0) for row in rows])
         if any(row.ungrouped_bytes for row in rows):
-            yield _column(_NOWHERE, [row.ungrouped_bytes for row in rows])
+            yield _column("no group", [row.ungrouped_bytes for row in rows])
         yield _column("total", [0 if row.stats is None else row.stats.offloaded_bytes for row in rows])
 
     def _of_bytes(self) -> Iterator[list[str]]:
@@ -179,7 +178,8 @@ def summary(
     """
     if stats is not None and not isinstance(stats, StepStats):
         raise UsageError(f"stats: got {stats!r:.200}, expected a spillway.StepStats, as stats() gives it, or None")
-    if seconds is not None and not _is_duration(seconds):
+    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and seconds > 0 and math.isfinite(seconds)):
         raise UsageError(f"seconds: got {seconds!r}, expected a number above 0, or None if it was not measured")
     if not (dist.is_available() and dist.is_initialized()):
         return Summary((SummaryRow(0, stats, seconds),))
@@ -191,9 +191,3 @@ def summary(
     rows: list[SummaryRow | None] = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(rows, SummaryRow(rank, stats, seconds), process_group)
     return Summary(tuple(row for row in rows if row is not None), rank)
-
-
-def _is_duration(seconds: object) -> bool:
-    return (
-        isinstance(seconds, (int, float)) and not isinstance(seconds, bool) and seconds > 0 and math.isfinite(seconds)
-    )

@@ -96,7 +96,9 @@ class _Point:
 
     def synchronize(self) -> None:
         self._adversary._check_asked(self)
-        self._adversary._synchronize(self)
+        with self._adversary._lock:
+            self._adversary._reach(self)
+            self._adversary._host.join(self.clock)
         self._seen = True
 
 
@@ -135,13 +137,17 @@ class _Job:
 
 
 class _JobLane:
-    """A host lane: a job runs when it is waited for, after all that were queued before it."""
+    """A host lane: a job runs when it is waited for; with one thread, after all that were queued before it."""
 
-    def __init__(self, adversary: AdversaryBackend) -> None:
+    def __init__(self, adversary: AdversaryBackend, threads: int) -> None:
         self._adversary = adversary
+        self._threads = threads
         self._jobs: deque[_Job] = deque()
 
     def run(self, task: Task) -> TaskEnd:
+        if self._threads > 1:
+            return self._adversary._new_job(task)
+
         def in_turn() -> Event | None:
             try:
                 while self._jobs[0] is not job:
@@ -158,19 +164,6 @@ class _JobLane:
     def close(self) -> None:
         while self._jobs:
             self._jobs[0].finish()
-
-
-class _LooseJobs:
-    """A host lane of several threads: a job runs when it is waited for, whatever was queued before it."""
-
-    def __init__(self, adversary: AdversaryBackend) -> None:
-        self._adversary = adversary
-
-    def run(self, task: Task) -> TaskEnd:
-        return self._adversary._new_job(task)
-
-    def close(self) -> None:
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,26 +299,22 @@ class AdversaryBackend(Backend):
                 line.queue.append(lambda: self._reach(point))
 
     def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        self._move(lane, Cells(destination, torch.uint8), Cells(source, torch.uint8))
+        self.convert(lane, Cells(destination, torch.uint8), Cells(source, torch.uint8))
 
     def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
-        self._move(lane, destination, source)
-
-    def _move(self, lane: Lane, to: Cells, of: Cells) -> None:
-        destination, source = to.memory, of.memory
         # A queued copy holds no memory.
-        types = to.dtype, of.dtype
+        types = destination.dtype, source.dtype
+        target, origin = _weak(destination.memory), _weak(source.memory)
         with self._lock:
             line = self._line(lane)
             # All that the CPU has done or waited for comes before all that it queues from now on.
             line.join(self._host.snapshot())
             line.busy = line.time
-            self._access(line, source, write=False, what=f"copy on {line.name} reads")
-            self._access(line, destination, write=True, what=f"copy on {line.name} writes")
-            target, origin = _WeakBytes(destination), _WeakBytes(source)
+            self._access(line, source.memory, write=False, what=f"copy on {line.name} reads")
+            self._access(line, destination.memory, write=True, what=f"copy on {line.name} writes")
 
             def work() -> None:
-                written, read = target.get(), origin.get()
+                written, read = target(), origin()
                 if written is None or read is None:
                     dead = "destination" if written is None else "source"
                     if written is not None:
@@ -341,7 +330,7 @@ class AdversaryBackend(Backend):
 
     def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
         # Jobs run in the threads that wait for them: there is none to begin in.
-        return _JobLane(self) if threads == 1 else _LooseJobs(self)
+        return _JobLane(self, threads)
 
     def empty(self, form: Form) -> torch.Tensor:
         with self._lock:
@@ -389,7 +378,8 @@ class AdversaryBackend(Backend):
                         # No caller waited for this failed task.
                         continue
             for line in self._lanes:
-                self._drain(line)
+                while line.queue:
+                    line.queue.popleft()()
 
     def _new_job(self, task: Task) -> _Job:
         with self._lock:
@@ -408,18 +398,9 @@ class AdversaryBackend(Backend):
         name = getattr(self._stream, "name", "compute")
         return self._streams.setdefault(name, _Line(name))
 
-    def _synchronize(self, point: _Point) -> None:
-        with self._lock:
-            self._reach(point)
-            self._host.join(point.clock)
-
     def _reach(self, point: _Point) -> None:
         while not point.reached:
             point.line.queue.popleft()()
-
-    def _drain(self, line: _Line) -> None:
-        while line.queue:
-            line.queue.popleft()()
 
     def _hand_out(self, memory: Bytes) -> None:
         """Compute gets memory that earlier queued work may still use."""
@@ -460,14 +441,12 @@ class AdversaryBackend(Backend):
         raise self.faults[-1]
 
 
-class _WeakBytes:
-    """A range of a storage that is not kept alive."""
+def _weak(memory: Bytes) -> Callable[[], torch.Tensor | None]:
+    """Gives a range of a storage that is not kept alive; ``None``: it has died."""
+    reference, start, nbytes = weakref.ref(memory.storage), memory.start, memory.nbytes
 
-    def __init__(self, memory: Bytes) -> None:
-        self._storage = weakref.ref(memory.storage)
-        self._start = memory.start
-        self._nbytes = memory.nbytes
+    def get() -> torch.Tensor | None:
+        storage = reference()
+        return None if storage is None else Bytes(storage, start, nbytes).tensor()
 
-    def get(self) -> torch.Tensor | None:
-        storage = self._storage()
-        return None if storage is None else Bytes(storage, self._start, self._nbytes).tensor()
+    return get

@@ -6,7 +6,6 @@ import dataclasses
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -177,7 +176,7 @@ def attach(
         collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
         nbytes = None if budget is None else read_budget(budget)
         limits: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-        planner = Planner.of(collector.device, session, hardware, needs_hardware=plan is None, **limits)
+        planner = Planner(collector.device, session, hardware, needs_hardware=plan is None, **limits)
         controller = PlanController(collector, planner, budget=nbytes, plan=plan)
     root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
@@ -450,9 +449,7 @@ class Attached:
     def __enter__(self) -> Attached:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # A call of the model has raised the same already.
         with suppress(UsageError) if kind is not None else nullcontext():
             self.remove()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,23 +93,24 @@ def allowed(device: torch.device, allow: Collection[str] | None) -> Collection[s
     return {"keep", "recompute", "disk" if device.type == "cpu" else "host"}
 
 
-@dataclass(frozen=True)
 class Planner:
-    """Makes the plans of a device, within the user's limits."""
+    """Makes the plans of a device, within the user's limits.
 
-    session: Session
-    device: torch.device
-    hardware: Hardware | None
-    """``None``: not known, since the plan was given."""
-    window: int
-    """Bytes that may be in flight, before any plan claims another limit."""
-    host_budget: int | None
-    disk_budget: int | None
-    allow: Collection[str]
+    Args:
+        device: which.
+        session: ``None``: the default one.
+        hardware: as for :func:`spillway.plan`, and so are the next three.
+        host_budget: bytes of CPU memory.
+        disk_budget: bytes of disk.
+        allow: what a plan may do.
+        needs_hardware: whether there are plans to be made: none where the plan is given.
 
-    @classmethod
-    def of(
-        cls,
+    Raises:
+        UsageError: for limits that cannot be meant.
+    """
+
+    def __init__(
+        self,
         device: torch.device,
         session: Session | None,
         hardware: Hardware | str | None,
@@ -119,21 +119,20 @@ class Planner:
         disk_budget: int | str | None = None,
         allow: Collection[str] | None = None,
         needs_hardware: bool = True,
-    ) -> Planner:
-        """The planner for what a user said.
-
-        Raises:
-            UsageError: for limits that cannot be meant.
-        """
-        host = None if host_budget is None else parse_bytes(host_budget, what="host_budget")
-        disk = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
-        if allow is not None:
-            check_allow(allow)
+    ) -> None:
+        self._host_budget = None if host_budget is None else parse_bytes(host_budget, what="host_budget")
+        self._disk_budget = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
+        self._allow = allowed(device, allow)
+        check_allow(self._allow)
+        self._device = device
+        self.hardware: Hardware | None = None
+        """``None``: not known, since the plan was given."""
         # A machine is measured at most once, and not in the middle of a step.
-        known = Hardware.of(hardware) if hardware is not None else known_hardware(device) if needs_hardware else None
-        used = session if session is not None else Session.default()
-        window = used.runtime(device).mover.window
-        return cls(used, device, known, window, host, disk, allowed(device, allow))
+        if hardware is not None or needs_hardware:
+            self.hardware = known_hardware(device) if hardware is None else Hardware.of(hardware)
+        self._session = session if session is not None else Session.default()
+        self._window = self._session.runtime(device).mover.window
+        """Bytes that may be in flight, before any plan claims another limit."""
 
     def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
         """The plan of a model that ranks train together.
@@ -148,11 +147,11 @@ class Planner:
 
     def checkpointing_plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan | None:
         """The plan of torch's own checkpointing; ``None`` if it is not allowed, or not within the budget."""
-        if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self.allow):
+        if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self._allow):
             return None
         hardware = ranks.share("hardware", lambda: self.hardware)[0]
         assert hardware is not None
-        options: dict[str, Any] = {"budget": budget, "window": self.window, "active": local_ranks()}
+        options: dict[str, Any] = {"budget": budget, "window": self._window, "active": local_ranks()}
         with contextlib.suppress(BudgetError):
             return ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
         return None
@@ -183,14 +182,14 @@ class Planner:
 
     def _room(self) -> int:
         """Bytes of CPU memory. What others have there, as an optimizer has, is taken already."""
-        return self.session.host_room(self.device)
+        return self._session.host_room(self._device)
 
     def _limits(self, room: int) -> dict[str, Any]:
         return {
-            "window": self.window,
-            "may_grow": self.session.window is None,
+            "window": self._window,
+            "may_grow": self._session.window is None,
             "active": local_ranks(),
-            "host_budget": room if self.host_budget is None else min(self.host_budget, room),
-            "disk_budget": self.disk_budget,
-            "allow": self.allow,
+            "host_budget": room if self._host_budget is None else min(self._host_budget, room),
+            "disk_budget": self._disk_budget,
+            "allow": self._allow,
         }

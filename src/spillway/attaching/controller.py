@@ -206,13 +206,11 @@ class PlanController:
         return self.plan.budget - self.plan.predicted_peak if self.is_plain and self.plan is not None else 0
 
     def take(self, blocks: Sequence[BlockCall]) -> None:
-        """From now on, call these blocks."""
         if self.plan is None:
             refuse_nested([Named(call.name, module) for call in blocks if (module := call.module()) is not None])
         self.collector.take(blocks, self.plan)
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """The model is called: the step before has ended."""
         collector = self.collector
         if collector.is_elsewhere:
             return
@@ -240,7 +238,6 @@ class PlanController:
             collector.begin_step(self.stage, nbytes, min(lead, _MOST_LEAD))
 
     def evaluates(self) -> None:
-        """The model is called in evaluation."""
         if self.stage is not Stage.ACTIVE:
             # One of several ranks may evaluate: the others hear of it when the next step begins.
             self.collector.evaluates()
@@ -248,11 +245,9 @@ class PlanController:
             self._peak = self._memory.peak()
 
     def drop(self) -> None:
-        """Measure nothing any more."""
         self.collector.drop()
 
     def note_once(self, what: str) -> None:
-        """Add a note for the user, once."""
         if what not in self.notes:
             self.notes.append(what)
 

@@ -17,7 +17,7 @@ import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,37 +54,16 @@ _RERUN_FACTOR = 1.07
 """Time of a recomputation over that of its operators before, as measured of Llama-8B's block on an H200."""
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """Where a step would run."""
-
-    device: torch.device
-    hardware: Hardware
-    attention: str
-    optimizer: OptimizerOf | float | None
-
-    @classmethod
-    def of(cls, hardware: Hardware, device: object, attention: str | None, optimizer: Any) -> Target:
-        """What a user gives to :func:`spillway.profile`, checked.
-
-        Raises:
-            UsageError: for an argument that cannot be meant.
-        """
-        if device is not None and device not in _DEVICES:
-            raise UsageError(f"device: got {device!r}, expected one of {', '.join(map(repr, _DEVICES))}, or None")
-        number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
-        given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
-        if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
-            raise UsageError(
-                f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a "
-                f"list of parameters to an optimizer, bytes for each element of a parameter, or None"
-            )
-        found = torch.device(_DEVICES[0] if device is None else str(device))
-        return cls(found, hardware, first_attention(attention, hardware), optimizer)
-
-
 def profile_on_meta(
-    model: Module, batch: Any, loss_of: Callable[[Module, Any], torch.Tensor], blocks: Any, target: Target
+    model: Module,
+    batch: Any,
+    loss_of: Callable[[Module, Any], torch.Tensor],
+    *,
+    blocks: Any,
+    hardware: Hardware,
+    target: str | None,
+    attention: str | None,
+    optimizer: Any,
 ) -> Profile | None:
     """The profile of a step on a target; ``None`` if no backward came through the blocks.
 
@@ -93,20 +72,35 @@ def profile_on_meta(
         batch: likewise.
         loss_of: calls a model with a batch, and gives a number.
         blocks: as for :func:`spillway.attach`.
-        target: where the step would run.
+        hardware: where the step would run.
+        target: type of its device, as for :func:`spillway.profile`, and so are the next two.
+        attention: which kernels are tried first.
+        optimizer: whose state is there.
 
     Raises:
+        UsageError: for an argument that cannot be meant.
         UnsupportedError: for operators whose outcome on the target is not known.
     """
+    if target is not None and target not in _DEVICES:
+        raise UsageError(f"device: got {target!r}, expected one of {', '.join(map(repr, _DEVICES))}, or None")
+    number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
+    given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
+    if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
+        raise UsageError(
+            f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a list of "
+            f"parameters to an optimizer, bytes for each element of a parameter, or None"
+        )
+    kernel = first_attention(attention, hardware)
     device_of(model)
     tensors = MetaTensors()
     step = _Step(model, loss_of)
     state, there = tensors.state(step), tree_map(tensors.of, batch)
-    device = MetaDevice(target.device, target.hardware)
-    device.before += _standing_bytes(device, target, state)
-    for tensor in (*state.values(), *tree_leaves(there)):
-        if isinstance(tensor, torch.Tensor):
-            device.number_of(tensor)
+    device = MetaDevice(torch.device(_DEVICES[0] if target is None else target), hardware)
+    # No operator is seen to read the optimizer's state and the workspace of matrix products.
+    device.before += sum(map(device.rounded, _state_sizes(optimizer, state)))
+    device.before += standing_workspace(device.device, hardware)
+    for tensor in tensors_of(*state.values(), there):
+        device.number_of(tensor)
     for tensor, meta in tensors.pairs():
         device.values.learn(meta, tensor)
     # What cannot be attached to has no profile either.
@@ -119,7 +113,7 @@ def profile_on_meta(
         around.enter_context(Caches(model).off())
         for loss in own_losses(model):
             around.enter_context(loss.in_rows(0))
-        around.enter_context(kernels_of(target.device, target.attention))
+        around.enter_context(kernels_of(device.device, kernel))
         around.enter_context(profiler.around(found))
         around.enter_context(device)
         try:
@@ -152,16 +146,11 @@ class _Step(Module):
         return self._loss_of(self.model, batch)
 
 
-def _standing_bytes(device: MetaDevice, target: Target, state: dict[str, torch.Tensor]) -> int:
-    """Bytes that no operator is seen to read: the optimizer's state, and the workspace of matrix products."""
+def _state_sizes(optimizer: OptimizerOf | float | None, state: dict[str, torch.Tensor]) -> list[int]:
     trained = list({id(each): each for each in state.values() if each.is_leaf and each.requires_grad}.values())
-    if target.optimizer is None:
-        sizes = []
-    elif callable(target.optimizer):
-        sizes = state_sizes(trained, target.optimizer)
-    else:
-        sizes = [math.ceil(target.optimizer * each.numel()) for each in trained]
-    return sum(map(device.rounded, sizes)) + standing_workspace(target.device, target.hardware)
+    if callable(optimizer):
+        return state_sizes(trained, optimizer)
+    return [math.ceil((optimizer or 0) * each.numel()) for each in trained]
 
 
 class MetaProfiler:
@@ -181,18 +170,20 @@ class MetaProfiler:
     @contextmanager
     def around(self, blocks: Sequence[Named]) -> Iterator[None]:
         """A context in which the calls of these modules are blocks."""
-        with ExitStack() as stack:
-            for each in blocks:
-                # Around the forward, so that hooks of the user's run outside of the block.
-                stack.enter_context(_forward_of(each.module, partial(self._run, each)))
+        own = [each.module.__dict__.get("forward") for each in blocks]
+        for each in blocks:
+            # Around the forward, so that hooks of the user's run outside of the block.
+            each.module.__dict__["forward"] = partial(self._run, each, each.module.forward)
+        try:
             yield
+        finally:
+            for each, forward in zip(blocks, own, strict=True):
+                del each.module.__dict__["forward"]
+                if forward is not None:
+                    each.module.__dict__["forward"] = forward
 
     def profile(self, model: str) -> Profile | None:
-        """The profile of the step, which has ended; ``None`` if no backward came through the blocks.
-
-        Args:
-            model: class of the model.
-        """
+        """The profile of the step, which has ended; ``None`` if no backward came through the blocks of the model."""
         if not self._watch.has_backward:
             self._watch.close()
             return None
@@ -240,19 +231,6 @@ class MetaProfiler:
             self._watch.rerun_begins(number)
             call.reload()
             self._watch.rerun_ended(number)
-
-
-@contextmanager
-def _forward_of(module: Module, run: Callable[..., Any]) -> Iterator[None]:
-    """A context in which a module's forward is run by ``run``, which is given it before its arguments."""
-    own = module.__dict__.get("forward")
-    module.__dict__["forward"] = partial(run, module.forward)
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if own is not None:
-            module.__dict__["forward"] = own
 
 
 class _BlockCall:

@@ -15,7 +15,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
@@ -101,26 +101,24 @@ class ModelCall(ModuleCall):
         """Everything that may raise before the model runs."""
         self._check()
         refuse_copier(sys._getframe(2), Named("", module))
-        if self.observer is not None:
-            self.observer.begin(module, args, kwargs)
+        observer = self.observer
+        if observer is not None:
+            observer.begin(module, args, kwargs)
+            if observer.applied != self._applied:
+                self._applied = observer.applied
+                self.context.forget()
         self.passes += 1
-        stack.enter_context(self._pass())
-        if self._recomputes and stack.enter_context(self._caches.off()) and self.observer is not None:
-            self.observer.note_once("config.use_cache is switched off in training: gradients are those without a cache")
-        if self.observer is not None:
+        # If the user has opened a pass around this call, blocks belong to that.
+        if not (self._recomputes and hooks_around()[1]) and not (observer is not None and observer.is_plain):
+            stack.enter_context(self.context)
+        has_caches = self._recomputes and stack.enter_context(self._caches.off())
+        if observer is not None:
+            if has_caches:
+                observer.note_once("config.use_cache is switched off in training: gradients are those without a cache")
             for loss in self.losses:
-                stack.enter_context(loss.in_rows(self.observer.spare_bytes))
+                stack.enter_context(loss.in_rows(observer.spare_bytes))
         self._here.inside = True
         stack.callback(setattr, self._here, "inside", False)
-
-    def _pass(self) -> AbstractContextManager[object]:
-        """The pass of this call. If the user has opened one around it, blocks belong to that."""
-        if self.observer is not None and self.observer.applied != self._applied:
-            self._applied = self.observer.applied
-            self.context.forget()
-        around = self._recomputes and hooks_around()[1]
-        idle = self.observer is not None and self.observer.is_plain
-        return nullcontext() if around or idle else self.context
 
     def _check(self) -> None:
         """Refuse changes to the model that would detach it without notice."""

@@ -78,7 +78,6 @@ class StageCollector(ProfileCollector):
         return self.profile is None and not self.is_left_alone
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A chunk goes forward."""
         nbytes = tensor_bytes(args, kwargs)
         before, self.largest = self.largest, max(self.largest, nbytes)
         if 0 < before < nbytes and self.controller is not None:
@@ -89,10 +88,10 @@ class StageCollector(ProfileCollector):
             self.begin_step(self.stage, nbytes)
 
     def evaluates(self) -> None:
-        """The controller says when a step ends."""
+        # The controller says when a step ends.
+        pass
 
     def block_begins(self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """A block is called; -1: its chunk is not profiled."""
         if self.is_turn:
             return super().block_begins(call, module, args, kwargs)
         call.observer = None
@@ -149,7 +148,7 @@ class PipelinePlanController(PlanController):
         session: ``None``: the default one.
         hardware: as for :func:`spillway.plan`.
         budget: bytes that may be allocated on the device, or a size like ``"40GiB"``.
-        limits: of plans, as for :meth:`Planner.of`.
+        limits: of plans, as for :class:`Planner`.
 
     Raises:
         UsageError: for limits that cannot be meant, and for stages on several devices.
@@ -175,7 +174,7 @@ class PipelinePlanController(PlanController):
         if len(devices) > 1:
             names = sorted(map(str, devices))
             raise UsageError(f"stages: got some on {names}, expected one device, which has one budget")
-        super().__init__(stages[0], Planner.of(devices.pop(), session, hardware, **limits), budget=nbytes)
+        super().__init__(stages[0], Planner(devices.pop(), session, hardware, **limits), budget=nbytes)
         self.stages = list(stages)
         self.collectors = self.stages
         self.notes = []
@@ -196,12 +195,11 @@ class PipelinePlanController(PlanController):
 
     @property
     def plans(self) -> dict[int, Plan]:
-        """The plan of each stage, by its place in the pipeline."""
+        """By the places of their stages in the pipeline."""
         return {stage.index: stage.plan for stage in self.stages if stage.plan is not None}
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is to be done in any block."""
         return not self._has_outgrown and all(stage.is_plain for stage in self._planned)
 
     def forward_begins(self, part: int, chunk: int) -> None:
@@ -213,13 +211,11 @@ class PipelinePlanController(PlanController):
         self.stages[part].is_turn = is_first and self.stages[part].is_sought
 
     def backward_begins(self, part: int, chunk: int) -> None:
-        """A chunk goes back."""
         self._take_turn(Turn(part, chunk, is_backward=True))
         if self._is_profiled(part, chunk):
             self.stages[part].come_back()
 
     def backward_ended(self, part: int, chunk: int) -> None:
-        """It has."""
         if self._is_profiled(part, chunk):
             self.stages[part].cut()
         if _is_whole(self._turns):
@@ -227,7 +223,6 @@ class PipelinePlanController(PlanController):
             self._peak = self._memory.peak()
 
     def drop(self) -> None:
-        """Measure nothing any more."""
         self._turns.clear()
         for stage in self.stages:
             stage.drop()
@@ -237,7 +232,7 @@ class PipelinePlanController(PlanController):
         return "\n".join([*(f"stage {index}: {plan}" for index, plan in self.plans.items()), *self.notes])
 
     def grows(self, stage: StageCollector, before: int, now: int) -> None:
-        """A chunk has larger inputs than any before."""
+        """A chunk of a stage has larger inputs than any before."""
         if self._stage not in PROFILING:
             self._outgrow(stage, before, now)
 
