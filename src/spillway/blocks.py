@@ -192,7 +192,20 @@ def _once(found: Iterable[Named]) -> list[Named]:
 
 def _repeated(model: Module, modules: list[Named]) -> list[Named]:
     """See NOTE [ What is repeated ]."""
-    families = [_once(_outermost(each for each in modules if _kind(each.module) == kind)) for kind in _kinds(modules)]
+    alike: set[Hashable] = set()
+    kinds: dict[Hashable, None] = {}
+    for each in _once(modules):
+        module = uncompiled(each.module)
+        is_torchs = type(module).__module__.startswith("torch.nn")
+        if is_torchs and not module._modules and not isinstance(module, torch.nn.RNNBase):
+            # A layer that a block is made of.
+            continue
+        # Two siblings are alike.
+        key = each.name.rpartition(".")[0], signature(each.module)
+        if key in alike:
+            kinds[_kind(each.module)] = None
+        alike.add(key)
+    families = [_once(_outermost(each for each in modules if _kind(each.module) == kind)) for kind in kinds]
     # The outer of two that own the same comes first.
     families.sort(key=lambda family: (-_owned(family), min(each.name.count(".") for each in family)))
     chosen: list[Named] = []
@@ -209,23 +222,6 @@ def _repeated(model: Module, modules: list[Named]) -> list[Named]:
             f"class and with equal parameters; say which to take, by class, name or predicate; {_candidates(modules)}"
         )
     return chosen
-
-
-def _kinds(modules: list[Named]) -> list[Hashable]:
-    """The kinds of which two siblings are alike."""
-    alike: set[Hashable] = set()
-    kinds: dict[Hashable, None] = {}
-    for each in _once(modules):
-        module = uncompiled(each.module)
-        is_torchs = type(module).__module__.startswith("torch.nn")
-        if is_torchs and not module._modules and not isinstance(module, torch.nn.RNNBase):
-            # A layer that a block is made of.
-            continue
-        key = each.name.rpartition(".")[0], signature(each.module)
-        if key in alike:
-            kinds[_kind(each.module)] = None
-        alike.add(key)
-    return list(kinds)
 
 
 def _kind(module: Module) -> Hashable:

@@ -205,7 +205,8 @@ def _planned_with(
     profile: Profile, hardware: Hardware | str | None, window: int | str | None, allow: Collection[str] | None
 ) -> tuple[Hardware, dict[str, Any]]:
     """The hardware and the options of plans, as they are meant."""
-    _check_profile(profile)
+    if not isinstance(profile, Profile):
+        raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
     device = torch.device(profile.device)
     return hardware_of(hardware, device), {
         "window": _WINDOW if window is None else window,
@@ -229,8 +230,7 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     Example:
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
     """
-    _check_profile(profile)
-    found = hardware_of(hardware, torch.device(profile.device))
+    found, _ = _planned_with(profile, hardware, None, None)
     rates = rates_of(plan, found, active=local_ranks())
     part = divided(profile, 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction, found)
     return simulate_program(program_of(part, plan), rates, spans=True)
@@ -254,11 +254,6 @@ def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardwa
             f"give hardware='h100', or what the profile was made for"
         )
     return known_hardware(device)
-
-
-def _check_profile(profile: object) -> None:
-    if not isinstance(profile, Profile):
-        raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
 
 
 def call(model: Module, batch: Any) -> Any:

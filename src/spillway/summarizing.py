@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -96,12 +96,28 @@ class Summary:
         Raises:
             UsageError: for a width that is not an integer of at least 20.
         """
-        tables = [_table("all, MiB:", self._of_bytes(), width), _table("over the step:", self._of_times(), width)]
+        rows, ranks = self.rows, ["rank", *(str(row.rank) for row in self.rows)]
+        counts = [[*ranks, "total"]]
+        for name in ("saved", "kept", "offloaded", "reloaded", "reused", "recomputed"):
+            of_rows = [None if row.stats is None else getattr(row.stats, f"{name}_bytes") for row in rows]
+            counts.append(_column(name, of_rows))
+        times = [ranks]
+        if any(row.seconds is not None for row in rows):
+            times.append(["GB/s out", *(_rate(row.out_bytes_per_second) for row in rows)])
+            times.append(["GB/s back", *(_rate(row.back_bytes_per_second) for row in rows)])
+        times.append(["stall, s", *("-" if row.stats is None else f"{row.stats.stall_seconds:.3f}" for row in rows)])
+        tables = [_table("all, MiB:", counts, width), _table("over the step:", times, width)]
         return "\n\n".join([*([self.groups_to_text(width)] if self.groups else []), *tables])
 
     def groups_to_text(self, width: int = 80) -> str:
         """The first of the three tables."""
-        return _table("offloaded, MiB:", self._of_groups(), width)
+        rows = self.rows
+        columns = [["rank", *(str(row.rank) for row in rows), "total"]]
+        columns += [_column(name, [row.offloaded_bytes.get(name, 0) for row in rows]) for name in self.groups]
+        if any(row.ungrouped_bytes for row in rows):
+            columns.append(_column("no group", [row.ungrouped_bytes for row in rows]))
+        columns.append(_column("total", [0 if row.stats is None else row.stats.offloaded_bytes for row in rows]))
+        return _table("offloaded, MiB:", columns, width)
 
     def print(self, file: TextIO | None = None) -> None:
         """Write the table, on the first rank only. Every rank may call it.
@@ -115,35 +131,11 @@ class Summary:
     def __str__(self) -> str:
         return self.to_text()
 
-    def _of_groups(self) -> Iterator[list[str]]:
-        """The columns of the first table, each with its heading and its sum."""
-        rows = self.rows
-        yield ["rank", *(str(row.rank) for row in rows), "total"]
-        for name in self.groups:
-            yield _column(name, [row.offloaded_bytes.get(name, 0) for row in rows])
-        if any(row.ungrouped_bytes for row in rows):
-            yield _column("no group", [row.ungrouped_bytes for row in rows])
-        yield _column("total", [0 if row.stats is None else row.stats.offloaded_bytes for row in rows])
 
-    def _of_bytes(self) -> Iterator[list[str]]:
-        rows = self.rows
-        yield ["rank", *(str(row.rank) for row in rows), "total"]
-        for name in ("saved", "kept", "offloaded", "reloaded", "reused", "recomputed"):
-            yield _column(name, [None if row.stats is None else getattr(row.stats, f"{name}_bytes") for row in rows])
-
-    def _of_times(self) -> Iterator[list[str]]:
-        rows = self.rows
-        yield ["rank", *(str(row.rank) for row in rows)]
-        if any(row.seconds is not None for row in rows):
-            yield ["GB/s out", *(_rate(row.out_bytes_per_second) for row in rows)]
-            yield ["GB/s back", *(_rate(row.back_bytes_per_second) for row in rows)]
-        yield ["stall, s", *("-" if row.stats is None else f"{row.stats.stall_seconds:.3f}" for row in rows)]
-
-
-def _table(title: str, columns: Iterable[list[str]], width: int) -> str:
+def _table(title: str, columns: list[list[str]], width: int) -> str:
     if type(width) is not int or width < _LEAST_WIDTH:
         raise UsageError(f"width: got {width!r}, expected an integer of at least {_LEAST_WIDTH} characters")
-    return "\n".join([title, *aligned(list(columns), width)])
+    return "\n".join([title, *aligned(columns, width)])
 
 
 def _column(name: str, counts: Sequence[int | None]) -> list[str]:

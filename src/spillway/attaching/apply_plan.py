@@ -28,7 +28,9 @@ def apply_plan(plan: Plan, blocks: Sequence[BlockCall], *, is_whole: bool) -> No
     """
     known = {block.name: block for block in plan.blocks}
     names = {call.name for call in blocks}
-    frozen = {call.name for call in blocks if call.name not in known and _is_frozen(call)}
+    modules = {call.name: module for call in blocks if (module := call.module()) is not None}
+    trained = {name for name, module in modules.items() if any(each.requires_grad for each in module.parameters())}
+    frozen = modules.keys() - known.keys() - trained
     if known.keys() | frozen != names and (is_whole or not known.keys() <= names):
         odd = sorted((known.keys() | frozen) ^ names)
         raise UsageError(
@@ -62,8 +64,3 @@ def decisions_of(plan: Plan) -> Hashable:
         for block in plan.blocks
     )
     return blocks, plan.window, plan.ahead, plan.optimizer_fraction
-
-
-def _is_frozen(call: BlockCall) -> bool:
-    module = call.module()
-    return module is not None and not any(parameter.requires_grad for parameter in module.parameters())

@@ -124,7 +124,7 @@ def attach(
     if isinstance(policy, str):
         policy = policy_named(policy)
     if budget is not None or plan is not None:
-        check_planned(policy, groups, plan, budget, every=every, first=first, keep_last=keep_last)
+        check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
     elif any(each is not None for each in (hardware, host_budget, disk_budget, allow, optimizer)):
         raise UsageError(
             "got hardware, host_budget, disk_budget, allow or optimizer without a budget, expected one beside them, "
@@ -401,18 +401,16 @@ class Attached:
             )
         # Drawing takes a while to import.
         from spillway.planning.files import write_file
-        from spillway.planning.planner import Point
         from spillway.report.facts import facts_of
         from spillway.report.page import to_page
         from spillway.report.trace import to_trace
 
-        measured = controller.measured
         facts = facts_of(
             controller.profile,
             controller.plan,
             controller.planner.hardware,
             active=local_ranks(),
-            measured=None if measured is None else Point(measured.peak_bytes, measured.seconds),
+            measured=controller.measured,
             notes=controller.notes,
             curve=controller.planner.curve(controller.profile) if curve else None,
         )

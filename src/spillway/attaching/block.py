@@ -189,7 +189,14 @@ class _Run:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call.removed:
-            self._check_inner()
+            # A replay must find the checkpointed blocks inside that forward found.
+            inner = (module for module in self.__self__.modules() if module is not self.__self__)
+            if self._call.has_inner or any(map(is_attached, inner)):
+                raise RecomputeError(
+                    f"got a backward after remove(), through {self._call.name!r}, which has or had recomputed blocks "
+                    f"inside, expected it before, since the block cannot run again as it ran first; call backward, "
+                    f"then remove()"
+                )
         collector = self._call.collector
         if collector is None:
             return self._call_forward(args, kwargs)
@@ -218,16 +225,6 @@ class _Run:
         finally:
             for locator in locators:
                 locator._after(self.__self__, args, None)
-
-    def _check_inner(self) -> None:
-        """A replay must find the checkpointed blocks inside that forward found."""
-        inner = (module for module in self.__self__.modules() if module is not self.__self__)
-        if self._call.has_inner or any(map(is_attached, inner)):
-            raise RecomputeError(
-                f"got a backward after remove(), through {self._call.name!r}, which has or had recomputed blocks "
-                f"inside, expected it before, since the block cannot run again as it ran first; call backward, then "
-                f"remove()"
-            )
 
 
 class _Number(threading.local):

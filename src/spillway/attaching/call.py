@@ -70,7 +70,15 @@ class ModuleCall:
         module: Module | None = frame.f_locals["self"] if frame.f_code is _TORCHS else self.module()
         assert module is not None
         if module is not self.module():
-            return self._run_copy(module, args, kwargs)
+            # See NOTE [ Copies that share it ].
+            if module.__dict__.get("_is_replica") and module.training and torch.is_grad_enabled():
+                self.refuse(
+                    UnsupportedError(
+                        f"got a call of a replica of {Named(self.name, module)}, which is attached, on another device, "
+                        f"expected one device in each process; use torch.nn.parallel.DistributedDataParallel"
+                    )
+                )
+            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.removed or not (module.training and torch.is_grad_enabled()):
             if not (self.removed or module.training):
                 self.evaluates()
@@ -79,8 +87,8 @@ class ModuleCall:
         if is_compiled_around():
             self.refuse(
                 UnsupportedError(
-                    f"got {self.named(module)}, which is attached, inside of torch.compile, expected it outside, since "
-                    f"what is compiled goes past what was attached; compile the blocks, and before attaching: "
+                    f"got {Named(self.name, module)}, which is attached, inside of torch.compile, expected it outside, "
+                    f"since what is compiled goes past what was attached; compile the blocks, and before attaching: "
                     f"`for block in blocks: block.compile()`"
                 )
             )
@@ -98,10 +106,6 @@ class ModuleCall:
             raise error
         self.told(error)
 
-    def named(self, module: Module) -> Named:
-        """The module, for messages."""
-        return Named(self.name, module)
-
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call, in training."""
         return self.plain(module, args, kwargs)
@@ -113,18 +117,6 @@ class ModuleCall:
         """The call as it was."""
         before: Callable[..., Any] = module._call_impl if self.before is None else self.before
         return before(*args, **kwargs)
-
-    def _run_copy(self, copy: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call of another module. See NOTE [ Copies that share it ]."""
-        if copy.__dict__.get("_is_replica") and copy.training and torch.is_grad_enabled():
-            self.refuse(
-                UnsupportedError(
-                    f"got a call of a replica of {self.named(copy)}, which is attached, on another device, expected "
-                    f"one device in each process; use torch.nn.parallel.DistributedDataParallel"
-                )
-            )
-        call: Callable[..., Any] = copy._call_impl
-        return call(*args, **kwargs)
 
     def take(self) -> None:
         """Attach it to the module."""

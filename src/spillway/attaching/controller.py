@@ -54,7 +54,7 @@ from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
 from spillway.errors import BudgetError
-from spillway.planning.planner import parse_budget
+from spillway.planning.planner import Point, parse_budget
 from spillway.profiling.meter import DeviceMemory
 from spillway.units import format_bytes
 
@@ -83,12 +83,10 @@ _EVALUATED = "an evaluation between two steps had a peak over the budget, which 
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
 
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """The peak and the time of the validated step."""
+class Measured(Point):
+    """The peak in bytes, ``peak_bytes``, and the ``seconds`` of the validated step."""
 
-    peak_bytes: int
-    seconds: float
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)

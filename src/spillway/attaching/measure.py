@@ -112,11 +112,9 @@ class DividedOptimizer(Protocol):
 
     def divide(self, fraction: float) -> None:
         """From the next step on, step this fraction of all elements on the CPU."""
-        ...
 
     def profile(self) -> OptimizerProfile | None:
         """The cost of stepping all of them there; ``None``: it has not stepped twice yet."""
-        ...
 
 
 class ProfileCollector:
@@ -256,15 +254,19 @@ class ProfileCollector:
     def begin_step(self, stage: Stage, inputs: int, lead: float = 0.0) -> None:
         """Observe a step, with so many bytes of inputs, and the CPU so many seconds ahead of the device."""
         self._observed, self._inputs, self._has_probed = stage, inputs, False
-        if stage is Stage.PROFILING_MEMORY:
+        if stage is Stage.PROFILING_TIME:
+            self._watch = Watch(self.device, self.carried, times_host=True, lag=_LAG)
+        elif stage is Stage.PROFILING_MEMORY:
             self._statics = self._known()
-        self._watch = self._new_watch(lead)
+            lead = _LAG if self._has_lead and queues(self.device) else lead
+            self._watch = Watch(self.device, self.carried, lead=lead)
+            self._mover().listen(self._watch.moves)
+        else:
+            self._watch = Watch(self.device, self.carried, lead=lead)
 
-    def cut(self) -> bool:
-        """The step ends here, and not where the next one begins; whether anything was seen of it."""
-        found = self._finish()
-        self._cut = found or self._cut
-        return found is not None
+    def cut(self) -> None:
+        """The step ends here, and not where the next one begins."""
+        self._cut = self._finish() or self._cut
 
     def end_step(self) -> Watched | None:
         """The measurements of the step; ``None`` if it had no backward."""
@@ -279,11 +281,9 @@ class ProfileCollector:
         if not all(ranks.share(self.stage.value, lambda: is_shown)):
             return False
         assert watched is not None
-        if self.stage is Stage.PROFILING_OPERATORS:
-            self._enter(TRANSITIONS[self.stage, Event.PROFILED])
-            return False
         if self.stage is Stage.PROFILING_MEMORY:
             self._weighed, self._other_kinds, self.measured_inputs = watched, 0, self._inputs
+        if self.stage is not Stage.PROFILING_TIME:
             self._enter(TRANSITIONS[self.stage, Event.PROFILED])
             return False
         self.profile = shared_profile(ranks.share("profile", lambda: self._compiled(watched)))
@@ -366,7 +366,7 @@ class ProfileCollector:
         probes = self._observed in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
         probe = self._probe_of(kind) if probes else None
         number = watch.block_begins(call.name, kind, (args, kwargs))
-        if self._weighs:
+        if self._observed is Stage.PROFILING_MEMORY:
             call.observer = WatchedCall(probe, partial(watch.asked, number), watch.casts)
         elif probes:
             # The call is recorded in any case.
@@ -387,11 +387,6 @@ class ProfileCollector:
         assert model is not None
         return known_bytes(model, self.device, self._stepped) if self._tells_apart else None
 
-    @property
-    def _weighs(self) -> bool:
-        """Whether memory is measured within a block's backward."""
-        return self._observed is Stage.PROFILING_MEMORY
-
     def _probe_of(self, kind: Hashable) -> Probe | None:
         """A new probe for a kind of block; ``None`` if one has measured it already."""
         known = self._probes.get(kind)
@@ -403,16 +398,6 @@ class ProfileCollector:
             self._probes.clear()
         probe = self._probes[kind] = Probe(self.device, known)
         return probe
-
-    def _new_watch(self, lead: float) -> Watch:
-        if self._observed is Stage.PROFILING_TIME:
-            return Watch(self.device, self.carried, times_host=True, lag=_LAG)
-        if self._weighs and self._has_lead and queues(self.device):
-            lead = _LAG
-        watch = Watch(self.device, self.carried, lead=lead)
-        if self._weighs:
-            self._mover().listen(watch.moves)
-        return watch
 
     def _is_shown(self, watched: Watched) -> bool:
         """Whether a step shows all that its stage is for."""
@@ -429,10 +414,7 @@ class ProfileCollector:
             self._other_kinds += 1
             if self._other_kinds <= _MOST_OTHER_KINDS:
                 return False
-        return self._has_stepped()
-
-    def _has_stepped(self) -> bool:
-        """Whether the optimizer was measured, or is given up."""
+        # The optimizer is measured, too, or is given up.
         self.is_waiting = self.optimizer is not None and self.optimizer.profile() is None
         if not self.is_waiting:
             return True

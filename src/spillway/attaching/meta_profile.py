@@ -201,7 +201,6 @@ class MetaProfiler:
         return replace(profile, kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR) for kind in profile.kinds))
 
     def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A block's forward."""
         if not (block.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
         refuse_cache(block.name, block.module, args, kwargs)
@@ -259,7 +258,6 @@ class _BlockCall:
     def run(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observer: WatchedCall
     ) -> Any:
-        """The block's forward."""
         with saved_tensors_hooks(self._pack, _unpack):
             if not observer.wants_operators:
                 return forward(*args, **kwargs)
@@ -325,7 +323,6 @@ class _Released:
         self._storage = storages[self._number]
 
     def unpack(self) -> torch.Tensor:
-        """The tensor."""
         if self._storage is None:
             # Backward has come by another of the block's outputs.
             self._call.reload()

@@ -88,8 +88,7 @@ class StageCollector(ProfileCollector):
             self.begin_step(self.stage, nbytes)
 
     def evaluates(self) -> None:
-        # The controller says when a step ends.
-        pass
+        """The controller says when a step ends."""
 
     def block_begins(self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         if self.is_turn:
@@ -109,14 +108,7 @@ class StageCollector(ProfileCollector):
             self._watch.come_back()
 
     def step_ended(self, *, had_chunk: bool) -> bool:
-        """A step has ended; whether the stage is left alone from now on, since it has no backward.
-
-        Args:
-            had_chunk: whether the stage had one.
-
-        Raises:
-            UnsupportedError: where no backward came through a block.
-        """
+        """A step has ended; whether the stage is left alone from now on, since it has no backward."""
         watched = self.end_step()
         if self.is_sought and watched is not None:
             self.advance(watched)

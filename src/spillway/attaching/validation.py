@@ -197,15 +197,13 @@ def check_arguments(model: object, session: object, *, every: object, first: obj
         raise UsageError(f"{name}: got {number!r}, expected a whole number of at least {least}")
 
 
-def check_planned(
-    policy: object, groups: object, plan: object, budget: object, *, every: int, first: int | None, keep_last: int
-) -> None:
-    """Refuse arguments that decide what the plan decides."""
+def check_planned(policy: object, groups: object, plan: object, budget: object, *, takes_all: bool) -> None:
+    """Refuse arguments that decide what the plan decides, such as that not all blocks are taken."""
     if budget is not None and plan is not None:
         raise UsageError(f"got both budget={budget!r} and a plan, expected one of them; a plan has its budget")
     if plan is not None and not hasattr(plan, "predicted_peak"):
         raise UsageError(f"plan: got {plan!r:.200}, expected a spillway.Plan, as spillway.plan() makes it")
-    if policy is not None or groups is not None or every != 1 or first is not None or keep_last:
+    if policy is not None or groups is not None or not takes_all:
         raise UsageError(
             "got a policy, groups, every, first or keep_last beside a budget or a plan, expected none, since the plan "
             "decides about every block; leave them out, or leave out the budget"
