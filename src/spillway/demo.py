@@ -406,12 +406,8 @@ def compare(
 ) -> list[Row]:
     """Train in each way, one after the other, and compare with ``keep`` if it is among them.
 
-    Args:
-        ways: names out of :data:`WAYS`.
-        settings: of the training.
-        steps: of each way. ``planned`` runs first, since it may need more; the others then make as many.
-        seconds: that all of it should take; fewer steps are made then. 0: no limit.
-        said: called with a line for each step.
+    ``planned`` runs first, since it may need more steps; the others then make as many. If all of it would take longer
+    than ``seconds``, fewer are made; 0: no limit. ``said`` is called with a line for each step.
 
     Raises:
         SpillwayError: what Spillway raises in a way; :class:`DemoError` if a process ends early.

@@ -123,13 +123,7 @@ class Facts:
 def read_facts(
     device: torch.device, spill_directory: str | os.PathLike[str] | None = None, root: Path = Path("/")
 ) -> Facts:
-    """Read the facts.
-
-    Args:
-        device: to work for.
-        spill_directory: to spill to; ``None``: a session's default.
-        root: the directory of ``/dev``.
-    """
+    """Read the facts for a device and a directory to spill to, by default a session's. ``root`` has ``/dev``."""
     built_for = None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     seen = [*sorted((root / "dev").glob("nvidia[0-9]*")), *(root / "dev").glob("kfd")]
     return Facts(
@@ -250,12 +244,7 @@ class Finding:
 
 
 def findings(facts: Facts, hardware: Hardware | None = None) -> tuple[Finding, ...]:
-    """All findings, the worst first.
-
-    Args:
-        facts: about the machine.
-        hardware: what was measured, if anything was.
-    """
+    """All findings, the worst first, also about what was measured, if anything was."""
     checks = (_torch, _device, _accelerator, _pinned, _memory_findings, _spill_findings)
     found = [finding for check in checks for finding in check(facts)]
     if hardware is not None:

@@ -40,11 +40,7 @@ if TYPE_CHECKING:
 class BlockForward:
     """A block's checkpointed forward, in the place of its ``forward`` while calls are in their hooks.
 
-    See NOTE [ Hooks of a block ].
-
-    Args:
-        module: the block.
-        checkpointed: a bound method, which takes the module, its forward and the arguments. It is not kept alive.
+    See NOTE [ Hooks of a block ]. ``checkpointed`` gets the module, its forward and the arguments. It is not kept alive.
     """
 
     def __init__(self, module: weakref.ref[Module], checkpointed: Callable[..., Any]) -> None:

@@ -29,11 +29,7 @@ _SLACK = 1 << 20
 
 
 class BudgetTarget:
-    """The bytes that plans are made for: a little less than the budget, and less after each step above it.
-
-    Args:
-        budget: bytes that may be allocated on the device.
-    """
+    """The bytes that plans are made for: a little less than the budget, and less after each step above it."""
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
@@ -50,12 +46,7 @@ class BudgetTarget:
         self.corrections, self.nbytes = 0, aim_at(self.budget)
 
     def back_off(self, peak: int, replan: Callable[[], object], note: Callable[[str], object]) -> None:
-        """Plan for so much less as a step was above the budget.
-
-        Args:
-            peak: bytes of the step.
-            replan: makes a plan for :attr:`nbytes`, and applies it.
-            note: takes a note for the user.
+        """Plan for so much less as a step's peak was above the budget, and note that for the user.
 
         Raises:
             BudgetError: if there is no such plan, or if eight plans were above the budget. The last plan stays active.

@@ -154,11 +154,7 @@ def _state_sizes(optimizer: OptimizerOf | float | None, state: dict[str, torch.T
 
 
 class MetaProfiler:
-    """Traces one step on a meta device. See NOTE [ Meta profile ].
-
-    Args:
-        device: whose mode is in force during the step.
-    """
+    """Traces one step on a meta device, whose mode is in force meanwhile. See NOTE [ Meta profile ]."""
 
     def __init__(self, device: MetaDevice) -> None:
         self._device = device
@@ -233,12 +229,7 @@ class MetaProfiler:
 
 
 class _BlockCall:
-    """One call of a block, whose saved tensors are released. See NOTE [ Meta profile ].
-
-    Args:
-        device: the meta device.
-        tensors: that the block is called with.
-    """
+    """One call of a block with these tensors. What it saves is released. See NOTE [ Meta profile ]."""
 
     def __init__(self, device: MetaDevice, tensors: list[torch.Tensor]) -> None:
         self._device = device

@@ -41,13 +41,7 @@ _MOST_MISSED = 3
 
 
 class StageCollector(ProfileCollector):
-    """Observes and calls the blocks of one stage. One chunk of a step is profiled.
-
-    Args:
-        index: the stage's place in the pipeline.
-        module: of the stage.
-        session: ``None``: the default one.
-        min_bytes: smaller tensors are not offloaded.
+    """Observes and calls the blocks of the stage that has this place in the pipeline. One chunk of a step is profiled.
 
     Raises:
         UsageError: for a module without parameters.
@@ -120,7 +114,6 @@ class StageCollector(ProfileCollector):
         return self.is_left_alone
 
     def restart(self) -> None:
-        """Forget profile and plan: blocks take the least memory again."""
         self.drop()
         self.is_left_alone, self._missed = False, 0
         super().restart()

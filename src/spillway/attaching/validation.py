@@ -43,12 +43,7 @@ def refuse_modules(modules: Sequence[Named]) -> None:
 
 
 def refuse_copier(frame: FrameType | None, named: Named) -> None:
-    """Raise :class:`~spillway.errors.UnsupportedError` for a call that ``DataParallel`` makes, on however many devices.
-
-    Args:
-        frame: of the call.
-        named: the module that is called, which is attached.
-    """
+    """Raise :class:`~spillway.errors.UnsupportedError` for a call that ``DataParallel`` makes, even on one device."""
     while frame is not None:
         if frame.f_code is _COPIER:
             raise UnsupportedError(
