@@ -22,13 +22,13 @@ from torch.nn.modules.module import _global_forward_pre_hooks, _has_any_global_h
 from torch.nn.parameter import is_lazy
 
 from spillway.attaching.call import ModuleCall, is_attached
-from spillway.attaching.validation import refuse_cache
+from spillway.attaching.validation import cache_error
 from spillway.blocks import Named
 from spillway.capture.decide import Locator
 from spillway.capture.kept import PassthroughBlock
 from spillway.checkpointing.function import in_replay
 from spillway.checkpointing.recorder import Observer
-from spillway.errors import RecomputeError, UsageError
+from spillway.errors import RecomputeError
 from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.session import Session
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 class BlockForward:
     """A block's checkpointed forward, in the place of its ``forward`` while calls are in their hooks.
 
-    See NOTE [ Hooks of a block ]. ``checkpointed`` gets the module, its forward and the arguments. It is not kept alive.
+    See NOTE [ Hooks of a block ]. ``checkpointed`` gets module, forward and arguments, and is not kept alive.
     """
 
     def __init__(self, module: weakref.ref[Module], checkpointed: Callable[..., Any]) -> None:
@@ -159,9 +159,8 @@ class BlockCall(ModuleCall):
         self, module: Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a forward checkpointed. See NOTE [ Hooks of a block ]."""
-        try:
-            refuse_cache(self.name, module, args, kwargs)
-        except UsageError as error:
+        error = cache_error(self.name, module, args, kwargs)
+        if error is not None:
             self.refuse(error)
             return forward(*args, **kwargs)
         how = self.how

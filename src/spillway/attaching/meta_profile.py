@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from spillway.attaching.attached import attach
 from spillway.attaching.measure import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
-from spillway.attaching.validation import refuse_cache, refuse_nested
+from spillway.attaching.validation import cache_error, refuse_nested
 from spillway.blocks import Named
 from spillway.capture.identity import is_parameter
 from spillway.checkpointing.program import Selection
@@ -199,7 +199,9 @@ class MetaProfiler:
     def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (block.module.training and torch.is_grad_enabled()):
             return forward(*args, **kwargs)
-        refuse_cache(block.name, block.module, args, kwargs)
+        error = cache_error(block.name, block.module, args, kwargs)
+        if error is not None:
+            raise error
         tensors = tensors_of(args, kwargs)
         kind = kind_of(block.module, tensors)
         number = self._watch.block_begins(block.name, kind, (args, kwargs))

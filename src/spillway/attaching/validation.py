@@ -1,4 +1,4 @@
-"""Checks of models and arguments that cannot be attached: each function raises, or does nothing."""
+"""Checks of models and arguments that cannot be attached."""
 
 from __future__ import annotations
 
@@ -151,16 +151,17 @@ def _method_of(kind: type[Module], name: str) -> object:
     return None
 
 
-def refuse_cache(name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise :class:`~spillway.errors.UsageError` if one of a block's arguments is a cache of keys and values."""
+def cache_error(name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
+    """The error if one of a block's arguments is a cache of keys and values."""
     for value in (*args, *kwargs.values()):
         kind: Any = type(value)
         if _is_cache(kind):
-            raise UsageError(
+            return UsageError(
                 f"got a {kind.__name__} as an argument of {Named(name, module)}, which writes its keys and values "
                 f"there, expected none, since recomputing the block would write them a second time; call the "
                 f"model with use_cache=False, and without a cache of your own"
             )
+    return None
 
 
 @cache
