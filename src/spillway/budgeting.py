@@ -32,7 +32,8 @@ Loss = Callable[[Any], torch.Tensor]
 """From what the model gave to a number."""
 
 _MOST_STEPS = 4
-_WINDOW = 512 << 20
+WINDOW = 512 << 20
+"""Bytes in flight, unless a window is given."""
 
 
 def profile(
@@ -209,7 +210,7 @@ def _planned_with(
         raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
     device = torch.device(profile.device)
     return hardware_of(hardware, device), {
-        "window": _WINDOW if window is None else window,
+        "window": WINDOW if window is None else window,
         "may_grow": window is None,
         "allow": allowed(device, allow),
         "active": local_ranks(),

@@ -12,7 +12,7 @@ from torch.nn import Module
 from spillway.attaching import attach
 from spillway.attaching.budget import allowed
 from spillway.attaching.meta_profile import is_on_meta
-from spillway.budgeting import Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
+from spillway.budgeting import WINDOW, Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
 from spillway.errors import BudgetError, UsageError
 from spillway.planning.hardware import Hardware
 from spillway.planning.plan import Plan
@@ -25,7 +25,6 @@ from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import parse_bytes
 
-_WINDOW = 512 << 20
 _TRIES = 3
 """Plans for one size."""
 _SLACK = 1 << 20
@@ -203,7 +202,7 @@ class _Sizes:
             found,
             hardware_of(self.target["hardware"], torch.device(found.device)),
             budget=min(aim_at(self.budget), self.budget - self.off),
-            window=_WINDOW,
+            window=WINDOW,
             active=local_ranks(),
             **self._limits(found),
         )

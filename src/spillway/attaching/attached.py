@@ -347,8 +347,13 @@ class Attached:
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
         if plan is None:
             raise UsageError(f"explain: got a call before there is a plan ({self._state()}), expected one after it")
-        name = what if isinstance(what, str) else self._block_of(what)
-        found = [block for block in plan.blocks if block.name == name]
+        # A module, a parameter or a buffer stands for its block.
+        modules = [(call.name, module) for call in self._root.blocks if (module := call.module()) is not None]
+        parts = ((name, (*each.modules(), *each.parameters(), *each.buffers())) for name, each in modules)
+        owners = (
+            [what] if isinstance(what, str) else [name for name, several in parts if any(p is what for p in several)]
+        )
+        found = [block for block in plan.blocks if block.name in owners[:1]]
         if not found:
             names = ", ".join(repr(block.name) for block in plan.blocks[:4])
             raise UsageError(
@@ -360,16 +365,6 @@ class Attached:
             for each in found[0].operators
         ]
         return "\n".join([str(found[0]), *lines])
-
-    def _block_of(self, what: object) -> str | None:
-        """The name of the block that something is, or belongs to."""
-        for call in self._root.blocks:
-            module = call.module()
-            if module is not None:
-                parts = (*module.modules(), *module.parameters(), *module.buffers())
-                if any(part is what for part in parts):
-                    return call.name
-        return None
 
     def report(
         self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, curve: bool = False
@@ -415,10 +410,9 @@ class Attached:
             curve=controller.planner.curve(controller.profile) if curve else None,
         )
         # All is made before anything is written.
-        page, step = to_page(facts), None if trace is None else to_trace(facts)
-        write_file(path, page)
-        if trace is not None and step is not None:
-            write_file(trace, step)
+        texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]
+        for file, text in texts:
+            write_file(file, text)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass that has ended, as far as its backward has come.

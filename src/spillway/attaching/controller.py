@@ -33,6 +33,7 @@ a pipeline are planned for together: ``pipeline.py``.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -321,13 +322,11 @@ class PlanController:
         if self._share is not None:
             self._target = BudgetTarget(parse_budget(self._share, self.profile))
         if self._ranks.alone and self._inputs > collector.measured_inputs:
-            try:
+            with suppress(BudgetError):
                 self._plan_enlarged(restarts=False)
-            except BudgetError:
-                self.profile = self._profiled = collector.profile
-                self._inputs = collector.measured_inputs
-            else:
                 return
+            self.profile = self._profiled = collector.profile
+            self._inputs = collector.measured_inputs
         try:
             self._replan()
         except BudgetError:
@@ -496,8 +495,7 @@ class PlanController:
             return
         if self.stage is Stage.ACTIVE and not self._ranks.alone:
             return
-        # The plan itself decides how much of an offloaded optimizer is on the device.
-        # Copies under way are not counted.
+        # Copies under way are not counted. The plan itself decides how much of an offloaded optimizer is on the device.
         level = None if self.collector.optimizer is not None else self._memory.level() - self.collector.carried()
         found = self._ranks.share("level", lambda: level)
         levels = [level for level in found if level is not None]
