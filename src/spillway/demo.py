@@ -236,17 +236,18 @@ class Training:
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         self.batches = batches(load_text(None if settings.data is None else Path(settings.data)), settings)
+        # The highest rate at which this model settles without a warm-up.
+        self.options: dict[str, Any] = {"lr": 1e-3 * min(1.0, 384 / settings.width), "betas": (0.9, 0.95)}
         self._warm_up()
         self.model = self._model(settings)
         self.model.checkpoint_blocks = way == "checkpoint"
         self.offload = spillway.offload(window=settings.window) if way == "offload" else None
-        self.optimizer: torch.optim.Optimizer = self._optimizer(self.model)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), **self.options)
         if way == "optimizer":
-            options = self._options()
             if self.device.type == "cpu":
                 # The loop that keep has there, so that the two are comparable.
-                options["fused"] = False
-            self.optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **options)
+                self.options["fused"] = False
+            self.optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **self.options)
         self.attached: spillway.Attached | None = None
         if way == "planned":
             given = settings.budget
@@ -265,7 +266,7 @@ class Training:
         """One step of a tiny model: libraries and thread pools start here, and not in the first step."""
         tiny = self._model(replace(self.settings, layers=1, width=_HEAD_WIDTH, sequence=16))
         tokens = torch.zeros(2, 16, dtype=torch.int64, device=self.device)
-        optimizer = self._optimizer(tiny)
+        optimizer = torch.optim.AdamW(tiny.parameters(), **self.options)
         self._loss(tiny, tokens, tokens).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
 
@@ -273,13 +274,6 @@ class Training:
         torch.manual_seed(settings.seed)
         with self.device:
             return GPT(layers=settings.layers, width=settings.width, heads=settings.heads, sequence=settings.sequence)
-
-    def _options(self) -> dict[str, Any]:
-        # The highest rate at which this model settles without a warm-up.
-        return {"lr": 1e-3 * min(1.0, 384 / self.settings.width), "betas": (0.9, 0.95)}
-
-    def _optimizer(self, model: GPT) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), **self._options())
 
     def _loss(self, model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type != "cpu"):

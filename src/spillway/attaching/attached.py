@@ -347,13 +347,13 @@ class Attached:
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
         if plan is None:
             raise UsageError(f"explain: got a call before there is a plan ({self._state()}), expected one after it")
-        # A module, a parameter or a buffer stands for its block.
-        modules = [(call.name, module) for call in self._root.blocks if (module := call.module()) is not None]
-        parts = ((name, (*each.modules(), *each.parameters(), *each.buffers())) for name, each in modules)
-        owners = (
-            [what] if isinstance(what, str) else [name for name, several in parts if any(p is what for p in several)]
-        )
-        found = [block for block in plan.blocks if block.name in owners[:1]]
+        owner = what if isinstance(what, str) else None
+        for call in self._root.blocks:
+            module = call.module()
+            if owner is None and module is not None:
+                parts = (*module.modules(), *module.parameters(), *module.buffers())
+                owner = call.name if any(part is what for part in parts) else None
+        found = [block for block in plan.blocks if block.name == owner]
         if not found:
             names = ", ".join(repr(block.name) for block in plan.blocks[:4])
             raise UsageError(
