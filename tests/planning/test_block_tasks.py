@@ -27,7 +27,7 @@ from planning.blocks import (
     told_apart,
     unsaved,
 )
-from spillway.attaching.apply_plan import how_of
+from spillway.attaching.measure import how_of
 from spillway.planning.block_tasks import ResolvedDecisions, leaves_at, make_option
 from spillway.planning.plan import planned_block
 from spillway.planning.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value

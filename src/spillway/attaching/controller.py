@@ -39,7 +39,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.apply_plan import decisions_of
 from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.measure import (
     PROFILING,
@@ -410,7 +409,7 @@ class PlanController:
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
         simple, plan = self._candidate(), self.plan
-        is_simple = simple is not None and plan is not None and decisions_of(simple) == decisions_of(plan)
+        is_simple = simple is not None and plan is not None and _decisions_of(simple) == _decisions_of(plan)
         self._is_checkpointing_over = self._is_checkpointing_over or is_simple
         if simple is None or is_simple or not self._known_target.corrections:
             self._back_off(peak)
@@ -436,7 +435,7 @@ class PlanController:
             # Nothing is faster.
             return None
         simple = self._candidate()
-        return None if simple is None or decisions_of(simple) == decisions_of(plan) else simple
+        return None if simple is None or _decisions_of(simple) == _decisions_of(plan) else simple
 
     def _candidate(self) -> Plan | None:
         """The plan of torch's own checkpointing, if its peak may be within the budget: its step is to be measured."""
@@ -552,3 +551,18 @@ class PlanController:
     def _known_target(self) -> BudgetTarget:
         assert self._target is not None
         return self._target
+
+
+def _decisions_of(plan: Plan) -> Hashable:
+    """All that a plan does, without its predictions."""
+    blocks = tuple(
+        (
+            block.name,
+            block.plain,
+            block.recomputes,
+            block.inputs,
+            tuple((op.place, op.decision) for op in block.operators),
+        )
+        for block in plan.blocks
+    )
+    return blocks, plan.window, plan.ahead, plan.optimizer_fraction

@@ -37,18 +37,20 @@ import torch
 from torch.nn import Module
 from torch.utils._pytree import tree_leaves
 
-from spillway.attaching.apply_plan import LEAST, apply_plan
 from spillway.attaching.ranks import RankGroup, shared_profile
 from spillway.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
-from spillway.planning.plan import Plan
+from spillway.operators import Planned
+from spillway.planning.plan import BlockPlan, Plan
 from spillway.planning.profile import OptimizerProfile, Profile
 from spillway.planning.scaling import enlarged, risen
 from spillway.profiling.compile import compile_profile, queues, without_lead
 from spillway.profiling.meter import Known, known_bytes
 from spillway.profiling.probe import Probe, WatchedCall
 from spillway.profiling.watch import Watch, Watched
+from spillway.recomputing import Recompute
+from spillway.records import Decision
 from spillway.runtime.mover import Mover
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes
@@ -56,6 +58,8 @@ from spillway.units import parse_bytes
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
 
+LEAST = Recompute(offload="inputs")
+"""The least memory: everything is recomputed, and inputs are offloaded meanwhile."""
 _LOG = logging.getLogger("spillway.attach")
 _MOST_PROBES = 256
 _MOST_OTHER_KINDS = 4
@@ -313,12 +317,25 @@ class ProfileCollector:
             block.how = None if self.is_left_alone else LEAST
 
     def apply(self, plan: Plan, *, is_given: bool = False) -> None:
-        """From the next call on, blocks do as the plan says. A given one has to name all blocks that are trained.
+        """From the next call on, blocks do as the plan says. Those that it does not name take the least memory.
 
         Raises:
-            UsageError: if it is of another model.
+            UsageError: if it is of another model: a given one has to name all blocks that are trained.
         """
-        apply_plan(plan, self._blocks, is_whole=is_given)
+        known = {block.name: block for block in plan.blocks}
+        names = {call.name for call in self._blocks}
+        modules = {call.name: module for call in self._blocks if (module := call.module()) is not None}
+        trained = {name for name, module in modules.items() if any(each.requires_grad for each in module.parameters())}
+        frozen = modules.keys() - known.keys() - trained
+        if known.keys() | frozen != names and (is_given or not known.keys() <= names):
+            odd = sorted((known.keys() | frozen) ^ names)
+            raise UsageError(
+                f"plan: got one for {plan.model} with {len(known)} blocks, expected the {len(names)} of this model "
+                f"({', '.join(map(repr, odd[:3]))} only one of them has); make a plan of this model's own profile"
+            )
+        for call in self._blocks:
+            block = known.get(call.name)
+            call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
         self.plan = plan
         self.applied += 1
         self._mover().claim(self, plan.window, plan.ahead)
@@ -478,6 +495,15 @@ class ProfileCollector:
 
     def _mover(self) -> Mover:
         return self.session.runtime(self.device).mover
+
+
+def how_of(block: BlockPlan) -> Recompute | None:
+    """How a block is called; ``None``: without recomputation or offloading."""
+    if block.plain:
+        return None
+    decisions = {each.place: (each.operator, each.decision) for each in block.operators}
+    inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
+    return Recompute(policy=Planned(decisions, inputs, block.recomputes))
 
 
 def log_stage(model: str, stage: Stage) -> None:
