@@ -200,9 +200,9 @@ def _repeated(model: Module, modules: list[Named]) -> list[Named]:
         if is_torchs and not module._modules and not isinstance(module, torch.nn.RNNBase):
             # A layer that a block is made of.
             continue
-        # Two siblings are alike.
         key = each.name.rpartition(".")[0], signature(each.module)
         if key in alike:
+            # Two siblings are alike.
             kinds[_kind(each.module)] = None
         alike.add(key)
     families = [_once(_outermost(each for each in modules if _kind(each.module) == kind)) for kind in kinds]
