@@ -24,6 +24,7 @@ import pytest
 import torch
 from torch.autograd.profiler import record_function
 
+from spillway.attaching.pipeline import PipelinePlanController
 from spillway.profiling.meter import Meter, Reading
 
 # Torch tells type checkers of some of these, and of some otherwise than they are.
@@ -199,5 +200,11 @@ def count_exactly(patch: pytest.MonkeyPatch, resident: Callable[[], int]) -> Non
     """
     patch.setattr("spillway.profiling.meter.meter_of", lambda device: ExactMeter(resident()))
     patch.setattr("spillway.profiling.watch.meter_of", lambda device: ExactMeter(resident()))
-    patch.setattr("spillway.attaching.pipeline.DeviceMemory", lambda device: ExactMemory(resident))
     patch.setattr("spillway.attaching.controller.DeviceMemory", lambda device: NoMemory())
+    init = PipelinePlanController.__init__
+
+    def counted(self: PipelinePlanController, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        self._memory = ExactMemory(resident)
+
+    patch.setattr(PipelinePlanController, "__init__", counted)
