@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import spillway
 from allocations import count_exactly
 from spillway import Recompute, Session
+from spillway.checkpointing import learned
 from spillway.policies import Keep, Offload
 from steps import MiB, assert_no_hook, assert_nothing_left, small_model
 from test_budget import hardware
@@ -61,8 +62,12 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("every", [64, 2], ids=["as usual", "each other call is compared"])
 @pytest.mark.parametrize("way", WAYS)
-def test_it_is_that_of_plain_pytorch_in_every_bit(session: Session, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_that_of_plain_pytorch_in_every_bit(
+    session: Session, way: str, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(learned, "_EVERY", every)
     count_exactly(monkeypatch, lambda: 16 * MiB)
     plain, ours = small_model(4, WIDTH), small_model(4, WIDTH)
     steps_in_backward(plain)

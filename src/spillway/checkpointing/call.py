@@ -398,8 +398,11 @@ class CheckpointedCall(ReplayableCall):
         outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
         wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
         del slots
+        changed = self._reached.changed()
+        # An optimizer may have stepped weights that only the rest of the function reads.
+        ends_early = not compares or (bool(changed) and not (self._is_observed or isinstance(mode, Recorder)))
         # If forward still runs, it has come no further.
-        stops = self._is_running or (self._stops_early and not compares and not outputs)
+        stops = self._is_running or (self._stops_early and ends_early and not outputs)
         until, fingerprints = max(wanted, default=-1), self._fingerprints
         output_fingerprints: list[torch.Tensor | None] | None = self._output_fingerprints
         if isinstance(mode, PartialReplay):
@@ -409,7 +412,6 @@ class CheckpointedCall(ReplayableCall):
                 number: found for number, found in fingerprints.items() if mode.decisions.is_recomputed(number)
             }
             output_fingerprints = None
-        changed = self._reached.changed()
         collector = Collector(
             self._label,
             wanted,
