@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import spillway
 from allocations import count_exactly
-from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, one_step, search
+from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search
 from spillway import BudgetError, Session
 from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.controller import PlanController
@@ -23,7 +25,7 @@ from spillway.planning.timeline import simulate_program
 from spillway.profiling import compile as compiling
 from spillway.profiling import meter
 from spillway.profiling.watch import Place, Watch, Watched
-from steps import failing
+from steps import Block, failing
 
 MiB = 1 << 20
 MOST_STEPS = 6
@@ -119,6 +121,43 @@ def test_torchs_checkpointing_may_take_the_whole_budget(session: Session) -> Non
     failing(BudgetError, lambda: planner.plan(profile, BudgetTarget(peak).nbytes, RankGroup()))
     only_keeps = Planner(torch.device("cpu"), session, "h200", allow={"keep", "host"})
     assert only_keeps.checkpointing_plan(profile, peak, RankGroup()) is None
+
+
+def deep() -> tuple[nn.Module, Tensor]:
+    """A model whose blocks' inputs are most of what checkpointing keeps, and a batch."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(12))), torch.randn(4096, 64)
+
+
+def attached_deep(model: nn.Module, budget: int, session: Session, **options: Any) -> spillway.Attached:
+    options = {"blocks": Block, "hardware": hardware(), "min_bytes": "64KiB", "session": session, **options}
+    return spillway.attach(model, budget=budget, **options)
+
+
+def checkpointing_peaks(session: Session) -> tuple[int, int]:
+    """The predicted and the measured peak of a step of the deep model under checkpointing."""
+    model, batch = deep()
+    profile = spillway.profile(model, batch, blocks=Block, session=session)
+    predicted = simulate_program(checkpointed_program(profile), ANY_RATES).peak_bytes
+    with attached_deep(model, int(1.02 * predicted), session, allow={"keep", "recompute"}) as attached:
+        search(model, batch, attached)
+        assert attached.plan is not None and all(block.recomputes for block in attached.plan.blocks)
+        assert attached.measured is not None
+        return predicted, attached.measured.peak_bytes
+
+
+def test_a_budget_of_checkpointings_peak_is_met_by_checkpointing(session: Session) -> None:
+    budget = max(checkpointing_peaks(session))
+    model, batch = deep()
+    expected = one_step(deep()[0], batch)
+    with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
+        search(model, batch, attached)
+        assert attached.plan is not None and attached.measured is not None
+        assert all(block.recomputes for block in attached.plan.blocks)
+        # More than other plans may take.
+        assert BudgetTarget(budget).nbytes < attached.plan.predicted_peak
+        assert attached.measured.peak_bytes <= budget
+        assert all(map(torch.equal, one_step(model, batch), expected))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Which modules of a model are its blocks, by class, name, predicate or because it repeats them.
 
-NOTE [ What is meant by a name ]
+NOTE [ Names of blocks ]
 
 A pattern is matched as in a shell against whole dotted names, and its ``*`` matches dots: ``"layers.*"`` matches
 ``layers.0`` and ``layers.0.attn``. What is meant is the first: of what a pattern or a class matches, the **outermost**
@@ -8,7 +8,7 @@ are taken, and nothing inside of them. Whoever wants blocks within blocks names 
 of their own (``ModuleList``) are never called, and never taken: ``"*"`` finds what is in them. Neither is the model
 itself, whose name is ``""``.
 
-NOTE [ What is repeated ]
+NOTE [ Repeated blocks ]
 
 Modules of one class, two of which are siblings with parameters of the same names, shapes and dtypes. All modules of
 that class count, then, and not only those two: the first block of a stage or of a stack often has a parameter more. Of
@@ -191,7 +191,7 @@ def _once(found: Iterable[Named]) -> list[Named]:
 
 
 def _repeated(model: Module, modules: list[Named]) -> list[Named]:
-    """See NOTE [ What is repeated ]."""
+    """See NOTE [ Repeated blocks ]."""
     alike: set[Hashable] = set()
     kinds: dict[Hashable, None] = {}
     for each in _once(modules):

@@ -1,6 +1,6 @@
 """Memory-efficient cross-entropy, and its use in the models of transformers.
 
-NOTE [ What a loss holds ]
+NOTE [ Memory of a loss ]
 
 ``torch.nn.functional.cross_entropy`` makes the log-probabilities of all classes, which autograd saves. Backward makes
 their gradient and that of the logits: three times the size of the logits, and four times if the logits are cast first.
@@ -11,7 +11,7 @@ recomputes the log-probabilities of a chunk.
 The gradient of the log-probabilities is zero except for one class per row. One zero-filled buffer serves all chunks:
 these elements are set, and then cleared. Their values come from torch's own kernel, called with one class.
 
-NOTE [ Which rows go together ]
+NOTE [ Rows of a chunk ]
 
 A kernel adds up the exponentials of a row in an order that depends on the row's address modulo 16 bytes. The rows of a
 chunk are a multiple of 16, so each row keeps its alignment. The reduction over rows is done by torch's own kernel with
@@ -56,7 +56,7 @@ _CHUNKS = 16
 """On an H200, chunks of 512 rows of 32,000 or 128,256 classes keep the GPU busy, chunks of 128 do not. On an H100, 256
 rows do. But with twice as many chunks of 8192 rows and 32,000 classes, the CPU launches kernels too slowly."""
 _ALIGNMENT = 16
-"""Rows of a chunk are a multiple of it. See NOTE [ Which rows go together ]."""
+"""Rows of a chunk are a multiple of it. See NOTE [ Rows of a chunk ]."""
 _NO_CLASS = -1
 """The ignored class where there is one class."""
 _REDUCTIONS = {"none": 0, "mean": 1, "sum": 2}
@@ -179,7 +179,7 @@ def _in_chunks(logits: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[to
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """See NOTE [ What a loss holds ]."""
+    """See NOTE [ Memory of a loss ]."""
 
     @staticmethod
     def forward(

@@ -9,7 +9,7 @@ Torch rounds a factor without dimensions to the gradient's dtype before it multi
 plain gradient is multiplied by a float32 tensor of one element that has as many dimensions. That multiplies in float32
 and rounds once. The bits equal those of ``mul_`` with a Python number.
 
-NOTE [ Where the float32 sum is ]
+NOTE [ Location of the float32 sum ]
 
 Six hundred ones summed in bfloat16 are 256: from there on, adding 1 is less than half of the last digit. So gradients
 of bfloat16 and float16 parameters can be summed in float32. Between two backwards the sum is ``parameter.grad``. Torch
@@ -170,7 +170,7 @@ class Writer(enum.Enum):
 
 
 class Float32Sums:
-    """Sums of bfloat16 and float16 gradients in float32. See NOTE [ Where the float32 sum is ]."""
+    """Sums of bfloat16 and float16 gradients in float32. See NOTE [ Location of the float32 sum ]."""
 
     def __init__(self, parameters: Iterable[tuple[Parameter, Writer]]) -> None:
         self._parameters = [(parameter, writer) for parameter, writer in parameters if parameter.dtype in HALF]

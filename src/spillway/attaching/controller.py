@@ -12,7 +12,7 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.
     The plan is applied. New replays are compared, and the order of backward is learned.
 ``VALIDATING``
     The peak of the step is measured. If it is above the budget, there is a plan for less, and the next step validates
-    that. On an accelerator, the next step then times torch's own checkpointing, if its peak may be within the budget:
+    that. On an accelerator, the next step then times torch's own checkpointing, if that is within the budget:
     predictions of CPU overhead are rough. The faster plan of the two becomes active. Checkpointing offloads nothing,
     and its replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole
     budget, where other plans leave some. It is also the plan after two others that were above the budget. A step that
@@ -75,8 +75,6 @@ _GRAINS = 256
 """A step's first bytes are rounded up to such a part of the budget."""
 _CLOSE = 1.01
 """Of two plans whose predicted times are so close, the one that offloads nothing is taken."""
-_NEARLY = 1.002
-"""A step of torch's own checkpointing is measured if its predicted peak is at most so many times the budget."""
 _MOST_LEAD = 0.5
 """Seconds of the CPU's lead that a step is validated with, at most."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
@@ -356,16 +354,16 @@ class PlanController:
         """
         assert self.profile is not None
         plan, target = None, self._known_target
-        simple = None
-        if not (self._is_checkpointing_over or target.corrections):
-            simple = self._checkpointing(self.profile, target.budget)
+        checkpointing = None if target.corrections else self._checkpointing(self.profile)
         try:
             plan = self.planner.plan(self.profile, target.nbytes, self._ranks)
         except BudgetError:
-            if simple is None:
+            if checkpointing is None:
                 raise
-        if plan is None or (simple is not None and simple.predicted_seconds <= _CLOSE * plan.predicted_seconds):
-            plan = simple
+        if plan is None or (
+            checkpointing is not None and checkpointing.predicted_seconds <= _CLOSE * plan.predicted_seconds
+        ):
+            plan = checkpointing
         assert plan is not None
         self._use(plan, event)
 
@@ -382,11 +380,12 @@ class PlanController:
         seconds = 0.0 if watched is None else watched.seconds(("begin", 0), ("done", 0))
         self.measured = Measured(peak, seconds)
         is_over = peak > target.budget
-        other = self._other() if rival is None and watched is not None else None
+        checkpointing = None if rival is not None or watched is None else self._checkpointing_beside()
         if rival is not None and watched is not None:
             kinds = kinds_of(watched)
             learned = any(ranks.share("other", lambda: kinds != rival.kinds)) or learned
-        if learned and (is_over or other is not None or rival is not None) and self._unjudged < _MOST_UNJUDGED:
+        is_judged = is_over or checkpointing is not None or rival is not None
+        if learned and is_judged and self._unjudged < _MOST_UNJUDGED:
             # The next step is judged instead.
             self._unjudged += 1
             if is_over:
@@ -398,26 +397,29 @@ class PlanController:
             self._use(rival.plan, Event.VALIDATED)
         elif is_over:
             self._correct(peak)
-        elif other is not None and self.plan is not None and watched is not None:
+        elif checkpointing is not None:
+            assert self.plan is not None
+            assert watched is not None
             self._has_tried_checkpointing = True
             self._rival = _Rival(self.plan, self.measured, kinds_of(watched), self._blocks_seconds(watched))
-            self._use(other, Event.CORRECTED)
+            self._use(checkpointing, Event.CORRECTED)
         else:
             self._rival = None
             self._enter(Event.VALIDATED)
 
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
-        simple, plan = self._candidate(), self.plan
-        is_simple = simple is not None and plan is not None and _decisions_of(simple) == _decisions_of(plan)
-        self._is_checkpointing_over = self._is_checkpointing_over or is_simple
-        if simple is None or is_simple or not self._known_target.corrections:
+        checkpointing, plan = self._checkpointing(self._profiled), self.plan
+        if checkpointing is not None and plan is not None and _decisions_of(checkpointing) == _decisions_of(plan):
+            self._is_checkpointing_over = True
+            checkpointing = None
+        if checkpointing is None or not self._known_target.corrections:
             self._back_off(peak)
         else:
             self.notes.append(
                 f"a step of {format_bytes(peak)} where less was predicted: torch's own checkpointing next"
             )
-            self._use(simple, Event.CORRECTED if self._ranks.alone else Event.PLANNED)
+            self._use(checkpointing, Event.CORRECTED if self._ranks.alone else Event.PLANNED)
 
     def _back_off(self, peak: int) -> None:
         """Apply a plan for so much less as a step was above the budget."""
@@ -426,7 +428,7 @@ class PlanController:
         event = Event.CORRECTED if self._ranks.alone else Event.PLANNED
         self._known_target.back_off(peak, lambda: self._replan(event), self.notes.append)
 
-    def _other(self) -> Plan | None:
+    def _checkpointing_beside(self) -> Plan | None:
         """The plan of torch's own checkpointing, if it is to be timed beside the plan."""
         profile, plan = self.profile, self.plan
         if self._has_tried_checkpointing or profile is None or plan is None or profile.kinds[0].host is None:
@@ -434,19 +436,14 @@ class PlanController:
         if all(block.plain for block in plan.blocks):
             # Nothing is faster.
             return None
-        simple = self._candidate()
-        return None if simple is None or _decisions_of(simple) == _decisions_of(plan) else simple
+        found = self._checkpointing(self._profiled)
+        return None if found is None or _decisions_of(found) == _decisions_of(plan) else found
 
-    def _candidate(self) -> Plan | None:
-        """The plan of torch's own checkpointing, if its peak may be within the budget: its step is to be measured."""
-        if self._profiled is None or self._is_checkpointing_over:
+    def _checkpointing(self, profile: Profile | None) -> Plan | None:
+        """The plan of torch's own checkpointing, if its predicted peak is within the whole budget."""
+        if profile is None or self._is_checkpointing_over:
             return None
-        return self._checkpointing(self._profiled, int(_NEARLY * self._known_target.budget))
-
-    def _checkpointing(self, profile: Profile, budget: int) -> Plan | None:
-        if self.collector.optimizer is not None:
-            return None
-        return self.planner.checkpointing_plan(profile, budget, self._ranks)
+        return self.planner.checkpointing_plan(profile, self._known_target.budget, self._ranks)
 
     def _blocks_seconds(self, watched: Watched | None) -> float:
         """From the begin of a step to the end of its blocks' backward, on the slowest rank."""

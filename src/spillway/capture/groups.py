@@ -3,7 +3,7 @@
 A *group* is everything saved inside one ``with spillway.group(name)``. A name may have any number of groups in a pass,
 one for each layer, say.
 
-NOTE [ When a group is offloaded ]
+NOTE [ Offloading a group ]
 
 Tensors saved inside a group wait until its end, where every operator that saved one has returned, and are offloaded
 then. A delayed group waits until it is flushed, which may be long after the pass. Reloading needs no groups: backward
@@ -222,7 +222,7 @@ class Group:
         self._sent: list[tuple[weakref.ref[SavedStorage], Runtime]] = []
 
     def send(self) -> None:
-        """Offload it now. See NOTE [ When a group is offloaded ]."""
+        """Offload it now. See NOTE [ Offloading a group ]."""
         self._sent += [(saved.reference, runtime) for saved, runtime in self.waiting.members()]
         with label(f"leave {self.name}"):
             self.waiting.send()

@@ -1,6 +1,6 @@
 """Handles: the objects that autograd holds in place of saved tensors.
 
-NOTE [ What autograd owns ]
+NOTE [ Ownership by autograd ]
 
 ``pack`` gives autograd a *handle*, and ``unpack`` turns it back into the tensor. Only autograd holds the handle. When
 autograd releases it (after backward, with the graph, on an exception), it dies, and its bytes are freed. So there is no
@@ -31,7 +31,7 @@ from spillway.runtime.device import Runtime
 
 
 class Handle(Protocol):
-    """The object that autograd holds in place of a saved tensor. See NOTE [ What autograd owns ]."""
+    """The object that autograd holds in place of a saved tensor. See NOTE [ Ownership by autograd ]."""
 
     def unpack(self) -> Any: ...
 

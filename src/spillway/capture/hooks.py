@@ -1,6 +1,6 @@
 """The hook that autograd calls when it saves a tensor.
 
-NOTE [ When a tensor may be offloaded ]
+NOTE [ Offloadable tensors ]
 
 A tensor is not offloaded inside the call that saves it. An operator may pack a buffer before its kernel writes it
 (``rrelu`` packs its noise first, and no version shows it). Autograd numbers its nodes, per thread, and makes a node

@@ -13,7 +13,7 @@ does. A storage does not identify a content: it may have been written since. Two
   share the counter of their base, so base and version show it. A ``.data`` alias has its own counter, and gets its own
   entry and copy. So does a ``detach()``, which shares the counter without showing it: correct, only not free.
 
-NOTE [ What a view reaches ]
+NOTE [ Bytes that a view reaches ]
 
 Only the bytes that a tensor reaches are offloaded: one element per repeated row of a broadcast tensor, one row of a
 data set. If the tensor reaches half of the storage or more (as chunks of ``qkv`` do), the whole storage is, so that the
@@ -224,7 +224,7 @@ def why_unmovable(tensor: torch.Tensor) -> str | None:
 
 
 def reach(tensor: torch.Tensor, storage_nbytes: int) -> tuple[int, int]:
-    """The bytes to offload for a tensor: the first, and how many. See NOTE [ What a view reaches ]."""
+    """The bytes to offload for a tensor: the first, and how many. See NOTE [ Bytes that a view reaches ]."""
     if tensor.nbytes == storage_nbytes and tensor.is_contiguous():
         return 0, storage_nbytes
     itemsize = tensor.itemsize

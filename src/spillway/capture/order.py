@@ -23,7 +23,7 @@ repeat. So passes are told apart by tag and traversal, and those alike by their 
 that followed on the last few the last time is predicted again. A second traversal of a pass (the other half of a split
 backward, say) waits like the first.
 
-NOTE [ Where offloading gains nothing ]
+NOTE [ Offloading without a gain ]
 
 A context without options is disabled, hooks and all, where a pass saves less than a :data:`SHARE` of the device's
 memory and many times as much is free. Free memory is checked again before each pass, in one driver call. If it shrinks,

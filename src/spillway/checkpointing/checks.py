@@ -18,7 +18,7 @@ NOTE [ Pending checks ]
 Reading a number from a GPU waits until the GPU has run everything queued before. So the result of a comparison is
 copied to the CPU, and read when it has arrived: in a later call, in a later backward, or when the session is closed.
 
-NOTE [ When the copy is queued ]
+NOTE [ Queueing the copy ]
 
 A GPU has one copy engine for the direction to CPU memory, and copies follow one another. A small copy on the compute
 stream waits for all offloads queued before, and later kernels wait with it: for milliseconds behind a block that
@@ -191,7 +191,7 @@ class PendingChecks:
         self._has_ended = False
 
     def add(self, label: str, differs: torch.Tensor) -> None:
-        """Add a comparison of two runs of a function. See NOTE [ When the copy is queued ].
+        """Add a comparison of two runs of a function. See NOTE [ Queueing the copy ].
 
         Args:
             label: names the function.

@@ -1,10 +1,14 @@
 """Collects the tensors that a replay saves, and compares them with those of forward.
 
-NOTE [ When a replay ends ]
+NOTE [ The end of a replay ]
 
 Most operators save a tensor that already has its content, and the replay ends before their kernels run. Some save a
 tensor that their kernel writes afterwards (the noise of ``rrelu``), without a new version. So if the last wanted tensor
 needs no gradient and was made in the replay, the replay ends when the next operator begins to save.
+
+A replay that is compared runs to the end of the function, but not if reached tensors were written since forward: an
+optimizer that steps in backward writes weights that only the rest of the function reads. Then it ends as others do, and
+what came is compared.
 """
 
 from __future__ import annotations
@@ -108,7 +112,7 @@ class Collector:
         return sum(nbytes for storage, nbytes in made.items() if storage not in known)
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """The hook. See NOTE [ When a replay ends ].
+        """The hook. See NOTE [ The end of a replay ].
 
         The simple case is inlined: a decoder layer saves some forty tensors, and the GPU may wait for the CPU.
         """

@@ -1,6 +1,6 @@
 """A callback that attaches Spillway to the models that a ``LightningModule`` trains.
 
-NOTE [ What a step calls ]
+NOTE [ Models that a step calls ]
 
 ``attach`` needs the module that a step calls. ``training_step`` is no module's call: it may call ``self``, a module of
 ``self``, or a module inside of that. So when training starts, a :class:`FirstCall` takes each module's call over. The
@@ -124,7 +124,7 @@ class SpillwayCallback(Callback):
 
 
 class _Search:
-    """Waits for the models that a step calls, and attaches to them. See NOTE [ What a step calls ].
+    """Waits for the models that a step calls, and attaches to them. See NOTE [ Models that a step calls ].
 
     Results are added to ``attached``, by name.
     """
@@ -236,7 +236,7 @@ class _Bypass(ModuleCall):
 
 
 def _is_step(root: Module, own: object) -> bool:
-    """Whether the forward of a ``LightningModule`` is a step now: see NOTE [ What a step calls ]."""
+    """Whether the forward of a ``LightningModule`` is a step now: see NOTE [ Models that a step calls ]."""
     forward = root.__dict__.get("forward")
     # Lightning restores the class's forward, bound to the instance, even if the instance had none.
     return forward is not own and getattr(forward, "__func__", None) is not type(root).forward

@@ -1,6 +1,6 @@
 """Hugging Face's ``Trainer``, and TRL's trainers, which derive from it: a callback that attaches during training.
 
-NOTE [ Which model is attached ]
+NOTE [ The attached model ]
 
 ``on_train_begin`` comes when the model is on its device, has its mixed precision, and is wrapped. Its argument is the
 model inside of DDP, or the one that FSDP2 has sharded. A trainer may call ``model.forward`` or a part of the model, and

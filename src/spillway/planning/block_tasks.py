@@ -1,6 +1,6 @@
 """The tasks of a block under some decisions, in forward and backward.
 
-NOTE [ When what happens ]
+NOTE [ Order of a block's tasks ]
 
 A saved storage is offloaded when autograd saves something for a later operator; a value that is only handed in, when
 the block has ended. Backward is taken to spread its work over operators as forward does. The replay runs when backward
@@ -24,27 +24,27 @@ in between. Autocast's cache holds casts, too, up to the end of its outermost co
 of its loss. The bytes of casts when a call has returned tell whether it does (``BlockProfile.cached_bytes``). If the
 cache lasts through backward, the profile has its bytes before the blocks.
 
-NOTE [ What is recomputed ]
+NOTE [ Recomputed operators ]
 
 These are the engine's own rules, over records. The values that autograd saves and the plan recomputes are wanted. From
 the last operator to the first, an operator that makes a wanted value is handed its output if that was kept or
 offloaded. Otherwise it runs, and the values that it reads are wanted, too. Other operators do not run; while the
 block's code holds their outputs, that memory is allocated.
 
-NOTE [ What a plan can say ]
+NOTE [ Decisions that a plan can name ]
 
 A plan has one decision for all outputs of an operator, and one for all inputs. A block that is recomputed in part keeps
 nothing that its replay computes anyway, nor a value that is written after it was made. A block of which nothing is
 recomputed keeps these, too. Only a value that autograd saves can be preserved.
 
-NOTE [ What the CPU needs ]
+NOTE [ CPU time of a block ]
 
 A checkpointed block takes the CPU longer to queue than a plain one, by what was measured. The rest is in multiples of
 an operator of a plain block: 2 to keep a tensor, 10 to offload it, 6.4 to reload it. On an H100's host these took 17,
 103 and 69 us, and an operator about 9 (a layer of transformers' Llama of width 2048 under its trainer). If the replay
 is handed something, a dispatch mode sees its operators, each of which then takes about twice as long, run or left out.
 
-NOTE [ What is free ]
+NOTE [ Hidden copies ]
 
 A hidden copy costs next to nothing. So that of two plans of the same time the one with fewer copies is taken, an
 offloaded byte costs a hundredth of its time on the link. That is near the truth: on an H200, matrix products took 0.4 %
@@ -63,16 +63,17 @@ from spillway.planning.tasks import Option, Phase, Sent, Task
 from spillway.records import Decision
 
 _SECONDS_A_BYTE = 2e-13
-"""See NOTE [ What is free ]."""
+"""See NOTE [ Hidden copies ]."""
 _KEEP, _SEND, _TAKE, _MODE = 2.0, 10.0, 6.4, 1.0
-"""See NOTE [ What the CPU needs ]."""
+"""See NOTE [ CPU time of a block ]."""
 
 
 def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
     """The tasks of a block with a decision for each of its values; those below ``min_bytes`` are not offloaded.
 
     Decisions about values from outside that are no inputs do not count. Of what one operator makes, the first counts.
-    Of inputs, the first that is offloaded counts. The option has what comes of them: see NOTE [ What a plan can say ].
+    Of inputs, the first that is offloaded counts. The option has what comes of them: see
+    NOTE [ Decisions that a plan can name ].
     """
     said = as_planned(block, decisions, min_bytes)
     resolved = ResolvedDecisions.of(block, said, min_bytes)
@@ -353,7 +354,10 @@ class ResolvedDecisions:
         return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, casts, reach)
 
     def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
-        """These decisions, with RECOMPUTE for values that the block does not need. See NOTE [ What a plan can say ]."""
+        """These decisions, with RECOMPUTE for values that the block does not need.
+
+        See NOTE [ Decisions that a plan can name ].
+        """
         said = list(decisions)
         for each in block.operators if self.recomputed else ():
             is_there = any(made in self.kept or made in self.offloaded for made in each.makes)
@@ -382,7 +386,7 @@ def _reach(block: BlockProfile, again: frozenset[int]) -> int:
 def _reruns(
     block: BlockProfile, decisions: Sequence[Decision], again: frozenset[int], reach: int
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Which operators run again, and which values are handed in. See NOTE [ What is recomputed ]."""
+    """Which operators run again, and which values are handed in. See NOTE [ Recomputed operators ]."""
     at: dict[int, set[int]] = {}
     for number in again:
         at.setdefault(_wanted_at(block, number), set()).add(number)
@@ -407,7 +411,7 @@ def _reruns(
 
 
 def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> list[Decision]:
-    """The decisions as a plan says them. See NOTE [ What a plan can say ]."""
+    """The decisions as a plan says them. See NOTE [ Decisions that a plan can name ]."""
     said = list(decisions)
     values = block.values
     inputs = [number for number, value in enumerate(values) if value.is_input]

@@ -1,6 +1,6 @@
 """The options of a block that are worth considering.
 
-NOTE [ Which values are preserved ]
+NOTE [ Preserved values ]
 
 Given a price in seconds of a preserved byte, the cheapest set of preserved values is a minimum cut. A saved value is
 preserved or recomputed, and a recomputed one needs what its operator reads, which is preserved or recomputed in turn.
@@ -143,7 +143,7 @@ def _between(cut: _Cut, more: _Point, less: _Point, found: dict[frozenset[int], 
 
 
 class _Cut:
-    """The linear program of NOTE [ Which values are preserved ].
+    """The linear program of NOTE [ Preserved values ].
 
     For each operator, whether its output is needed, and whether it runs for that.
     """

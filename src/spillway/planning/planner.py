@@ -27,7 +27,7 @@ static bytes, its gradients from its blocks' backward to the step, and its step'
 GPU as far as it takes longer than what hides it: what hid it when all of it was there. Plans are made for all, none and
 some parts of it, and the fastest step counts.
 
-NOTE [ Which budgets ]
+NOTE [ Budgets of a curve ]
 
 A curve's largest budget is the peak of a step that keeps everything. Its smallest one is the least that any plan was
 found to need. Between them, peaks are spaced evenly by their logarithms above the static bytes: the time changes most
@@ -409,7 +409,7 @@ def make_curve(
     on_point: Callable[[int, int], None] | None = None,
     **limits: Unpack[Limits],
 ) -> Curve:
-    """Plan for several budgets. Each takes as long as a plan does. See NOTE [ Which budgets ].
+    """Plan for several budgets. Each takes as long as a plan does. See NOTE [ Budgets of a curve ].
 
     Args:
         profile: of a step.

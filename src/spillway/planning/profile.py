@@ -1,6 +1,6 @@
 """What a step was measured to do: the operators of each kind of block, and times and bytes around them.
 
-NOTE [ What is counted where ]
+NOTE [ Counted bytes ]
 
 A block's input is the output of what came before it, and counts there: the block itself decides only how long it is
 held. *Level* is what is allocated without what the lanes carry, and without what blocks hold from their forward to

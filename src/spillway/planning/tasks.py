@@ -1,6 +1,6 @@
 """A step as a program: tasks of the compute stream in order, and the storages that are offloaded beside them.
 
-NOTE [ Whose bytes are whose ]
+NOTE [ Owners of bytes ]
 
 The ``change_bytes`` of a task are what it leaves allocated: gradients of parameters, kept activations, and storages
 that are about to be offloaded. The simulation counts offloaded storages from there on. It frees one when the window

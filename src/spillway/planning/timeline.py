@@ -30,7 +30,7 @@ which is its lead at the end of the step before: so a step takes no less than th
 is modelled as one kernel. If the CPU is late, the task is delayed until it ends when the CPU has queued it. That delay
 is no stall, since no stream causes it. Copies cost the CPU nothing beyond the ``host_seconds`` of tasks.
 
-NOTE [ Who holds what ]
+NOTE [ Holders of bytes ]
 
 A byte counts for one holder at a time, and the holders of an instant add up to the bytes on the device. The
 ``change_bytes`` of a block's task are kept, except for gradients and recomputed bytes; those of other tasks count
@@ -469,7 +469,7 @@ class StorageLifetimes:
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """Bytes on the device at an instant, by what holds them. See NOTE [ Who holds what ]."""
+    """Bytes on the device at an instant, by what holds them. See NOTE [ Holders of bytes ]."""
 
     static: int
     """There when the step begins."""

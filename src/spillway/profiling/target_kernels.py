@@ -25,7 +25,7 @@ lstm, gru, rnn              ``_cudnn_rnn``: not modelled, and refused           
 On the CPU, attention is ``_scaled_dot_product_flash_attention_for_cpu`` without dropout, and math with it. All else is
 as on ``meta``. The fused root mean square norm has no formula on ``meta`` that autograd sees: it has one here.
 
-NOTE [ Which attention ]
+NOTE [ Attention kernels ]
 
 torch takes the first kernel of a list that the arguments allow. cuDNN comes first on NVIDIA's Hopper and later, flash
 elsewhere; ``attention=`` names another. Flash and cuDNN want 16 bits and no mask, efficient wants as many heads of keys
@@ -72,7 +72,7 @@ _MOST_BATCH = 880801
 
 
 def first_attention(attention: str | None, hardware: Hardware) -> str:
-    """Which kernel of attention is tried first. See NOTE [ Which attention ].
+    """Which kernel of attention is tried first. See NOTE [ Attention kernels ].
 
     Raises:
         UsageError: for a name that is not known.
@@ -241,7 +241,7 @@ def _attention_on_cpu(
 
 
 def _allows(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, causal: bool) -> bool:
-    """Whether a kernel takes such arguments. See NOTE [ Which attention ]."""
+    """Whether a kernel takes such arguments. See NOTE [ Attention kernels ]."""
     switches: Any = torch.backends.cuda
     if name == "math":
         return True

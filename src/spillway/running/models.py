@@ -12,7 +12,7 @@ late for it. The first forward would keep everything that autograd saves, and ru
 that need a plan. Global hooks also get no keyword arguments, and send every module through the slow path of
 ``Module._call_impl``. When calls are not observed, the class has ``None`` again, and a call costs what it always did.
 
-NOTE [ Which module is a model ]
+NOTE [ Models among modules ]
 
 A model is the outermost module in training that is called as a module, has trainable parameters, and repeats blocks. It
 is judged before its first forward in training with gradients. Not judged are calls in a backward (a checkpoint runs its

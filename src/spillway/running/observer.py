@@ -1,6 +1,6 @@
 """Observes a script: the calls of its modules, and the steps of its optimizers.
 
-NOTE [ When calls are not observed ]
+NOTE [ Unobserved calls ]
 
 Calls of modules are observed until all parameters of all optimizers belong to a managed or a rejected model. From then
 on an optimizer's step costs two comparisons, and a call nothing. Observing starts again when an optimizer steps
@@ -73,7 +73,7 @@ class StepClock:
 
 
 class ScriptObserver:
-    """Observes from now on, in this process and not in forked children. See NOTE [ When calls are not observed ].
+    """Observes from now on, in this process and not in forked children. See NOTE [ Unobserved calls ].
 
     Args:
         attach: attaches to a model, and names the way.

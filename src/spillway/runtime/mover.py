@@ -79,7 +79,7 @@ class Mover:
     def see(self, entry: Entry) -> None:
         """Register an entry, and the calling thread's compute lane, which writes its bytes.
 
-        See NOTE [ Whose stream ].
+        See NOTE [ Streams of compute ].
         """
         entry.mover = self
         if not self._compute.knows():

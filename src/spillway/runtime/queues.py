@@ -1,6 +1,6 @@
 """The two queues of copies, out and back, and the compute lanes that they are ordered with.
 
-NOTE [ Whose stream ]
+NOTE [ Streams of compute ]
 
 A storage's bytes return to the stream on which they were allocated. The mover cannot know that stream. So it remembers
 every compute lane on which a tensor was saved or asked for (nearly always one). The ``out`` lane waits for all of them
@@ -31,7 +31,7 @@ Tell = Callable[[EventKind, Entry], None]
 class ComputeLanes:
     """Every compute lane on which a tensor was saved or asked for. Used with the mover's lock held.
 
-    See NOTE [ Whose stream ].
+    See NOTE [ Streams of compute ].
     """
 
     def __init__(self, backend: Backend) -> None:
