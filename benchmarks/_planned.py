@@ -20,7 +20,7 @@ import spillway
 from _training import KEEP, WARMUP, Times, Training
 from spillway.attaching import budget
 from spillway.errors import BudgetError
-from spillway.profiling.machine import known_hardware
+from spillway.profiler.machine import known_hardware
 from step import write_trace
 
 Found = TypeVar("Found")

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import spillway
 from _llama import make_stack
-from spillway.profiling.meter import meter_of
+from spillway.profiler.meter import meter_of
 from step import METHODS, MIXTURE, Way
 
 KEEP = "keep"

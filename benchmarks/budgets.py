@@ -32,8 +32,8 @@ from torch.nn import functional
 import spillway
 from _llama import make_stack
 from spillway import BudgetError
-from spillway.profiling.machine import known_hardware
-from spillway.profiling.meter import meter_of
+from spillway.profiler.machine import known_hardware
+from spillway.profiler.meter import meter_of
 from spillway.units import format_bytes
 
 SHARES = (0.02, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 1.05)

@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from _llama import Shape, Stack
-from spillway.operators import Planned
-from spillway.records import Decision
+from spillway.selectors import Planned
+from spillway.types import Decision
 
 LAYERS, TOKENS = 16, 8
 SHAPE = Shape(hidden=32, heads=4, kv_heads=2, ffn=64)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 
 import spillway
-from spillway.profiling.meter import allocated
+from spillway.profiler.meter import allocated
 from spillway.units import format_bytes
 
 KEEP, CHECKPOINT, WITHIN, BETWEEN = "keep", "gradient_checkpointing", "callback within it", "callback half-way"

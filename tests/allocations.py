@@ -25,7 +25,7 @@ import torch
 from torch.autograd.profiler import record_function
 
 from spillway.attaching.pipeline import PipelinePlanController
-from spillway.profiling.meter import Meter, Reading
+from spillway.profiler.meter import Meter, Reading
 
 # Torch tells type checkers of some of these, and of some otherwise than they are.
 _torch: Any = torch.autograd
@@ -154,7 +154,7 @@ class ExactMeter(Meter):
 
 
 class ExactMemory:
-    """A :class:`~spillway.profiling.meter.DeviceMemory`, whose peak is that from a reset to when it is asked for."""
+    """A :class:`~spillway.profiler.meter.DeviceMemory`, whose peak is that from a reset to when it is asked for."""
 
     def __init__(self, resident: Callable[[], int]) -> None:
         self._resident = resident
@@ -179,7 +179,7 @@ class ExactMemory:
 
 
 class NoMemory:
-    """A :class:`~spillway.profiling.meter.DeviceMemory` that finds nothing: steps that hold a plan go unchecked."""
+    """A :class:`~spillway.profiler.meter.DeviceMemory` that finds nothing: steps that hold a plan go unchecked."""
 
     def level(self) -> int:
         return 0
@@ -198,8 +198,8 @@ def count_exactly(patch: pytest.MonkeyPatch, resident: Callable[[], int]) -> Non
         patch: takes it back.
         resident: gives the bytes that are there when a step begins.
     """
-    patch.setattr("spillway.profiling.meter.meter_of", lambda device: ExactMeter(resident()))
-    patch.setattr("spillway.profiling.watch.meter_of", lambda device: ExactMeter(resident()))
+    patch.setattr("spillway.profiler.meter.meter_of", lambda device: ExactMeter(resident()))
+    patch.setattr("spillway.profiler.watch.meter_of", lambda device: ExactMeter(resident()))
     patch.setattr("spillway.attaching.controller.DeviceMemory", lambda device: NoMemory())
     init = PipelinePlanController.__init__
 

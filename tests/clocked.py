@@ -22,9 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from spillway import Hardware
 from spillway.checkpointing.schema import facts_of
-from spillway.planning.hardware import seconds_of
-from spillway.planning.planner import USABLE
-from spillway.profiling.target_kernels import effort_of
+from spillway.planner.hardware import seconds_of
+from spillway.planner.planner import USABLE
+from spillway.profiler.target_kernels import effort_of
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Stalls, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 
 import spillway
 from spillway import EventKind
-from spillway.capture.hooks import SavedState
+from spillway.saved_tensors.hooks import SavedState
 
 IGNORED = [
     pytest.mark.filterwarnings(f"ignore:{message}:UserWarning")

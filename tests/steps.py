@@ -18,8 +18,8 @@ from torch.nn.modules import module as module_hooks
 from torch.overrides import _get_current_function_mode_stack
 
 import spillway
-from spillway.capture.hooks import SavedState
 from spillway.runtime.device import DeviceRuntime
+from spillway.saved_tensors.hooks import SavedState
 
 KiB = 2**10
 MiB = 2**20

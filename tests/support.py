@@ -26,10 +26,10 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.capture.hooks import SavedState
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import CpuBackend
+from spillway.saved_tensors.hooks import SavedState
 
 CPU = torch.device("cpu")
 

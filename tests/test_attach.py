@@ -20,9 +20,9 @@ from spillway import Recompute, Session, UsageError
 from spillway.attaching import attached_to
 from spillway.attaching.attached import NAMED
 from spillway.blocks import find_blocks, signature
+from spillway.cli.running.options import POLICIES
 from spillway.integrations import AttachOptions
 from spillway.policies import Keep, Offload
-from spillway.running.options import POLICIES
 from steps import Block, KiB, MiB, Residual, Result, assert_no_hook, assert_nothing_left, failing, small_batch, step
 
 ROWS, WIDTH = 2048, 128

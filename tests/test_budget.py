@@ -32,16 +32,16 @@ from spillway.attaching.controller import MOST_APART
 from spillway.attaching.ranks import RankGroup
 from spillway.checkpointing import learned
 from spillway.integrations import AttachOptions
-from spillway.planning.planner import parse_budget
-from spillway.planning.scaling import enlarged
-from spillway.profiling import meter
+from spillway.planner.planner import parse_budget
+from spillway.planner.scaling import enlarged
+from spillway.profiler import meter
 from spillway.runtime.process_memory import resident_bytes
 from spillway.units import format_bytes
 from steps import Block, MiB, assert_nothing_left, failing
 from support import FailsInBackward
 from test_leaks import descriptors, ended, threads
 
-LLAMA = Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
+LLAMA = Profile.load(Path(__file__).parent / "planner" / "llama_8b_block.json")
 each_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 ROOM = 5 * MiB // 2
 """What small models need beside the least budget: of batch norm, one activation too few is foreseen, and a plan that
@@ -755,7 +755,7 @@ def test_a_plan_sends_no_more_to_the_host_than_the_session_has_room_for() -> Non
     device = torch.device("cpu")
     with spillway.Session(host_budget="64MiB") as session:
         assert session.host_room(device) == 64 << 20
-        profile = spillway.Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
+        profile = spillway.Profile.load(Path(__file__).parent / "planner" / "llama_8b_block.json")
         planner = Planner(device, session, hardware(), allow={"keep", "host", "recompute"})
         plan = planner.plan(profile, 20 << 30, RankGroup())
         assert plan.host_bytes <= 64 << 20

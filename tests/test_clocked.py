@@ -24,13 +24,12 @@ from integrations.test_planned_stages import Stage, one_forward_one_backward
 from integrations.test_planned_stages import steps as step_by_step
 from spillway import Hardware, Plan, Profile, StepStats
 from spillway.attaching import meta_profile
-from spillway.capture.order import AccessOrder
 from spillway.integrations.pipelining import offload_stages
-from spillway.planning.plan import program_of
-from spillway.planning.planner import USABLE
-from spillway.planning.profile import HostTimes
-from spillway.planning.timeline import StorageLifetimes
-from spillway.profiling import meter
+from spillway.planner.plan import program_of
+from spillway.planner.planner import USABLE
+from spillway.planner.profile import HostTimes
+from spillway.planner.timeline import StorageLifetimes
+from spillway.profiler import meter
 from spillway.runtime import mover as movers
 from spillway.runtime.arena import Arena
 from spillway.runtime.device import DeviceRuntime
@@ -38,6 +37,7 @@ from spillway.runtime.entry import ByteCounters, Entry
 from spillway.runtime.mover import Mover
 from spillway.runtime.queues import PrefetchQueue
 from spillway.runtime.tiers import HostTier
+from spillway.saved_tensors.order import AccessOrder
 
 ROOT = Path(__file__).parent.parent
 LAYERS, TOKENS, WIDTH = 6, 512, 128

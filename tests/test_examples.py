@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from allocations import count_exactly
-from spillway.profiling.machine import known_hardware
+from spillway.profiler.machine import known_hardware
 from steps import MiB
 
 ROOT = Path(__file__).parent.parent

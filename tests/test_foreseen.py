@@ -13,10 +13,10 @@ import spillway
 from allocations import count_exactly
 from budgets import WIDTH, Attention, budget_of, hardware, one_step, stack
 from spillway import Hardware, Session
-from spillway.planning.plan import OperatorPlan
-from spillway.profiling import meter
-from spillway.records import Decision
+from spillway.planner.plan import OperatorPlan
+from spillway.profiler import meter
 from spillway.testing import AdversaryBackend
+from spillway.types import Decision
 from steps import MiB
 from test_budget import of_other_times
 

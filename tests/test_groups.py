@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from spillway.capture.groups import _nonsense
-from spillway.capture.order import PastGroup
-from spillway.events import EventKind, EventList
+from spillway.saved_tensors.groups import _nonsense
+from spillway.saved_tensors.order import PastGroup
 from spillway.testing import AdversaryBackend
+from spillway.types import EventKind, EventList
 
 LAYERS = 4
 WIDTH = 32

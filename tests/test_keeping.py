@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from spillway.capture.hooks import current_pass
-from spillway.capture.identity import ViewRecipe
-from spillway.operators import Planned
 from spillway.recomputing import call_checkpointed
-from spillway.records import Decision
+from spillway.saved_tensors.hooks import current_pass
+from spillway.saved_tensors.identity import ViewRecipe
+from spillway.selectors import Planned
 from spillway.testing import AdversaryBackend
+from spillway.types import Decision
 
 KEPT = Decision.KEEP
 Call = Callable[[Callable[..., Any], Tensor, spillway.Session], Any]

@@ -12,57 +12,51 @@ import pytest
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
-WORDS = {"errors", "units", "records", "events"}
-PURE = {"policies", "operators", "blocks", "planning", "report"}
-ENGINE = WORDS | PURE | {"runtime", "session", "capture", "checkpointing", "losses"}
+WORDS = {"errors", "units", "types"}
+PURE = {"policies", "selectors", "blocks", "planner"}
+ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing", "losses"}
 SERVICES = ENGINE | {
-    "binding",
     "offloading",
     "recomputing",
     "attaching",
-    "profiling",
+    "profiler",
     "summarizing",
-    "budgeting",
+    "planning",
     "sizes",
     "testing",
 }
 LIBRARY = SERVICES | {"optim", "accumulate"}
 
-# Which rooms a room may import, beside itself. A room is a file or a folder right under src/spillway.
+# Which packages and modules one may import, beside itself. Each is a file or a folder right under src/spillway.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
     "requirements": {"errors"},
     "units": {"errors"},
-    "records": {"errors", "units"},
-    "events": {"errors", "units", "records"},
+    "types": {"errors", "units"},
+    "_torch": {"errors"},
     "policies": WORDS,
-    "operators": WORDS,
+    "selectors": WORDS,
     "blocks": WORDS,
-    "planning": WORDS,
-    "report": WORDS | {"planning"},
-    "runtime": WORDS,
-    "session": WORDS | {"runtime"},
-    "capture": WORDS | {"policies", "runtime", "session"},
-    "checkpointing": WORDS | {"operators", "runtime", "capture"},
-    "losses": WORDS,
-    "binding": WORDS | {"runtime"},
+    "planner": WORDS,
+    "runtime": WORDS | {"_torch"},
+    "session": WORDS | {"_torch", "runtime"},
+    "saved_tensors": WORDS | {"_torch", "policies", "runtime", "session"},
+    "checkpointing": WORDS | {"_torch", "selectors", "runtime", "saved_tensors"},
+    "losses": WORDS | {"_torch"},
     "testing": WORDS | {"runtime"},
     "offloading": ENGINE,
     "recomputing": ENGINE,
-    "attaching": ENGINE | {"offloading", "recomputing", "profiling"},
-    "profiling": ENGINE | {"offloading"},
+    "attaching": ENGINE | {"offloading", "recomputing", "profiler"},
+    "profiler": ENGINE | {"offloading"},
     "summarizing": ENGINE,
-    "budgeting": ENGINE | {"attaching", "profiling"},
-    "sizes": ENGINE | {"attaching", "profiling", "budgeting"},
-    "doctor": ENGINE | {"requirements"},
+    "planning": ENGINE | {"attaching", "profiler"},
+    "sizes": ENGINE | {"attaching", "profiler", "planning"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},
     "compat": LIBRARY - {"testing"} | {"__init__"},
     "__init__": LIBRARY - {"testing"} | {"requirements"},
-    "running": LIBRARY - {"testing"} | {"requirements"},
-    "demo": LIBRARY - {"testing"} | {"__init__", "running"},
-    "cli": LIBRARY - {"testing"} | {"__init__", "requirements", "integrations", "compat", "demo", "doctor", "running"},
+    "cli": LIBRARY - {"testing"} | {"__init__", "requirements", "integrations", "compat"},
     "__main__": {"cli"},
 }
 
@@ -194,7 +188,7 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
 
 def test_planning_knows_nothing_of_autograd() -> None:
     for file in FILES:
-        if room_of(file) != "planning":
+        if room_of(file) != "planner":
             continue
         tree = ast.parse(file.read_text(encoding="utf-8"))
         attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
@@ -225,11 +219,11 @@ def test_a_file_names_nothing_beside_the_repository(name: str) -> None:
 
 def test_the_reader_of_imports_sees_what_it_has_to(tmp_path: Path) -> None:
     file = PACKAGE / "runtime" / "imagined.py"
-    assert imported_file("spillway.records.Plan") == PACKAGE / "records.py"
+    assert imported_file("spillway.types.Plan") == PACKAGE / "types.py"
     assert imported_file("spillway.runtime.mover.Mover") == PACKAGE / "runtime" / "mover.py"
     assert imported_file("torch.nn") is None
     assert _absolute(file, ast.ImportFrom(module="mover", names=[], level=1)) == "spillway.runtime.mover"
-    assert _absolute(file, ast.ImportFrom(module="records", names=[], level=2)) == "spillway.records"
+    assert _absolute(file, ast.ImportFrom(module="types", names=[], level=2)) == "spillway.types"
     inside = tmp_path / "inside.py"
     inside.write_text("def f():\n    import torch.autograd.graph\n")
     assert [found.module for found in imports_of(inside)] == ["torch.autograd.graph"]

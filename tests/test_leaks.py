@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import Session
-from spillway.capture import identity
-from spillway.capture.hooks import Pass, SavedState
+from spillway.saved_tensors import identity
+from spillway.saved_tensors.hooks import Pass, SavedState
 from steps import KiB, MiB, assert_no_hook, assert_nothing_left, failing, open_files, small_batch, small_model, step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")

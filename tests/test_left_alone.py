@@ -17,7 +17,7 @@ from allocations import count_exactly
 from budgets import hardware, one_step
 from recompute.regions import HiddenList
 from spillway import Decision, Plan, Session
-from spillway.planning.plan import OperatorPlan
+from spillway.planner.plan import OperatorPlan
 from steps import assert_nothing_left, failing
 
 

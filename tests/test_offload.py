@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import spillway
 from spillway import Decision, EventKind, EventList, SavedTensor, Session, StepStats
-from spillway.capture.hooks import SavedState
 from spillway.policies import AllOf, Keep, MinBytes, Modules, Offload, Operators, Ratio
+from spillway.saved_tensors.hooks import SavedState
 from steps import (
     KiB,
     Result,

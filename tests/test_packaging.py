@@ -39,7 +39,7 @@ def test_the_wheel_has_all_files_of_the_package_its_types_among_them(wheel: zipf
     built = {name for name in wheel.namelist() if ".dist-info/" not in name}
     assert built == {name for name in ours if "__pycache__" not in name}
     assert wheel.read("spillway/py.typed") == b""
-    assert {"spillway/report/assets/page.html", "spillway/report/assets/page.js"} <= built
+    assert {"spillway/planner/report/assets/page.html", "spillway/planner/report/assets/page.js"} <= built
 
 
 def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: zipfile.ZipFile) -> None:

@@ -23,7 +23,7 @@ from spillway.policies import (
     wants_modules,
     wants_operators,
 )
-from spillway.records import Decision, SavedTensor
+from spillway.types import Decision, SavedTensor
 
 CPU = torch.device("cpu")
 

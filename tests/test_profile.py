@@ -15,7 +15,7 @@ import spillway
 from allocations import count_exactly
 from budgets import NAMED, attached_to, hardware, one_step, search
 from spillway import BudgetError, Session, UnsupportedError, UsageError, sizes
-from spillway.planning.planner import aim_at
+from spillway.planner.planner import aim_at
 from spillway.recomputing import Recompute
 from spillway.runtime.process_memory import resident_bytes
 from steps import Block, MiB, assert_nothing_left, failing, small_model

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 import spillway
 from spillway import Decision, EventKind, EventList, SavedTensor
-from spillway.capture.hooks import SavedState
-from spillway.capture.identity import ALIGNMENT
 from spillway.policies import Keep, Offload
+from spillway.saved_tensors.hooks import SavedState
+from spillway.saved_tensors.identity import ALIGNMENT
 
 QUICK = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 THOROUGH = settings(derandomize=True, deadline=None, max_examples=5000, database=None)

@@ -19,12 +19,12 @@ from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.controller import PlanController
 from spillway.attaching.measure import PROFILING, TRANSITIONS, Event, Stage
 from spillway.attaching.ranks import RankGroup
-from spillway.planning.plan import ANY_RATES, checkpointed_program
-from spillway.planning.profile import HostTimes
-from spillway.planning.timeline import simulate_program
-from spillway.profiling import compile as compiling
-from spillway.profiling import meter
-from spillway.profiling.watch import Place, Watch, Watched
+from spillway.planner.plan import ANY_RATES, checkpointed_program
+from spillway.planner.profile import HostTimes
+from spillway.planner.timeline import simulate_program
+from spillway.profiler import compile as compiling
+from spillway.profiler import meter
+from spillway.profiler.watch import Place, Watch, Watched
 from steps import Block, failing
 
 MiB = 1 << 20
@@ -109,7 +109,7 @@ def test_the_cpu_time_of_a_block_is_that_of_its_fastest_call(
 
 
 def test_torchs_checkpointing_may_take_the_whole_budget(session: Session) -> None:
-    profile = spillway.Profile.load(Path(__file__).parent / "planning" / "llama_8b_block.json")
+    profile = spillway.Profile.load(Path(__file__).parent / "planner" / "llama_8b_block.json")
     peak = simulate_program(checkpointed_program(profile), ANY_RATES).peak_bytes
     planner = Planner(torch.device("cpu"), session, "h200", allow={"keep", "recompute"})
     plan = planner.checkpointing_plan(profile, peak, RankGroup())

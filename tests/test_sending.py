@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import spillway
 from budgets import KINDS, Kind, hardware, one_step, train
 from spillway.checkpointing.recorder import Recorder
-from spillway.planning.block_tasks import make_option
-from spillway.planning.plan import BlockPlan, planned_block
-from spillway.records import Decision
+from spillway.planner.block_tasks import make_option
+from spillway.planner.plan import BlockPlan, planned_block
 from spillway.testing import AdversaryBackend
+from spillway.types import Decision
 from steps import Block
 
 KiB = 1024

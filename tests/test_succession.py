@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import spillway
-from spillway.capture.hooks import SavedState
-from spillway.capture.order import AccessOrder, NextPassPredictor
-from spillway.events import EventKind, EventList
+from spillway.saved_tensors.hooks import SavedState
+from spillway.saved_tensors.order import AccessOrder, NextPassPredictor
 from spillway.testing import AdversaryBackend
+from spillway.types import EventKind, EventList
 
 
 class Pass:

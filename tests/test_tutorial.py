@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.profiling.machine import known_hardware
+from spillway.profiler.machine import known_hardware
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "tutorial"

@@ -32,24 +32,33 @@ if TYPE_CHECKING:
     from spillway import policies
     from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
     from spillway.attaching import Attached, attach
-    from spillway.binding import Affinity, bind_to_device
-    from spillway.budgeting import plan, profile, simulate
-    from spillway.capture.decide import saved_tensors
-    from spillway.capture.groups import Groups
-    from spillway.events import Event, EventKind, EventList
     from spillway.losses import cross_entropy
     from spillway.offloading import group, keep, keep_tensor, offload, offload_tensor
-    from spillway.operators import OperatorCall, saved_by, within
     from spillway.optim.optimizer import OffloadedOptimizer
-    from spillway.planning.hardware import Hardware
-    from spillway.planning.plan import Plan
-    from spillway.planning.profile import Profile
-    from spillway.planning.timeline import Timeline
+    from spillway.planner.hardware import Hardware
+    from spillway.planner.plan import Plan
+    from spillway.planner.profile import Profile
+    from spillway.planner.timeline import Timeline
+    from spillway.planning import plan, profile, simulate
     from spillway.recomputing import Recompute, recompute
-    from spillway.records import Decision, GroupStats, OptimizerStats, SavedTensor, SavedTensorReport, StepStats
+    from spillway.runtime.binding import Affinity, bind_to_device
+    from spillway.saved_tensors.decide import saved_tensors
+    from spillway.saved_tensors.groups import Groups
+    from spillway.selectors import OperatorCall, saved_by, within
     from spillway.session import Session
     from spillway.sizes import longest
     from spillway.summarizing import Summary, SummaryRow, summary
+    from spillway.types import (
+        Decision,
+        Event,
+        EventKind,
+        EventList,
+        GroupStats,
+        OptimizerStats,
+        SavedTensor,
+        SavedTensorReport,
+        StepStats,
+    )
 
 __version__ = "0.1.0.dev0"
 
@@ -118,32 +127,41 @@ __all__ = [
     "within",
 ]
 
-_ROOMS = {
+_MODULES = {
     "accumulate": ["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"],
     "attaching": ["Attached", "attach"],
-    "binding": ["Affinity", "bind_to_device"],
-    "budgeting": ["plan", "profile", "simulate"],
-    "capture.decide": ["saved_tensors"],
-    "capture.groups": ["Groups"],
-    "events": ["Event", "EventKind", "EventList"],
+    "runtime.binding": ["Affinity", "bind_to_device"],
+    "planning": ["plan", "profile", "simulate"],
+    "saved_tensors.decide": ["saved_tensors"],
+    "saved_tensors.groups": ["Groups"],
     "losses": ["cross_entropy"],
     "offloading": ["group", "keep", "keep_tensor", "offload", "offload_tensor"],
-    "operators": ["OperatorCall", "saved_by", "within"],
+    "selectors": ["OperatorCall", "saved_by", "within"],
     "optim.optimizer": ["OffloadedOptimizer"],
-    "planning.hardware": ["Hardware"],
-    "planning.plan": ["Plan"],
-    "planning.profile": ["Profile"],
-    "planning.timeline": ["Timeline"],
+    "planner.hardware": ["Hardware"],
+    "planner.plan": ["Plan"],
+    "planner.profile": ["Profile"],
+    "planner.timeline": ["Timeline"],
     "recomputing": ["Recompute", "recompute"],
-    "records": ["Decision", "GroupStats", "OptimizerStats", "SavedTensor", "SavedTensorReport", "StepStats"],
+    "types": [
+        "Decision",
+        "Event",
+        "EventKind",
+        "EventList",
+        "GroupStats",
+        "OptimizerStats",
+        "SavedTensor",
+        "SavedTensorReport",
+        "StepStats",
+    ],
     "session": ["Session"],
     "sizes": ["longest"],
     "summarizing": ["Summary", "SummaryRow", "summary"],
 }
-"""Public names by the room that they are in. A room is imported when one of its names is first asked for: who does
-without does not wait for it, and the command line can say what its commands are before torch is there."""
+"""Public names by module. A module is imported when one of its names is first used, so that the command line can
+print its help before torch is imported."""
 
-_LATER = {name: room for room, names in _ROOMS.items() for name in names}
+_LATER = {name: room for room, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> object:

@@ -60,7 +60,7 @@ class SizeError(UsageError):
 
 
 class PolicyError(UsageError):
-    """A policy answered with something that is no :class:`~spillway.records.Decision`."""
+    """A policy answered with something that is no :class:`~spillway.types.Decision`."""
 
 
 class UnsupportedError(SpillwayError, RuntimeError):

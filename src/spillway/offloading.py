@@ -14,19 +14,19 @@ from typing import Any, Self
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.decide import Locator
-from spillway.capture.groups import Group, Groups, check_name
-from spillway.capture.handles import Handle, pack_kept, unpack
-from spillway.capture.hooks import Pass, SavedState
-from spillway.capture.kept import see_again
-from spillway.capture.order import Memory, PastGroup
-from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, top_hooks
+from spillway._torch import in_backward, keep_out, refuse_transforms, top_hooks
 from spillway.checkpointing.function import in_replay
 from spillway.errors import UsageError
 from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
-from spillway.records import StepStats
 from spillway.runtime.entry import ByteCounters
+from spillway.saved_tensors.decide import Locator
+from spillway.saved_tensors.groups import Group, Groups, check_name
+from spillway.saved_tensors.handles import Handle, pack_kept, unpack
+from spillway.saved_tensors.hooks import Pass, SavedState
+from spillway.saved_tensors.kept import see_again
+from spillway.saved_tensors.order import Memory, PastGroup
 from spillway.session import MIN_BYTES, Session
+from spillway.types import StepStats
 from spillway.units import parse_bytes, parse_share
 
 

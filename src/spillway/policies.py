@@ -1,11 +1,11 @@
 """Policies: from what is known of a saved tensor to a decision.
 
-A policy is any callable from :class:`~spillway.records.SavedTensor` to :class:`~spillway.records.Decision`. Those here
+A policy is any callable from :class:`~spillway.types.SavedTensor` to :class:`~spillway.types.Decision`. Those here
 are frozen values and pure functions: what a pass has done so far is in the record that they read.
 
 A policy whose answer depends on the module that saves has an attribute ``wants_modules = True``, one that depends on
-the operator ``wants_operators = True``; both cost time (``spillway/capture/decide.py`` says how much), so neither is
-looked up without. Parameters are never asked about.
+the operator ``wants_operators = True``. Both cost time (``spillway/saved_tensors/decide.py`` says how much), so neither
+is looked up without. Parameters are never asked about.
 
 Example:
     Offload what the MLPs save, and of the rest half of the bytes::
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from spillway.errors import UsageError
-from spillway.records import Decision, SavedTensor
+from spillway.types import Decision, SavedTensor
 from spillway.units import parse_bytes
 
 Policy = Callable[[SavedTensor], Decision]

@@ -13,9 +13,7 @@ import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
-from spillway.capture.hooks import Pass, SavedState, current_pass
-from spillway.capture.kept import see_again
-from spillway.capture.torch_internals import in_backward, keep_out, refuse_transforms, untraced
+from spillway._torch import in_backward, keep_out, refuse_transforms, untraced
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.collector import shapes_of
@@ -30,9 +28,11 @@ from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
-from spillway.operators import Choices, Planned, Selector
-from spillway.records import Decision
+from spillway.saved_tensors.hooks import Pass, SavedState, current_pass
+from spillway.saved_tensors.kept import see_again
+from spillway.selectors import Choices, Planned, Selector
 from spillway.session import Session
+from spillway.types import Decision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -51,7 +51,7 @@ class Recompute:
     """The options of :func:`recompute` as a value, for :func:`spillway.attach`.
 
     Args:
-        save: selectors of tensors to keep: one or several (:mod:`spillway.operators`).
+        save: selectors of tensors to keep: one or several (:mod:`spillway.selectors`).
         offload: selectors of tensors to offload. They are reloaded ahead of time.
         policy: a policy function of torch's selective checkpointing, instead of ``save`` and ``offload``.
         use_reentrant: which of the two modes of ``torch.utils.checkpoint``.
@@ -160,7 +160,7 @@ def recompute(
             with options or without).
         *args: its arguments. Tensors in lists, tuples and dictionaries are found. Hooks around the call save them: an
             ``offload`` context offloads them, and so does ``offload=["inputs"]``.
-        save: selectors of tensors to keep: see :mod:`spillway.operators`. A tensor that both name is kept.
+        save: selectors of tensors to keep: see :mod:`spillway.selectors`. A tensor that both name is kept.
             :class:`saved_by` comes last.
         offload: selectors of tensors to offload to CPU memory. CPU tensors are offloaded to disk.
         policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, instead of

@@ -18,13 +18,12 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 import torch
 
 from spillway.errors import RecomputeError, SessionError, UsageError
-from spillway.events import Recorder
-from spillway.records import GroupStats, StepStats
 from spillway.runtime.backend import quiet
 from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime, backend_for
 from spillway.runtime.entry import ByteCounters
 from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.system import local_ranks, memory_limit
+from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
 
 _Kind = TypeVar("_Kind")
@@ -68,7 +67,7 @@ class Session:
         allow_memory_filesystem: accept a ``spill_directory`` on tmpfs, which is CPU memory and saves none.
         streams: streams of an accelerator to copy on, for the lanes ``"out"`` and ``"back"``: ``{"out": stream}``. Your
             own work on them is waited for, too. Other devices get their own streams.
-        recorder: called with every :class:`~spillway.events.Event`.
+        recorder: called with every :class:`~spillway.types.Event`.
         backend: makes the backend of a device, instead of Spillway's own.
 
     Raises:

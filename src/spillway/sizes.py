@@ -12,15 +12,15 @@ from torch.nn import Module
 from spillway.attaching import attach
 from spillway.attaching.budget import allowed
 from spillway.attaching.meta_profile import is_on_meta
-from spillway.budgeting import WINDOW, Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
 from spillway.errors import BudgetError, UsageError
-from spillway.planning.hardware import Hardware
-from spillway.planning.plan import Plan
-from spillway.planning.planner import aim_at, fits
-from spillway.planning.profile import Profile
-from spillway.planning.scaling import scaled
-from spillway.profiling.meta_device import OptimizerOf
-from spillway.profiling.meter import allocated
+from spillway.planner.hardware import Hardware
+from spillway.planner.plan import Plan
+from spillway.planner.planner import aim_at, fits
+from spillway.planner.profile import Profile
+from spillway.planner.scaling import scaled
+from spillway.planning import WINDOW, Loss, as_it_was, call, hardware_of, plan, profile, scalar_of
+from spillway.profiler.meta_device import OptimizerOf
+from spillway.profiler.meter import allocated
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import parse_bytes
@@ -50,7 +50,7 @@ def longest(
 ) -> int:
     """The largest size, of a sequence or a batch, with which a step fits a budget.
 
-    Two sizes are profiled, in the least memory there is, and tell what larger ones need (``planning/scaling.py``). The
+    Two sizes are profiled, in the least memory there is, and tell what larger ones need (``planner/scaling.py``). The
     largest that fits by that is profiled itself; where it was too much or too little, the search goes on between, or
     beyond, and knows by how much steps took more than was foreseen. What is found was profiled at that very size, and
     trained for two steps with its plan; where these were over the budget, with one for so much less.

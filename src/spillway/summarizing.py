@@ -11,8 +11,8 @@ from typing import TextIO
 import torch.distributed as dist
 
 from spillway.errors import UsageError
-from spillway.records import StepStats
-from spillway.report.text import aligned
+from spillway.planner.report.text import aligned
+from spillway.types import StepStats
 
 _MIB = 2**20
 _GB = 10**9

@@ -22,7 +22,8 @@ from rich.console import Console
 
 from spillway.cli.app import main
 from spillway.cli.demo import comparison
-from spillway.demo import (
+from spillway.cli.running.bench import PeakMeter
+from spillway.cli.running.demo import (
     GPT,
     WAYS,
     DemoError,
@@ -38,8 +39,7 @@ from spillway.demo import (
     run_way,
 )
 from spillway.errors import BudgetError, UsageError
-from spillway.profiling.machine import known_hardware
-from spillway.running.bench import PeakMeter
+from spillway.profiler.machine import known_hardware
 from spillway.runtime.process_memory import has_mark, malloc_setting
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -231,7 +231,7 @@ def test_the_table_is_whole_at_80_columns() -> None:
 
 
 def test_a_budget_that_is_given_is_the_ways_own(known_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spillway.demo._EXTRA_STEPS", 0)
+    monkeypatch.setattr("spillway.cli.running.demo._EXTRA_STEPS", 0)
     row = Training("planned", tiny_settings(budget="2GiB")).run(1)
     assert row.budget_bytes == 2**31
     assert row.note == "planned: a budget of 2.0 GiB. 1 steps found no plan; give more --steps."
@@ -322,7 +322,8 @@ def test_text_that_is_too_short_is_refused_by_name(
 def test_a_way_whose_process_fails_is_named_after_the_traceback(tmp_path: Path) -> None:
     # A module that cannot be imported stands for whatever may be broken in a process.
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif '--multiprocessing-fork' in sys.orig_argv:\n    sys.modules['spillway.demo'] = None\n"
+        "import sys\nif '--multiprocessing-fork' in sys.orig_argv:\n"
+        "    sys.modules['spillway.cli.running.demo'] = None\n"
     )
     path = os.pathsep.join([str(tmp_path), str(SOURCE)])
     done = spillway("demo", "--ways", "keep", *TINY, PYTHONPATH=path)

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from spillway.cli import doctor as command
 from spillway.cli.app import main
-from spillway.doctor import Device, Facts, Finding, Memory, Severity, Spill, findings, read_facts
-from spillway.planning.hardware import Hardware, Link
+from spillway.cli.running.doctor import Device, Facts, Finding, Memory, Severity, Spill, findings, read_facts
+from spillway.planner.hardware import Hardware, Link
 from spillway.runtime.system import memory_limit
 
 SOURCE = Path(__file__).parents[2] / "src"

@@ -13,15 +13,15 @@ import pytest
 import spillway
 from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
 from spillway.errors import printable
-from spillway.planning.files import check_writable, read_file, write_file
-from spillway.planning.hardware import Hardware
-from spillway.planning.profile import Profile
-from spillway.profiling.machine import read_kept
-from spillway.report.facts import facts_of
-from spillway.report.page import to_page
-from spillway.report.trace import to_trace
+from spillway.planner.files import check_writable, read_file, write_file
+from spillway.planner.hardware import Hardware
+from spillway.planner.profile import Profile
+from spillway.planner.report.facts import facts_of
+from spillway.planner.report.page import to_page
+from spillway.planner.report.trace import to_trace
+from spillway.profiler.machine import read_kept
 
-LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
+LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
 ESCAPES = "\x1b[31mred\x1b]0;title\x07\x9b2J\u202e"
 """Colours, a title, a bell, an 8-bit sequence, and letters from right to left."""
 

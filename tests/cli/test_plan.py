@@ -11,12 +11,12 @@ import pytest
 
 import spillway
 from spillway.cli.app import main
-from spillway.planning.hardware import Hardware
-from spillway.planning.planner import parse_budget
-from spillway.planning.profile import Profile
+from spillway.planner.hardware import Hardware
+from spillway.planner.planner import parse_budget
+from spillway.planner.profile import Profile
 from support import run_script
 
-LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
+LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
 SMALL = replace(LLAMA, calls=LLAMA.calls[:3])
 
 
@@ -128,7 +128,8 @@ def test_help_waits_for_nothing_that_plans_or_draws() -> None:
         "from spillway.cli.app import main\n"
         "try: main()\n"
         "except SystemExit: pass\n"
-        "heavy = ('scipy', 'plotly', 'spillway.report.facts', 'spillway.report.page', 'spillway.planning.solve')\n"
+        "ours = ('spillway.planner.report.facts', 'spillway.planner.report.page', 'spillway.planner.solve')\n"
+        "heavy = ('scipy', 'plotly', *ours)\n"
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     done = run_script(script)

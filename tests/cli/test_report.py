@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import spillway
-from spillway import budgeting
+from spillway import planning
 from spillway.cli.app import main
-from spillway.planning.planner import Curve, Point
-from spillway.planning.profile import Profile
+from spillway.planner.planner import Curve, Point
+from spillway.planner.profile import Profile
 
-LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
+LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
 SMALL = replace(LLAMA, calls=LLAMA.calls[:2])
 Run = Callable[..., int | str | None]
 
@@ -74,7 +74,7 @@ def test_the_curve_is_drawn_with_what_it_costs_shown(
         point = Point(15 << 30, 0.1)
         return Curve((point,), point, point)
 
-    monkeypatch.setattr(budgeting, "sweep", sweep)
+    monkeypatch.setattr(planning, "sweep", sweep)
     assert not run("--open", "yes")
     assert asked == [(SMALL, {"keep", "host", "recompute"})]
     page = tmp_path / "report.html"

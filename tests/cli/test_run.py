@@ -12,8 +12,8 @@ import pytest
 import spillway
 from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
 from spillway.cli.app import main
-from spillway.running.bench import ANSWER, ORDER, Answer, Bench, Order, Row
-from spillway.running.script import Script, numbered, rank_of
+from spillway.cli.running.bench import ANSWER, ORDER, Answer, Bench, Order, Row
+from spillway.cli.running.script import Script, numbered, rank_of
 
 STEPS = 7
 COMMANDS = ["run", "profile", "plan", "report", "bench", "demo", "doctor"]
@@ -116,7 +116,7 @@ def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder
     script = Script("train.py", ("1000000",))
     for name in ("keep", "recompute", "budget=1KiB"):
         order = Order(script=script, way=name, steps=5, warm_up=1, answer=Path("answer.json"))
-        code = "from spillway.running.bench import main; main()"
+        code = "from spillway.cli.running.bench import main; main()"
         done = server.run(folder.path, code, "measured", ORDER.dump_json(order).decode())
         assert done.code == 0, done.err
         answers[name] = ANSWER.validate_json((folder.path / "answer.json").read_bytes())

@@ -11,9 +11,9 @@ import pytest
 
 import spillway
 from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
-from spillway.planning.profile import Profile
+from spillway.planner.profile import Profile
 
-LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
+LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
 LOOP = """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 for step in range(7):

@@ -22,7 +22,6 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.capture.order import PastGroup
 from spillway.compat import megatron
 from spillway.compat.megatron import (
     ChunkOffloadHandler,
@@ -33,6 +32,7 @@ from spillway.compat.megatron import (
     PipelineOffloadManager,
 )
 from spillway.compat.megatron import FineGrainedActivationOffloadingInterface as Interface
+from spillway.saved_tensors.order import PastGroup
 from spillway.testing import AdversaryBackend
 from support import assert_identical, assert_nothing_left, grads
 

@@ -7,8 +7,8 @@ import time
 import pytest
 import torch
 
-from spillway.planning.hardware import Hardware
-from spillway.profiling.machine import measure_hardware
+from spillway.planner.hardware import Hardware
+from spillway.profiler.machine import measure_hardware
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ import torch
 
 import spillway
 from spillway import EventKind
-from spillway.capture.hooks import SavedState
+from spillway.saved_tensors.hooks import SavedState
 from support import Context, Trial, Way, assert_nothing_left, grads, mlp
 
 

@@ -17,7 +17,6 @@ import torch
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.capture.hooks import SavedState
 from spillway.errors import TierError
 from spillway.runtime.backend import Event, Lane, Stalls
 from spillway.runtime.bytes import Bytes, Form
@@ -25,6 +24,7 @@ from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.tiers import Slot, Tier
+from spillway.saved_tensors.hooks import SavedState
 from spillway.testing import AdversaryBackend
 from support import (
     CPU,

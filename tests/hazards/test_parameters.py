@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spillway import EventKind
-from spillway.capture.hooks import SavedState
+from spillway.saved_tensors.hooks import SavedState
 from support import Context, Trial, grads, mlp
 
 USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

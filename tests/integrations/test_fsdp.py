@@ -14,10 +14,10 @@ from torch import nn
 import spillway
 from integrations.ranks import World
 from integrations.training import LENGTH, ROWS, TOKENS, WAYS, WIDTH, Block, Detaching, Model, compare, local
-from spillway.capture.handles import KeptHandle, unpack
-from spillway.capture.hooks import current_pass
-from spillway.capture.torch_internals import Gathered
+from spillway._torch import Gathered
 from spillway.integrations.fsdp import local_share
+from spillway.saved_tensors.handles import KeptHandle, unpack
+from spillway.saved_tensors.hooks import current_pass
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -219,7 +219,7 @@ def test_a_torch_whose_fsdp_keeps_other_records_is_refused(monkeypatch: pytest.M
         all_gather_outputs = ()
 
     parameter = Parameter()
-    monkeypatch.setattr("spillway.capture.torch_internals._parameters", lambda: [parameter])
+    monkeypatch.setattr("spillway._torch._parameters", lambda: [parameter])
     with pytest.raises(spillway.UnsupportedError, match="whose FSDP2 keeps no _unsharded_inner_tensors"):
         Gathered()
 

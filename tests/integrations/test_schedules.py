@@ -21,8 +21,8 @@ from torch.nn import functional
 
 import spillway
 from spillway import Decision, SavedTensor
-from spillway.capture.hooks import SavedState
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
+from spillway.saved_tensors.hooks import SavedState
 from spillway.testing import AdversaryBackend
 from steps import assert_no_hook
 from support import assert_nothing_left

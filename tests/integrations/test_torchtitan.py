@@ -103,7 +103,7 @@ WAYS: dict[str, dict[str, Any]] = {
 def case(way: str, compiles: bool, cache: str) -> list[str]:
     """What each of the ranks runs; gives the blocks that were attached."""
     from spillway.integrations.torchtitan import SpillwayAC
-    from spillway.profiling.machine import known_hardware
+    from spillway.profiler.machine import known_hardware
 
     made: list[SpillwayAC] = []
 

@@ -16,7 +16,7 @@ from allocations import count_exactly
 from optim.support import batches, loss_of, wide
 from spillway import OffloadedOptimizer, UsageError
 from spillway.attaching import measure
-from spillway.planning.profile import OptimizerProfile
+from spillway.planner.profile import OptimizerProfile
 
 PARTS = [1.0, 0.4, 0.0, 0.7, 1.0, 0.2]
 

@@ -16,11 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from recompute.regions import HiddenAttribute, HiddenList
-from spillway.events import EventKind, EventList
-from spillway.operators import Planned
 from spillway.recomputing import call_checkpointed
-from spillway.records import Decision
+from spillway.selectors import Planned
 from spillway.testing import AdversaryBackend
+from spillway.types import Decision, EventKind, EventList
 
 
 class Operators(TorchDispatchMode):

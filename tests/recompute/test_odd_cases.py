@@ -15,8 +15,8 @@ from torch.nn import functional
 import spillway
 from recompute.regions import HiddenList, Regions, leaf, one_place
 from spillway.errors import RecomputeError
-from spillway.operators import Planned
-from spillway.records import Decision
+from spillway.selectors import Planned
+from spillway.types import Decision
 from support import assert_identical, grads
 
 pytestmark = one_place

@@ -36,9 +36,9 @@ from recompute.regions import (
 )
 from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.function import in_replay
-from spillway.operators import Planned, full_name
-from spillway.planning.plan import BlockPlan, OperatorPlan
-from spillway.records import Decision
+from spillway.planner.plan import BlockPlan, OperatorPlan
+from spillway.selectors import Planned, full_name
+from spillway.types import Decision
 from support import assert_identical, grads
 
 pytestmark = one_place

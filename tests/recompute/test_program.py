@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.capture.identity import ViewRecipe
 from spillway.checkpointing.program import Act, Operator, Program, SavedTensor, lies_within, needed
 from spillway.checkpointing.schema import facts_of
+from spillway.saved_tensors.identity import ViewRecipe
 
 aten = torch.ops.aten
 RUN, GIVE, SKIP = Act.RUN, Act.GIVE, Act.SKIP

@@ -534,6 +534,26 @@ def test_a_wrapper_without_memory_as_an_output(regions: Regions, how: Options) -
     regions(step)
 
 
+@pytest.mark.parametrize("save", [["pointwise"], ["norm", "pointwise"], ["matmul"]])
+def test_the_result_of_a_wrapper_without_memory_is_saved(regions: Regions, save: list[str]) -> None:
+    # The wrapper's operators read what it was made of: a partial replay must not leave that out.
+    def step(call: Call) -> Iterator[Tensor]:
+        linear = nn.Linear(8, 8)
+
+        def function(x: Tensor) -> Tensor:
+            h = x + torch.tanh(linear(x))
+            return h * Hollow(h.detach()).sin().inner
+
+        for _ in range(5):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                y = call(function, x * 1, save=save)
+            y.sum().backward()
+            yield from gradients(x, *linear.parameters())
+
+    regions(step)
+
+
 @ways
 @pytest.mark.parametrize("kind", ["meta", "fake"])
 def test_tensors_without_content(regions: Regions, how: Options, kind: str) -> None:

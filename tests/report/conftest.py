@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from spillway.planning.hardware import Hardware, Link
-from spillway.planning.plan import program_of
-from spillway.planning.planner import Curve, Point, make_plan, rates_of
-from spillway.planning.profile import Profile, Static
-from spillway.planning.timeline import simulate_program
-from spillway.report.facts import Facts, facts_of
+from spillway.planner.hardware import Hardware, Link
+from spillway.planner.plan import program_of
+from spillway.planner.planner import Curve, Point, make_plan, rates_of
+from spillway.planner.profile import Profile, Static
+from spillway.planner.report.facts import Facts, facts_of
+from spillway.planner.timeline import simulate_program
 
-LLAMA = Profile.load(Path(__file__).parents[1] / "planning" / "llama_8b_block.json")
+LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
 GIB = 1 << 30
 H200 = Hardware.named("h200")
 SLOW = replace(H200, name="a slow link", links=(Link(active=1, out=3e9, back=3e9, both=6e9),))

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from spillway.report.facts import Facts
-from spillway.report.page import to_page
+from spillway.planner.report.facts import Facts
+from spillway.planner.report.page import to_page
 
 CHROMIUM = os.environ.get("CHROMIUM") or "/usr/bin/chromium"
 DRIVER = shutil.which("chromedriver")

@@ -9,13 +9,13 @@ from itertools import groupby, pairwise
 import pytest
 
 from spillway import UsageError
-from spillway.planning.block_tasks import ResolvedDecisions
-from spillway.planning.hardware import Hardware
-from spillway.planning.plan import Plan, options_of
-from spillway.planning.profile import Profile
-from spillway.records import Decision
-from spillway.report.facts import Facts, Row, facts_of
-from spillway.report.text import grouped, names_of
+from spillway.planner.block_tasks import ResolvedDecisions
+from spillway.planner.hardware import Hardware
+from spillway.planner.plan import Plan, options_of
+from spillway.planner.profile import Profile
+from spillway.planner.report.facts import Facts, Row, facts_of
+from spillway.planner.report.text import grouped, names_of
+from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
 
 Made = Callable[..., Facts]

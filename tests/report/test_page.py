@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from spillway import UsageError
-from spillway.planning.tasks import Phase
-from spillway.report.facts import Facts
-from spillway.report.figures import curve_figure, memory_figure, streams_figure
-from spillway.report.page import to_page
+from spillway.planner.report.facts import Facts
+from spillway.planner.report.figures import curve_figure, memory_figure, streams_figure
+from spillway.planner.report.page import to_page
+from spillway.planner.tasks import Phase
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from spillway.report.facts import Facts
-from spillway.report.text import to_text
+from spillway.planner.report.facts import Facts
+from spillway.planner.report.text import to_text
 from spillway.units import format_bytes
 
 Made = Callable[..., Facts]

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from spillway.planning.timeline import Lane
-from spillway.report.facts import Facts
-from spillway.report.trace import to_trace
+from spillway.planner.report.facts import Facts
+from spillway.planner.report.trace import to_trace
+from spillway.planner.timeline import Lane
 
 Made = Callable[..., Facts]
 LANES = ["compute", "out", "back", "disk"]

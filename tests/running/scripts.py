@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from spillway import Hardware
-from spillway.profiling.machine import cache_file
+from spillway.profiler.machine import cache_file
 from spillway.runtime.system import device_name
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -86,8 +86,8 @@ import sys
 import torch._dynamo.decorators
 
 import spillway.attaching.budget
-import spillway.running.bench
-import spillway.running.managed
+import spillway.cli.running.bench
+import spillway.cli.running.managed
 
 # Or each child would go through all of it as it ends.
 gc.freeze()

@@ -18,10 +18,10 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.attaching.call import PLACE, is_attached
-from spillway.running.models import BY_HAND, COMPILED, NO_BLOCKS
-from spillway.running.observer import ScriptObserver
-from spillway.running.options import RunOptions
-from spillway.running.result import WIDEST, RunResult, result_of
+from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS
+from spillway.cli.running.observer import ScriptObserver
+from spillway.cli.running.options import RunOptions
+from spillway.cli.running.result import WIDEST, RunResult, result_of
 from steps import Block
 
 WIDTH = 32

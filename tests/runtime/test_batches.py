@@ -14,7 +14,6 @@ import torch
 
 import spillway
 from spillway.errors import TransferError
-from spillway.events import Event, EventKind
 from spillway.runtime import disk
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Lane
@@ -24,6 +23,7 @@ from spillway.runtime.entry import ByteCounters, Entry
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier
 from spillway.testing import AdversaryBackend
+from spillway.types import Event, EventKind
 
 NBYTES = 4000
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 import spillway
-from spillway.events import EventKind, EventList
+from spillway.types import EventKind, EventList
 
 MIB = 1 << 20
 

@@ -25,22 +25,22 @@ from spillway.attaching.validation import (
     refuse_unmatched,
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
-from spillway.capture.groups import Groups
 from spillway.errors import SpillwayError, UsageError, printable
 from spillway.losses import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
-from spillway.records import StepStats
 from spillway.runtime.system import local_ranks
+from spillway.saved_tensors.groups import Groups
 from spillway.session import Session
+from spillway.types import StepStats
 from spillway.units import format_bytes, read_budget
 
 if TYPE_CHECKING:
     from spillway.attaching.controller import Measured, PlanController
     from spillway.attaching.measure import DividedOptimizer, ProfileCollector
-    from spillway.planning.hardware import Hardware
-    from spillway.planning.plan import Plan
-    from spillway.planning.profile import Profile
+    from spillway.planner.hardware import Hardware
+    from spillway.planner.plan import Plan
+    from spillway.planner.profile import Profile
 
 
 def attach(
@@ -395,10 +395,10 @@ class Attached:
                 "budget=...); or write the report of its profile, with: spillway report profile.json plan.json"
             )
         # Drawing takes a while to import.
-        from spillway.planning.files import write_file
-        from spillway.report.facts import facts_of
-        from spillway.report.page import to_page
-        from spillway.report.trace import to_trace
+        from spillway.planner.files import write_file
+        from spillway.planner.report.facts import facts_of
+        from spillway.planner.report.page import to_page
+        from spillway.planner.report.trace import to_trace
 
         facts = facts_of(
             controller.profile,

@@ -9,20 +9,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from spillway.errors import BudgetError
-from spillway.planning.hardware import Hardware
-from spillway.planning.plan import check_allow
-from spillway.planning.planner import Curve, Lanes, aim_at, make_checkpointing_plan, make_curve, make_plan
-from spillway.planning.stages import StageProfile, make_stage_plans, simulate_stages
-from spillway.profiling.machine import known_hardware
+from spillway.planner.hardware import Hardware
+from spillway.planner.plan import check_allow
+from spillway.planner.planner import Curve, Lanes, aim_at, make_checkpointing_plan, make_curve, make_plan
+from spillway.planner.stages import StageProfile, make_stage_plans, simulate_stages
+from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.ranks import RankGroup
-    from spillway.planning.plan import Plan
-    from spillway.planning.profile import Profile
-    from spillway.planning.tasks import Turn
+    from spillway.planner.plan import Plan
+    from spillway.planner.profile import Profile
+    from spillway.planner.tasks import Turn
 
 _MOST_CORRECTIONS = 8
 _SLACK = 1 << 20

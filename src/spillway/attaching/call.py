@@ -35,8 +35,8 @@ import torch
 import torch.fx
 from torch.nn import Module
 
+from spillway._torch import callback
 from spillway.blocks import Named
-from spillway.capture.torch_internals import callback
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
 from spillway.offloading import group
 

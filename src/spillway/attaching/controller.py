@@ -54,15 +54,15 @@ from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
 from spillway.errors import BudgetError
-from spillway.planning.planner import Point, parse_budget
-from spillway.profiling.meter import DeviceMemory
+from spillway.planner.planner import Point, parse_budget
+from spillway.profiler.meter import DeviceMemory
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
-    from spillway.planning.plan import Plan
-    from spillway.planning.profile import Profile
-    from spillway.profiling.watch import Watched
+    from spillway.planner.plan import Plan
+    from spillway.planner.profile import Profile
+    from spillway.profiler.watch import Watched
 
 MOST_APART = 16
 """A second step above the budget within so many steps is an error, if there is no plan for less."""

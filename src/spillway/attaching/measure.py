@@ -41,18 +41,18 @@ from spillway.attaching.ranks import RankGroup, shared_profile
 from spillway.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
-from spillway.operators import Planned
-from spillway.planning.plan import BlockPlan, Plan
-from spillway.planning.profile import OptimizerProfile, Profile
-from spillway.planning.scaling import enlarged, risen
-from spillway.profiling.compile import compile_profile, queues, without_lead
-from spillway.profiling.meter import Known, known_bytes
-from spillway.profiling.probe import Probe, WatchedCall
-from spillway.profiling.watch import Watch, Watched
+from spillway.planner.plan import BlockPlan, Plan
+from spillway.planner.profile import OptimizerProfile, Profile
+from spillway.planner.scaling import enlarged, risen
+from spillway.profiler.compile import compile_profile, queues, without_lead
+from spillway.profiler.meter import Known, known_bytes
+from spillway.profiler.probe import Probe, WatchedCall
+from spillway.profiler.watch import Watch, Watched
 from spillway.recomputing import Recompute
-from spillway.records import Decision
 from spillway.runtime.mover import Mover
+from spillway.selectors import Planned
 from spillway.session import MIN_BYTES, Session
+from spillway.types import Decision
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -32,21 +32,21 @@ from spillway.attaching.measure import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
 from spillway.blocks import Named
-from spillway.capture.identity import is_parameter
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.errors import UnsupportedError, UsageError
 from spillway.losses import own_losses
-from spillway.operators import Choices
-from spillway.planning.hardware import Hardware
-from spillway.planning.profile import Profile
-from spillway.profiling.compile import compile_profile
-from spillway.profiling.meta_device import META, MetaDevice, MetaMeter, MetaTensors, OptimizerOf, state_sizes
-from spillway.profiling.meter import ClockMeter
-from spillway.profiling.probe import Probe, WatchedCall
-from spillway.profiling.target_kernels import first_attention, kernels_of, standing_workspace
-from spillway.profiling.watch import Watch
+from spillway.planner.hardware import Hardware
+from spillway.planner.profile import Profile
+from spillway.profiler.compile import compile_profile
+from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, MetaTensors, OptimizerOf, state_sizes
+from spillway.profiler.meter import ClockMeter
+from spillway.profiler.probe import Probe, WatchedCall
+from spillway.profiler.target_kernels import first_attention, kernels_of, standing_workspace
+from spillway.profiler.watch import Watch
 from spillway.runtime.bytes import over
+from spillway.saved_tensors.identity import is_parameter
+from spillway.selectors import Choices
 from spillway.session import MIN_BYTES
 
 _DEVICES = ("cuda", "cpu")

@@ -24,11 +24,11 @@ from spillway.attaching.block import BlockCall
 from spillway.attaching.call import PLACE, REFUSALS, ModuleCall
 from spillway.attaching.validation import refuse_checkpointing, refuse_copier, refuse_own_flags
 from spillway.blocks import Named
-from spillway.capture.order import Memory
 from spillway.errors import UsageError
 from spillway.losses import OwnLoss
 from spillway.offloading import offload
 from spillway.recomputing import hooks_around
+from spillway.saved_tensors.order import Memory
 from spillway.session import Session
 
 if TYPE_CHECKING:

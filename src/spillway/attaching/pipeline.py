@@ -25,15 +25,15 @@ from spillway.attaching.controller import PlanController
 from spillway.attaching.measure import PROFILING, Event, ProfileCollector, Stage, tensor_bytes
 from spillway.attaching.ranks import ranks_of
 from spillway.errors import BudgetError, UnsupportedError, UsageError
-from spillway.planning.plan import Plan
-from spillway.planning.stages import StageProfile
-from spillway.planning.tasks import Turn
+from spillway.planner.plan import Plan
+from spillway.planner.stages import StageProfile
+from spillway.planner.tasks import Turn
 from spillway.session import Session
 from spillway.units import read_budget
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
-    from spillway.planning.hardware import Hardware
+    from spillway.planner.hardware import Hardware
 
 _MOST_ORDERS = 8
 """Orders of turns that are planned for. Of others it is only noted that they came."""

@@ -31,7 +31,7 @@ from torch.nn import Module
 
 from spillway.blocks import is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
-from spillway.planning.profile import Outside, Profile
+from spillway.planner.profile import Outside, Profile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

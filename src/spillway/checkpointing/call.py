@@ -39,8 +39,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.handles import Handle, check_version, unpack
-from spillway.capture.torch_internals import untraced
+from spillway._torch import untraced
 from spillway.checkpointing.checks import difference_error, fingerprint_of
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.function import replay_argument, replaying
@@ -52,6 +51,7 @@ from spillway.checkpointing.replayable import CallSetup, ReplayableCall
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
+from spillway.saved_tensors.handles import Handle, check_version, unpack
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.handles import carry_attributes
 from spillway.checkpointing.checks import difference_error, fingerprint_of, fingerprints_of
 from spillway.checkpointing.reached import refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
+from spillway.saved_tensors.handles import carry_attributes
 
 _next_node = torch._C._autograd._get_sequence_nr
 _modes = torch._C._len_torch_dispatch_stack

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 from spillway.checkpointing.preserved import SavingOrder
 from spillway.checkpointing.program import Decisions, Program, Selection
 from spillway.errors import UnsupportedError
-from spillway.operators import Planned
+from spillway.selectors import Planned
 
 if TYPE_CHECKING:
     from spillway.checkpointing.collector import Collector, Meta

@@ -28,13 +28,13 @@ from typing import Any
 
 import torch
 
-from spillway.capture.identity import ViewRecipe
 from spillway.checkpointing.ambient import default_generator, device_of
 from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved, PreservedParts
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, split, tensors_in
 from spillway.runtime.bytes import Bytes
+from spillway.saved_tensors.identity import ViewRecipe
 
 _RUN, _GIVE = Act.RUN, Act.GIVE
 

@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from spillway.capture.handles import check_version
-from spillway.capture.identity import ALIGNMENT, ViewRecipe, is_parameter, why_unmovable
 from spillway.checkpointing.checks import hash_of
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UsageError
 from spillway.runtime.bytes import over
+from spillway.saved_tensors.handles import check_version
+from spillway.saved_tensors.identity import ALIGNMENT, ViewRecipe, is_parameter, why_unmovable
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

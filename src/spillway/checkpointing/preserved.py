@@ -29,14 +29,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.capture.handles import AwayHandle, Handle, KeptHandle, unpack
-from spillway.capture.hooks import Pass
-from spillway.capture.identity import ViewRecipe
-from spillway.capture.kept import Keeping
 from spillway.checkpointing.program import Decisions, Input, Preserved, PreservedParts, Program, lies_within
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
-from spillway.operators import Planned
-from spillway.records import Decision
+from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, unpack
+from spillway.saved_tensors.hooks import Pass
+from spillway.saved_tensors.identity import ViewRecipe
+from spillway.saved_tensors.kept import Keeping
+from spillway.selectors import Planned
+from spillway.types import Decision
 
 _KEEP = Decision.KEEP
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr

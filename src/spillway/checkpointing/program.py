@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spillway.capture.identity import ViewRecipe
 from spillway.checkpointing.schema import OperatorFacts
 from spillway.errors import RecomputeError
-from spillway.operators import Choices
-from spillway.records import Decision
+from spillway.saved_tensors.identity import ViewRecipe
+from spillway.selectors import Choices
+from spillway.types import Decision
 
 
 class Act(enum.IntEnum):

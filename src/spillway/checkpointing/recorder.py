@@ -25,17 +25,18 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from spillway.capture.decide import Locator
-from spillway.capture.identity import ViewRecipe, is_parameter
 from spillway.checkpointing.ambient import default_generator, device_of, given_generator, state_now
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, nbytes_of, split, tensors_in
-from spillway.operators import OperatorCall
-from spillway.records import Decision
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, nbytes_of, split, tensors_in
+from spillway.saved_tensors.decide import Locator
+from spillway.saved_tensors.identity import ViewRecipe, is_parameter
+from spillway.selectors import OperatorCall
+from spillway.types import Decision
 
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -375,10 +376,7 @@ class Values:
 
     def find(self, tensor: torch.Tensor) -> int | None:
         """The value of a plain tensor, if it has one."""
-        try:
-            memory: Any = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):
-            memory = self._memory(tensor)
+        memory = self._memory(tensor)
         known = self._known.get(memory._cdata)
         # A freed address is used again.
         return known[1] if known is not None and known[0]() is memory else None
@@ -394,7 +392,11 @@ class Values:
 
     def _memory(self, tensor: torch.Tensor) -> Any:
         try:
-            return tensor.untyped_storage()
+            memory = tensor.untyped_storage()
+            # A wrapper may have a storage of its own, which is empty: its operators use tensors that no one sees here.
+            if type(tensor) in PLAIN or isinstance(tensor, FakeTensor) or has_bits(tensor):
+                return memory
         except (NotImplementedError, RuntimeError):
-            self.opaque = f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}"
-            return tensor
+            memory = tensor
+        self.opaque = f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}"
+        return memory

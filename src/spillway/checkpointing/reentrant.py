@@ -46,14 +46,14 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spillway.capture.handles import KeptHandle, unpack
-from spillway.capture.torch_internals import untraced
+from spillway._torch import untraced
 from spillway.checkpointing.checks import difference_error, fingerprints_of
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
 from spillway.checkpointing.reached import ReadTracker, copy_of
 from spillway.checkpointing.replayable import ReplayableCall
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.errors import RecomputeError, UnsupportedError
+from spillway.saved_tensors.handles import KeptHandle, unpack
 
 _NOTHING = nullcontext()
 _is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid

@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from spillway.capture.handles import KeptHandle, unpack
-from spillway.capture.hooks import Pass
 from spillway.checkpointing.ambient import AmbientState, generators_of, replay_lock, restorer_of
 from spillway.checkpointing.checks import PendingChecks, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
@@ -21,7 +19,9 @@ from spillway.checkpointing.partition import PartHandle, Partition
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.reached import ReachedTensors, RefusedTensor, RefuseReads, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
-from spillway.records import Decision
+from spillway.saved_tensors.handles import KeptHandle, unpack
+from spillway.saved_tensors.hooks import Pass
+from spillway.types import Decision
 
 _KEEP = Decision.KEEP
 HasRun = Callable[[Iterable[torch.Tensor]], None]

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spillway.capture.handles import check_version
-from spillway.capture.identity import ViewRecipe
 from spillway.checkpointing.collector import alias_of
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensor_without_memory
+from spillway.saved_tensors.handles import check_version
+from spillway.saved_tensors.identity import ViewRecipe
 
 if TYPE_CHECKING:
     from spillway.checkpointing.call import CheckpointedCall

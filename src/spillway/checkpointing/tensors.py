@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from spillway.capture.identity import is_wrapper, storage_parts
+from spillway._torch import is_wrapper, storage_parts
 from spillway.runtime.bytes import over
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))

@@ -91,8 +91,8 @@ def main() -> None:
     try:
         job()
     except SpillwayError as error:
-        from spillway.running.managed import UNMET_CODE, UnmetError
-        from spillway.running.script import is_of_script
+        from spillway.cli.running.managed import UNMET_CODE, UnmetError
+        from spillway.cli.running.script import is_of_script
 
         # The script's own errors keep their tracebacks. The budget is an option of this command.
         if is_of_script(error) and not isinstance(error, BudgetError):

@@ -28,9 +28,9 @@ def bench(
     Each process ends after so many optimizer steps. Losses are not compared, since a script does not say what its
     loss is.
     """
-    from spillway.planning.files import check_writable, write_file
-    from spillway.running.bench import run_bench
-    from spillway.running.script import Script
+    from spillway.cli.running.bench import run_bench
+    from spillway.cli.running.script import Script
+    from spillway.planner.files import check_writable, write_file
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(

@@ -13,7 +13,7 @@ from spillway.cli.plan import hardware_of, working
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from spillway.demo import Row, Settings
+    from spillway.cli.running.demo import Row, Settings
 
 _CPU_SHAPE = {"layers": 8, "width": 256, "sequence": 512, "batch": 8, "steps": 11}
 _ACCELERATOR_SHAPE = {"layers": 8, "width": 512, "sequence": 2048, "batch": 16, "steps": 40}
@@ -62,9 +62,9 @@ def demo(
     """Train a small GPT on real text, each way in its own process; compare time, memory, gradients."""
     from rich.console import Console
 
-    from spillway.demo import WAYS, DemoError, Settings, choose_ways, compare, to_json
+    from spillway.cli.running.demo import WAYS, DemoError, Settings, choose_ways, compare, to_json
     from spillway.errors import UsageError
-    from spillway.planning.files import check_writable, write_file
+    from spillway.planner.files import check_writable, write_file
     from spillway.runtime.system import which_device
     from spillway.units import parse_bytes
 
@@ -121,7 +121,7 @@ def comparison(rows: Sequence[Row], settings: Settings) -> Iterator[RenderableTy
     from rich import box
     from rich.table import Table
 
-    from spillway.demo import NOT_COMPARED, describe_hardware
+    from spillway.cli.running.demo import NOT_COMPARED, describe_hardware
 
     table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     for heading in _HEADINGS:

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from spillway.doctor import Facts, Finding
-    from spillway.planning.hardware import Hardware
+    from spillway.cli.running.doctor import Facts, Finding
+    from spillway.planner.hardware import Hardware
 
 WIDEST = 80
 """Columns of a terminal, and of a bug report."""
@@ -44,7 +44,7 @@ def doctor(
     from rich.console import Console
 
     import spillway.requirements  # noqa: F401  (first: it says so if torch is too old)
-    from spillway.doctor import findings, read_facts
+    from spillway.cli.running.doctor import findings, read_facts
     from spillway.runtime.system import which_device
 
     if fast and fresh:
@@ -105,8 +105,8 @@ def _measure(
     device: torch.device, directory: Path | None, seconds: float, *, fresh: bool, quiet: bool
 ) -> tuple[Hardware | None, tuple[Finding, ...]]:
     """What the machine can do, and what went wrong meanwhile. Progress goes to stderr."""
-    from spillway.doctor import Finding, Severity
-    from spillway.profiling.machine import known_hardware
+    from spillway.cli.running.doctor import Finding, Severity
+    from spillway.profiler.machine import known_hardware
 
     with warnings.catch_warnings(record=True) as told, working("looking", quiet=quiet) as tell:
         warnings.simplefilter("always", UserWarning)

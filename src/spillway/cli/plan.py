@@ -13,8 +13,8 @@ from spillway.errors import BackendError, BudgetError, UsageError, printable
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
-    from spillway.planning.hardware import Hardware
-    from spillway.planning.profile import Profile
+    from spillway.planner.hardware import Hardware
+    from spillway.planner.profile import Profile
 
 HardwareName = Annotated[
     str | None,
@@ -53,9 +53,9 @@ def plan(
 ) -> None:
     """Plan a step within a memory budget, and say what it keeps, offloads and recomputes."""
     import spillway
-    from spillway.planning.files import check_writable
-    from spillway.report.facts import facts_of
-    from spillway.report.text import to_text
+    from spillway.planner.files import check_writable
+    from spillway.planner.report.facts import facts_of
+    from spillway.planner.report.text import to_text
     from spillway.runtime.system import local_ranks
 
     check_writable("--output", output)
@@ -105,8 +105,8 @@ def hardware_of(name: str | None, device: str) -> Hardware:
     """
     import torch
 
-    from spillway.planning.hardware import PRESETS, Hardware
-    from spillway.profiling.machine import known_hardware
+    from spillway.planner.hardware import PRESETS, Hardware
+    from spillway.profiler.machine import known_hardware
 
     if name is not None:
         return Hardware.of(name)

@@ -23,8 +23,8 @@ def profile(
     The script ends in the fourth call of its first model in training, as by sys.exit(): open files are closed, and the
     rest of the script does not run.
     """
-    from spillway.running.managed import run_profiled
-    from spillway.running.script import Script
+    from spillway.cli.running.managed import run_profiled
+    from spillway.cli.running.script import Script
 
     script = Script(target, tuple(arguments or ()), is_module=module)
     warn_of_misplaced_options(context, target, script.arguments)

@@ -15,8 +15,8 @@ from spillway.cli.plan import HardwareName, hardware_of, notes_of, working
 from spillway.errors import printable
 
 if TYPE_CHECKING:
-    from spillway.planning.plan import Plan
-    from spillway.planning.profile import Profile
+    from spillway.planner.plan import Plan
+    from spillway.planner.profile import Profile
 
 
 class Open(enum.StrEnum):
@@ -51,13 +51,13 @@ def report(
 ) -> None:
     """Write what a plan does to one HTML file, which needs no network."""
     import spillway
-    from spillway.budgeting import sweep
-    from spillway.planning.files import check_writable, write_file
-    from spillway.report.facts import facts_of
-    from spillway.report.figures import graph_objects
-    from spillway.report.page import to_page
-    from spillway.report.text import to_text
-    from spillway.report.trace import to_trace
+    from spillway.planner.files import check_writable, write_file
+    from spillway.planner.report.facts import facts_of
+    from spillway.planner.report.figures import graph_objects
+    from spillway.planner.report.page import to_page
+    from spillway.planner.report.text import to_text
+    from spillway.planner.report.trace import to_trace
+    from spillway.planning import sweep
     from spillway.runtime.system import local_ranks
 
     page = output if output is not None or text else Path("report.html")

@@ -61,13 +61,13 @@ def run(
 
     The exit code is the script's, or 3 if that is 0 and no model was treated as asked.
     """
-    from spillway.running.managed import Files, run_managed
-    from spillway.running.options import RunOptions
-    from spillway.running.script import Script
+    from spillway.cli.running.managed import Files, run_managed
+    from spillway.cli.running.options import RunOptions
+    from spillway.cli.running.script import Script
 
     loaded = None
     if plan is not None:
-        from spillway.planning.plan import Plan
+        from spillway.planner.plan import Plan
 
         loaded = Plan.load(plan)
     options = RunOptions(
@@ -89,8 +89,8 @@ def run(
 
 def warn_of_misplaced_options(context: typer.Context, target: str, arguments: Sequence[str]) -> None:
     """Say on stderr which options of this command stand after the script, and so go to the script."""
+    from spillway.cli.running.script import rank_of
     from spillway.errors import printable
-    from spillway.running.script import rank_of
 
     own = {
         name

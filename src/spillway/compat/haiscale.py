@@ -13,13 +13,13 @@ from typing import ClassVar
 
 import torch
 
-from spillway.capture.hooks import Pass, SavedState
-from spillway.capture.order import Memory
 from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.policies import Ratio
 from spillway.runtime.backend import Lane
+from spillway.saved_tensors.hooks import Pass, SavedState
+from spillway.saved_tensors.order import Memory
 from spillway.session import Session
 from spillway.units import format_bytes
 

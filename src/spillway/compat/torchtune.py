@@ -23,12 +23,12 @@ from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import Module
 from torch.torch_version import TorchVersion
 
-from spillway.capture.identity import is_wrapper
+from spillway._torch import is_wrapper
 from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import keep, keep_tensor, offload
 from spillway.policies import Devices, Keep, Policy
-from spillway.records import Decision, SavedTensor
 from spillway.session import Session
+from spillway.types import Decision, SavedTensor
 from spillway.units import parse_bytes, parse_share
 
 __all__ = ["NoOpManager", "OffloadActivations", "get_act_offloading_ctx_manager"]

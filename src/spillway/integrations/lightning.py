@@ -28,10 +28,10 @@ from torch.utils._pytree import tree_leaves
 from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
 from spillway.blocks import Named, find_blocks, is_called, walk
-from spillway.capture.groups import Groups
 from spillway.errors import UsageError
 from spillway.integrations import AttachOptions, FirstCall
-from spillway.profiling.machine import known_hardware
+from spillway.profiler.machine import known_hardware
+from spillway.saved_tensors.groups import Groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

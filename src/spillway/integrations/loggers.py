@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from spillway.attaching import Attached
 from spillway.errors import UsageError
-from spillway.records import GroupStats, OptimizerStats, StepStats
+from spillway.types import GroupStats, OptimizerStats, StepStats
 
 __all__ = ["scalars"]
 

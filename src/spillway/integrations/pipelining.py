@@ -35,14 +35,14 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import offload
 from spillway.policies import FirstBytes, Keep, Policy
 from spillway.recomputing import Recompute
-from spillway.records import StepStats
 from spillway.session import Session
+from spillway.types import StepStats
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.pipeline import PipelinePlanController, StageCollector
-    from spillway.planning.hardware import Hardware
-    from spillway.planning.plan import Plan
+    from spillway.planner.hardware import Hardware
+    from spillway.planner.plan import Plan
 
 __all__ = ["OffloadedStages", "Stage", "offload_stages"]
 

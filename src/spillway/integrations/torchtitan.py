@@ -18,7 +18,7 @@ from spillway.attaching import Attached, attach
 from spillway.blocks import Named
 from spillway.errors import UsageError
 from spillway.integrations import FirstCall
-from spillway.planning.plan import Plan
+from spillway.planner.plan import Plan
 from spillway.recomputing import Recompute
 
 

@@ -18,11 +18,11 @@ from spillway.optim.placement import Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of, many_processes, on_error
-from spillway.records import OptimizerStats
 from spillway.session import Session
+from spillway.types import OptimizerStats
 
 if TYPE_CHECKING:
-    from spillway.planning.profile import OptimizerProfile
+    from spillway.planner.profile import OptimizerProfile
 
 
 class OffloadedOptimizer(Optimizer):
@@ -256,7 +256,7 @@ class OffloadedOptimizer(Optimizer):
         ``None`` until the CPU has stepped all of them in the last two steps. Waits for the GPU.
         """
         # It takes a while to import.
-        from spillway.planning.profile import OptimizerProfile
+        from spillway.planner.profile import OptimizerProfile
 
         self.synchronize()
         steps, counted = self._steps, self._placement.counted()

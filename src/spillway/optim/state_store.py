@@ -36,8 +36,8 @@ from spillway.optim.optimizer_class import BorrowingOptimizer, ClassTraits, Stat
 from spillway.optim.options import StepTimes
 from spillway.optim.states import MASTER, follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, batches, flat, scratch_of
-from spillway.records import OptimizerStats
 from spillway.runtime.backend import Event, HostLane, Stalls, TaskEnd
+from spillway.types import OptimizerStats
 
 _WITHOUT_SCRATCH = 4
 """How many times as many elements share a call that reads gradients as they are: calls keep Python busy."""

@@ -25,12 +25,12 @@ from collections.abc import Callable
 import torch
 
 from spillway.errors import TierFullError, UnsupportedError
-from spillway.events import Recorder
 from spillway.runtime.arena import Arena, Block
 from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Stalls, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
+from spillway.types import Recorder
 
 
 class CapturedEvent:

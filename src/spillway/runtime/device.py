@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 
 from spillway.errors import BackendError
-from spillway.events import Recorder
 from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend, quiet
@@ -18,6 +17,7 @@ from spillway.runtime.disk import DirectDiskTier, StagedDiskTier
 from spillway.runtime.mover import Mover
 from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.tiers import HostTier, Tier
+from spillway.types import Recorder
 
 MakeBackend = Callable[[torch.device], Backend]
 

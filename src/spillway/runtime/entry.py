@@ -33,7 +33,7 @@ from spillway.runtime.tiers import Slot, Tier
 
 @dataclass(slots=True, eq=False)
 class ByteCounters:
-    """The counters of one pass, behind :class:`~spillway.records.StepStats`."""
+    """The counters of one pass, behind :class:`~spillway.types.StepStats`."""
 
     saved_bytes: int = 0
     kept_bytes: int = 0

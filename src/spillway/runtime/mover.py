@@ -25,12 +25,12 @@ from contextlib import contextmanager
 import torch
 
 from spillway.errors import SessionError
-from spillway.events import Event as RuntimeEvent
-from spillway.events import EventKind, Recorder
 from spillway.runtime.backend import Backend, Lane, in_task
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.queues import ComputeLanes, OffloadQueue, Order, PrefetchQueue
 from spillway.runtime.tiers import Tier
+from spillway.types import Event as RuntimeEvent
+from spillway.types import EventKind, Recorder
 
 MOST_BATCH_BYTES = 4 << 20
 

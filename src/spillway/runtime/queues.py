@@ -19,11 +19,11 @@ from typing import Protocol
 import torch
 
 from spillway.errors import TierError, TierFullError
-from spillway.events import EventKind
 from spillway.runtime.backend import Backend, Event, Lane, Stalls, labelled
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.tiers import Slot, Tier
+from spillway.types import EventKind
 
 Tell = Callable[[EventKind, Entry], None]
 

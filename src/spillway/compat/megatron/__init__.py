@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spillway.capture.groups import Group
 from spillway.compat.megatron.manager import (
     ChunkOffloadHandler,
     OffloadTensorGroup,
@@ -25,8 +24,9 @@ from spillway.compat.megatron.manager import (
 )
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
 from spillway.errors import UsageError
-from spillway.records import GroupStats, StepStats
+from spillway.saved_tensors.groups import Group
 from spillway.summarizing import summary
+from spillway.types import GroupStats, StepStats
 from spillway.units import format_bytes
 
 __all__ = [

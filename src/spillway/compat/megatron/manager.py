@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from spillway.capture.groups import Group, Groups
-from spillway.capture.identity import is_parameter, reach, why_unmovable
 from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import Chunk, keep_if_counted, keep_tensor
-from spillway.records import Decision, SavedTensor, StepStats
 from spillway.runtime.backend import Lane
+from spillway.saved_tensors.groups import Group, Groups
+from spillway.saved_tensors.identity import is_parameter, reach, why_unmovable
 from spillway.session import Session
+from spillway.types import Decision, SavedTensor, StepStats
 
 _MIN_ELEMENTS = 1024 * 1024
 _ENGINES_FLAG = "CPUOffloadEnabled"

@@ -1,0 +1,291 @@
+"""``spillway run`` and ``spillway profile``: a script whose models are managed, or run until one is profiled."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import logging
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import Module
+
+from spillway.attaching import Attached, attach
+from spillway.attaching.measure import ProfileCollector
+from spillway.cli.running.models import ManagedModel, ModelRegistry, Rejected
+from spillway.cli.running.observer import ScriptObserver
+from spillway.cli.running.options import RunOptions
+from spillway.cli.running.result import NOTHING_CALLED, result_of, wrapped
+from spillway.cli.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
+from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
+from spillway.planner.files import check_writable, write_file
+from spillway.planner.profile import Profile
+from spillway.planner.report.figures import graph_objects
+from spillway.runtime.process_memory import set_malloc
+from spillway.units import format_bytes, format_seconds
+
+UNMET_CODE = 3
+"""Exit code of ``spillway run`` for a script that ended well, but of which no model was treated as was asked."""
+
+
+class UnmetError(UnsupportedError):
+    """A script has ended, and no model of it was treated as the command line asked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Files:
+    """Files to write when the script has ended. Ranks other than the first add ``.rankN`` before the suffix."""
+
+    profile: Path | None = None
+    """The profile of each model."""
+    report: Path | None = None
+    """A page for each model."""
+    json: Path | None = None
+    """The result, for programs."""
+
+
+def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: bool, best_effort: bool = False) -> None:
+    """Run a script, with its models attached as the options say.
+
+    The result is printed and written when the process ends, after the script's threads and its own exit handlers.
+
+    Args:
+        script: to run.
+        options: what to do with each model.
+        files: to write in the end.
+        quiet: whether to print nothing.
+        best_effort: whether it is fine that nothing could be attached.
+
+    Raises:
+        UsageError: for a missing script, or files that cannot be written.
+        BudgetError: if no plan fits a model's budget.
+        UnmetError: if the command line asked for something, and no model was treated so.
+        BaseException: what the script raises.
+    """
+    script.check()
+    for name in ("profile", "report", "json"):
+        check_writable(f"--{name}", getattr(files, name))
+    options.check_machine()
+    rank = rank_of()
+    for name, other in (
+        ("profile", "spillway profile measures alone"),
+        ("report", "spillway report draws a plan from files"),
+    ):
+        if getattr(files, name) is not None and not options.is_measured:
+            raise UsageError(
+                f"got --{name} without a budget. Nothing is measured without one: give --budget beside it ({other})"
+            )
+    if files.report is not None:
+        # Fails before hours of training if plotly is missing.
+        graph_objects()
+    if torch.accelerator.current_accelerator() is None:
+        # Before the script makes a model.
+        set_malloc()
+    observer = ScriptObserver(options.attach)
+    models = observer.models
+    if not quiet and rank == 0:
+        models.tell = _tell_at_once
+    late = threading.Event()
+    # Exit handlers run from the last to the first, so this one runs after the result is printed.
+    atexit.register(_end_late, os.getpid(), late, options, models, quiet)
+    finish = functools.partial(_finish, os.getpid(), observer, files, rank, quiet)
+    atexit.register(finish)
+    try:
+        script.run()
+    except UsageError as error:
+        if not is_of_script(error):
+            atexit.unregister(finish)
+        raise
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    if models.fatal is not None:
+        # The script caught the error, and trained on without its budget.
+        raise models.fatal
+    if best_effort or not options.option:
+        return
+    if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
+        # They may train. Python waits for them when this function has returned.
+        late.set()
+        return
+    unmet = _unmet(options, models, quiet=quiet)
+    if unmet is not None:
+        raise unmet
+
+
+def _end_late(process: int, late: threading.Event, options: RunOptions, models: ModelRegistry, quiet: bool) -> None:
+    """Set the exit code of a process whose threads trained after the script: an exit handler has no other way."""
+    error = _unmet(options, models, quiet=quiet) if late.is_set() and os.getpid() == process else None
+    if error is None:
+        return
+    _print_error(f"error: {error}\n")
+    for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+        if stream is not None:
+            stream.flush()
+    logging.shutdown()
+    os._exit(UNMET_CODE)
+
+
+def _unmet(options: RunOptions, models: ModelRegistry, *, quiet: bool) -> UnmetError | None:
+    """The error of a script in which nothing was attached, or no budget has a plan."""
+    managed = models.managed
+    if managed and (options.budget is None or any(model.attached.missing is None for model in managed)):
+        return None
+    if managed:
+        missing = ", ".join(f"{model.kind} takes {model.attached.missing}" for model in managed)
+        why = f"the script ended before there was a plan ({missing})"
+    else:
+        reasons = "; ".join(f"{each.kind} {each.reason}" for each in models.rejected) or NOTHING_CALLED
+        why = f"nothing was attached: {reasons if quiet else 'the table says why'}"
+    return UnmetError(
+        f"{options.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
+        f"all the same."
+    )
+
+
+def _tell_at_once(rejected: Rejected) -> None:
+    """Not only at the end, which may be days later."""
+    _print_error(f"spillway: {printable(f'{rejected.kind} is not attached: {rejected.reason}')}\n")
+
+
+def _print_error(text: str) -> None:
+    """To the process's own stderr, whatever the script made of it."""
+    if sys.__stderr__ is not None:
+        sys.__stderr__.write(text)
+
+
+def _finish(process: int, observer: ScriptObserver, files: Files, rank: int, quiet: bool) -> None:
+    if os.getpid() != process:
+        return
+    observer.end()
+    result = result_of(observer, rank=rank)
+    lines = [] if quiet or rank else [result.to_text()]
+    try:
+        if files.json is not None:
+            write_file(numbered(files.json, "rank", rank), result.to_json(), what="--json")
+        for number, model in enumerate(observer.models.managed):
+            lines += _write(model, number, files, rank)
+    except (SpillwayError, OSError) as error:
+        # An exit handler has no caller that could catch it.
+        lines.append(f"error: {error}")
+    observer.models.close()
+    if lines:
+        _print_error("\n" + "\n".join(lines) + "\n")
+
+
+def _write(model: ManagedModel, number: int, files: Files, rank: int) -> Iterator[str]:
+    """Write the files of a model. Those of the second model and later ones have its number in their names."""
+    if files.profile is not None:
+        path = numbered(numbered(files.profile, "model", number), "rank", rank)
+        if model.attached.profile is None:
+            yield printable(f"{path}: not written: {model.kind} was not profiled, which takes three steps")
+        else:
+            model.attached.profile.save(path)
+    if files.report is not None:
+        model.attached.report(numbered(numbered(files.report, "model", number), "rank", rank))
+
+
+def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
+    """Run a script until the first of its models is profiled, write the profile, and end the script there.
+
+    Args:
+        script: to run.
+        path: of the profile.
+        steps: optimizer steps to wait for, at most.
+
+    Raises:
+        UsageError: for a missing script, or a file that cannot be written.
+        UnsupportedError: if no model was profiled.
+        BaseException: what the script raises.
+    """
+    script.check()
+    check_writable("-o", path)
+    rank = rank_of()
+    profiles: list[Profile] = []
+    collectors: list[_EndingCollector] = []
+
+    def attach_collector(model: Module) -> tuple[Attached, str]:
+        collector = _EndingCollector(model, profiles)
+        attached = attach(model)
+        attached.follow(collector)
+        collectors.append(collector)
+        return attached, "profile"
+
+    def stepped(count: int) -> None:
+        if count >= steps and not profiles:
+            raise ScriptExit
+
+    observer = ScriptObserver(attach_collector, stepped)
+    try:
+        script.run()
+    except SystemExit as ended:
+        if ended.code:
+            raise
+    observer.end()
+    for collector in collectors:
+        if not profiles:
+            # The last step ended with the script.
+            collector.finish()
+            collector.give()
+    observer.models.close()
+    if not profiles:
+        result = result_of(observer)
+        reasons = result.reasons if result.not_attached else "run a script that trains in this process"
+        raise UnsupportedError(
+            f"got no profile of a model in {result.steps} optimizer steps. A profile takes three passes through a "
+            f"model, forward and backward: {reasons}, or give more --steps"
+        )
+    [profile, *_] = profiles
+    profile.save(numbered(path, "rank", rank))
+    if not rank:
+        _print_error("\n".join(["", *_summary(profile), printable(f"written to {path}"), ""]))
+    return profile
+
+
+def _summary(profile: Profile) -> list[str]:
+    """A profile in lines of at most 80 columns: kinds of blocks, what they save, and the rest of the step."""
+    lines = wrapped(str(profile))
+    for number, kind in enumerate(profile.kinds):
+        calls = sum(call.kind == number for call in profile.calls)
+        lines += wrapped(
+            f"{calls} like {kind.kind}: {len(kind.operators)} operators save {format_bytes(kind.saved_bytes)}; forward "
+            f"{format_seconds(kind.forward_seconds)}, backward {format_seconds(kind.backward_seconds)}",
+            "  ",
+        )
+    for name, part in (("before", profile.before), ("between", profile.middle), ("after", profile.after)):
+        lines.append(
+            f"  {name} the blocks: {format_seconds(part.seconds)}, at most {format_bytes(part.peak_bytes)} more"
+        )
+    lines.append(f"  always there: {format_bytes(profile.static_bytes)}")
+    return lines
+
+
+class _EndingCollector(ProfileCollector):
+    """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete.
+
+    Args:
+        model: to profile.
+        profiles: where the profile goes.
+    """
+
+    def __init__(self, model: Module, profiles: list[Profile]) -> None:
+        super().__init__(model, None, tells_apart=False)
+        self._profiles = profiles
+
+    def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The model is called: the step before has ended."""
+        super().begin(model, args, kwargs)
+        if self.give():
+            raise ScriptExit
+
+    def give(self) -> bool:
+        """Hand over the profile, if there is one."""
+        if self.profile is not None and not self._profiles:
+            self._profiles.append(self.profile)
+        return self.profile is not None

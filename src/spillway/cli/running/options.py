@@ -1,0 +1,152 @@
+"""What a user asks ``spillway run`` and ``spillway bench`` for, and what that is for one model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spillway.errors import UsageError
+from spillway.units import parse_bytes, read_budget
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from spillway.attaching import Attached
+    from spillway.planner.plan import Plan
+
+POLICIES = ("offload", "recompute", "keep")
+PLAIN = "keep"
+"""The way of ``spillway bench`` that attaches nothing."""
+DEFAULT_SHARE = 0.9
+"""Share of an accelerator's memory that is the default budget. The rest is for the driver and fragmentation."""
+_WAYS = ("budget", "policy", "ratio", "plan")
+_LIMITS = ("host_budget", "disk_budget", "allow", "hardware")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """One way to treat each model. Without any of the first four, the device decides: see :meth:`attach`.
+
+    Raises:
+        UsageError: for two ways, or for limits of a budget beside another way.
+    """
+
+    budget: str | None = None
+    """A size, or a share like ``"60%"``."""
+    policy: str | None = None
+    """One of :data:`POLICIES`."""
+    ratio: float | None = None
+    """Share of the saved bytes that is offloaded."""
+    plan: Plan | None = None
+    host_budget: str | None = None
+    disk_budget: str | None = None
+    allow: Sequence[str] | None = None
+    hardware: str | None = None
+    """Name of a GPU, or a file of ``Hardware.save()``."""
+
+    def __post_init__(self) -> None:
+        given = self._given(_WAYS)
+        if len(given) > 1:
+            raise UsageError(f"got {' and '.join(given)}, expected one of them: each says what is done")
+        if self.budget is not None:
+            read_budget(self.budget, what="--budget")
+        for name in ("host_budget", "disk_budget"):
+            if getattr(self, name) is not None:
+                parse_bytes(getattr(self, name), what=_option(name))
+        if self.policy is not None and self.policy not in POLICIES:
+            raise UsageError(f"--policy: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
+        if self.ratio is not None and not 0 <= self.ratio <= 1:
+            raise UsageError(f"--ratio: got {self.ratio}, expected a number from 0 (keep all) to 1 (offload all)")
+        limits = self._given(_LIMITS)
+        if limits and given and self.budget is None:
+            raise UsageError(f"got {' and '.join(limits)} beside {given[0]}, expected --budget, whose plan they limit")
+        # Planning takes a while to import.
+        if self.allow is not None:
+            from spillway.planner.plan import check_allow
+
+            check_allow(self.allow)
+        if self.hardware is not None:
+            from spillway.planner.hardware import Hardware
+
+            Hardware.of(self.hardware)
+
+    def _given(self, names: Sequence[str]) -> list[str]:
+        return [_option(name) for name in names if getattr(self, name) is not None]
+
+    @property
+    def option(self) -> str:
+        """The way as it was asked for on the command line; empty: the device decides."""
+        return "".join(self._given(_WAYS))
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether there is a budget, and so a profile."""
+        import torch
+
+        return self.budget is not None or (not self.option and torch.accelerator.is_available())
+
+    def check_machine(self) -> None:
+        """Raise :class:`~spillway.errors.UsageError` for limits of a budget if there is no budget."""
+        if self._given(_LIMITS) and not self.option and not self.is_measured:
+            raise UsageError(
+                "got --host-budget, --disk-budget, --allow or --hardware without --budget. They limit the plan of a "
+                "budget, and without an accelerator there is no default one: give --budget"
+            )
+
+    def budget_on(self, device: torch.device) -> str | int | None:
+        """The budget of a model on a device; ``None``: it has none."""
+        import torch
+
+        if self.option or device.type == "cpu":
+            return self.budget
+        memory = torch.cuda.mem_get_info if device.type == "cuda" else torch.accelerator.get_memory_info
+        return int(memory(device)[1] * DEFAULT_SHARE)
+
+    def attach(self, model: Module) -> tuple[Attached, str]:
+        """Attach to a model, and name the way. The default: 90 % of a GPU's memory, or ``offload`` on the CPU.
+
+        Raises:
+            SpillwayError: as :func:`spillway.attach` does.
+        """
+        from spillway import policies
+        from spillway.attaching import attach
+        from spillway.attaching.measure import device_of
+
+        if self.plan is not None:
+            return attach(model, plan=self.plan), "plan"
+        if self.ratio is not None:
+            return attach(model, policy=policies.Ratio(self.ratio)), f"ratio {self.ratio:g}"
+        budget = self.budget_on(device_of(model))
+        if budget is None:
+            policy = self.policy or "offload"
+            return attach(model, policy=policy), policy
+        limits = {name: getattr(self, name) for name in _LIMITS}
+        return attach(model, budget=budget, **limits), "budget"
+
+
+def options_of_way(way: str) -> RunOptions | None:
+    """A way of ``spillway bench``, such as ``"ratio=0.5"``, as options; ``None`` for the plain one.
+
+    Raises:
+        UsageError: for anything that is not a way.
+    """
+    name, sign, value = way.partition("=")
+    if way == PLAIN:
+        return None
+    if way in POLICIES:
+        return RunOptions(policy=way)
+    if sign and name == "budget":
+        return RunOptions(budget=value)
+    if sign and name == "plan":
+        from spillway.planner.plan import Plan
+
+        return RunOptions(plan=Plan.load(value))
+    if sign and name == "ratio" and value.replace(".", "", 1).isdecimal():
+        return RunOptions(ratio=float(value))
+    raise UsageError(f"--ways: got {way!r}, expected keep, recompute, offload, ratio=0.5, budget=20GiB or plan=FILE")
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

@@ -1,0 +1,228 @@
+"""Runs a script or a module in this process, as Python itself would.
+
+NOTE [ As Python would ]
+
+``__main__`` is a new module, so that what the script defines can be pickled, and found by spawned processes. It stays
+until the process ends: threads, exit handlers and pickles may need it then. ``sys.argv`` holds the script's arguments,
+and ``sys.path`` begins with its folder. An exception of the script reaches Python, which prints it with the
+``sys.excepthook`` that the script has set, and ends with the right code. Frames of this package are not shown, unless
+the error is from inside of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import os
+import pkgutil
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType, ModuleType, TracebackType
+
+from spillway.errors import UsageError
+
+_PACKAGE = str(Path(__file__).parents[2]) + os.sep
+
+
+_RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+"""Set by torchrun, Open MPI, MPICH and Intel MPI, and Slurm."""
+
+
+class ScriptExit(SystemExit):
+    """Ends the script where it is, as ``sys.exit()`` does: its ``finally`` blocks and exit handlers run."""
+
+
+def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+    """The rank that the launcher gave this process; 0 without a launcher.
+
+    Raises:
+        UsageError: if the launcher's variable holds something else.
+    """
+    for name in _RANKS:
+        rank = environment.get(name)
+        if rank is not None:
+            if not rank.isascii() or not rank.isdigit():
+                raise UsageError(
+                    f"{name}: got {rank!r} in the environment, expected the rank of this process, an integer of at "
+                    f"least 0; set it right, or unset it"
+                )
+            return int(rank)
+    return 0
+
+
+def numbered(path: Path, what: str, number: int) -> Path:
+    """The path for one of several: number 0 has the name itself, others ``plan.rank1.json`` and so on.
+
+    Example:
+        >>> numbered(Path("plan.json"), "rank", 1).name
+        'plan.rank1.json'
+    """
+    return path.with_name(f"{path.stem}.{what}{number}{path.suffix}") if number else path
+
+
+@dataclass(frozen=True, slots=True)
+class Script:
+    """A script, with its arguments."""
+
+    target: str
+    """Path of a script, or of a folder or an archive with a ``__main__.py``; or the name of a module."""
+    arguments: Sequence[str] = ()
+    is_module: bool = False
+
+    def check(self) -> None:
+        """Raise :class:`~spillway.errors.UsageError` if there is no such file."""
+        if self.is_module:
+            if not all(self.target.split(".")):
+                raise UsageError(
+                    f"got -m {self.target!r}, expected the full name of a module, such as 'package.module'; leave out "
+                    f"-m for a file"
+                )
+        elif not Path(self.target).exists():
+            raise UsageError(
+                f"got the script {self.target!r}, which does not exist; give -m {self.target} if it is a module"
+            )
+
+    def run(self) -> None:
+        """Run it. See NOTE [ As Python would ].
+
+        Raises:
+            BaseException: what it raises.
+        """
+        main = ModuleType("__main__")
+        before, sys.modules["__main__"] = sys.modules["__main__"], main
+        # Multiprocessing gave the module this name. Children find what the script defines by it.
+        if "__mp_main__" in sys.modules:
+            sys.modules["__mp_main__"] = main
+        main.__dict__["__builtins__"] = sys.modules["builtins"]
+        # The code that runs now is in it.
+        _kept.append(before)
+        sys.argv = [self.target, *self.arguments]
+        try:
+            code = self._of_module(main) if self.is_module else self._of_path(main)
+            exec(code, main.__dict__)
+        except BaseException as error:
+            _hide_frames(error)
+            raise
+
+    def _of_module(self, main: ModuleType) -> CodeType:
+        _put_first(str(Path.cwd()))
+        spec, name = _find(self.target), self.target
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{self.target}.__main__"
+            spec = _find(name)
+        code = None if spec is None else _code_of(spec)
+        if spec is None or code is None:
+            raise UsageError(
+                f"got -m {self.target!r}, expected a module with code that Python finds; there is no {name}"
+            )
+        _describe(main, spec)
+        sys.argv[0] = str(spec.origin)
+        return code
+
+    def _of_path(self, main: ModuleType) -> CodeType:
+        importer = pkgutil.get_importer(self.target)
+        if importer is not None:
+            # A folder, or an archive.
+            _put_first(os.path.abspath(self.target))
+            spec = importer.find_spec("__main__", None)
+            code = None if spec is None else _code_of(spec)
+            if spec is None or code is None:
+                raise UsageError(f"got {self.target!r}, expected a script, or a folder with a __main__.py")
+            _describe(main, spec)
+            return code
+        path = os.path.abspath(self.target)
+        _put_first(os.path.dirname(os.path.realpath(self.target)))
+        main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+        try:
+            with io.open_code(path) as file:
+                source = file.read()
+        except OSError as error:
+            raise UsageError(f"got the script {self.target!r} ({error}), expected a file that can be read") from error
+        return compile(source, path, "exec", dont_inherit=True)
+
+
+_kept: list[ModuleType] = []
+"""The former ``__main__``, for as long as the process."""
+
+
+def _put_first(folder: str) -> None:
+    """Python finds the script's own modules there."""
+    if not sys.flags.safe_path:
+        sys.path[0] = folder
+
+
+def _find(name: str) -> ModuleSpec | None:
+    if name in sys.modules and getattr(sys.modules[name], "__spec__", None) is None:
+        # Python's own search fails for a module without a spec, as __main__ is.
+        return None
+    try:
+        return importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        # A package that exists may itself import something that does not: that error is the package's.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        return None
+
+
+def _code_of(spec: ModuleSpec) -> CodeType | None:
+    get_code = getattr(spec.loader, "get_code", None)
+    code: CodeType | None = None if get_code is None else get_code(spec.name)
+    return code
+
+
+def _describe(main: ModuleType, spec: ModuleSpec) -> None:
+    main.__dict__.update(
+        __file__=spec.origin,
+        __cached__=spec.cached,
+        __loader__=spec.loader,
+        __package__=spec.parent,
+        __spec__=spec,
+    )
+
+
+def is_of_script(error: BaseException) -> bool:
+    """Whether an error came from code of a script, and not from this package alone."""
+    return any(not _is_ours(each) for each in _entries(error.__traceback__))
+
+
+def _hide_frames(error: BaseException) -> None:
+    """Show ``sys.excepthook`` an error without the frames of this package."""
+    hook = sys.excepthook
+    shown = _without_ours(error.__traceback__)
+
+    def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        if value is error:
+            trace = shown
+            value.with_traceback(trace)
+        hook(kind, value, trace)
+
+    sys.excepthook = excepthook
+
+
+def _without_ours(trace: TracebackType | None) -> TracebackType | None:
+    entries = _entries(trace)
+    if not _is_ours(entries[-1]) or len(entries) == 1:
+        entries = [each for each in entries if not _is_ours(each)]
+    else:
+        # An error that Spillway raised in the script: leave out only the frames that started the script.
+        first = next((n for n, each in enumerate(entries) if not _is_ours(each)), len(entries))
+        entries = entries[first:]
+    shown: TracebackType | None = None
+    for each in reversed(entries):
+        shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return shown
+
+
+def _entries(trace: TracebackType | None) -> list[TracebackType]:
+    entries: list[TracebackType] = []
+    while trace is not None:
+        entries.append(trace)
+        trace = trace.tb_next
+    return entries
+
+
+def _is_ours(trace: TracebackType) -> bool:
+    return trace.tb_frame.f_code.co_filename.startswith(_PACKAGE)

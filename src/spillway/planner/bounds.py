@@ -1,0 +1,532 @@
+"""Lower bounds and estimates of a step, without a simulation.
+
+NOTE [ Bounds ]
+
+Each option's tasks are walked once, alone: an offloaded storage leaves at once, and a reloaded one arrives when it is
+taken. The bytes of a step are then sums over its blocks, and the real bytes are never less. One recurrence over the
+blocks adds them up, with a clock for compute, for each stream of copies and for the CPU. Three users share it:
+
+- A **bound** of a choice grants the streams a whole window at each place where a simulation might. No simulation is
+  below a bound.
+- An **estimate** of a choice takes the middle: half of the largest storage of the window stays unused, and what the
+  window holds counts as bytes. An estimate may be wrong either way.
+- The **linear programme** has a share of each option in the place of a choice, and is granted as much as a bound. Each
+  choice is one of its solutions, so its least seconds are a bound of all choices.
+
+A copy out begins after the task that sends, and all but a window's bytes have left when the sends are done. So compute
+is never ahead of "stream's end - window / bandwidth", and what the block computes after that send comes on top:
+``out_need`` is the largest of those sums. In the same way ``back_need`` is the largest of "bytes up to a take /
+bandwidth + what the block computes from there on". A task ends no earlier than the CPU has queued it: ``host_need``.
+
+NOTE [ Bounds of several chunks ]
+
+In a step of several chunks, forwards follow backwards. A storage that is taken while it is LEAVING was sent before, and
+a backward sends nothing. So each run of backwards spares the streams a window's bytes of all that is sent and taken.
+Before a run that is not the first, another window's bytes may have been fetched ahead.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+from scipy.sparse import csr_array
+
+from spillway.planner.tasks import Option, Problem, Rates, Sent, Task
+
+Numbers: TypeAlias = NDArray[numpy.float64]
+Choices: TypeAlias = NDArray[numpy.int64]
+"""An option's number for each block, in rows."""
+MIB, TICKS = 2.0**20, 2.0**10
+"""Bytes and seconds are scaled to numbers that HiGHS likes. Powers of two scale exactly."""
+TIE = 1e-3
+"""Where the CPU may run ahead: seconds without CPU stalls count this much beside seconds."""
+_AT_ONCE = 2048
+"""Choices whose numbers stay in the processor's cache."""
+
+
+def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
+    """The numbers of one option, seconds in ticks and bytes in MiB. See NOTE [ Bounds ]."""
+    sent = {one.key: one for task in option.forward for one in task.sends}
+    kept, forward_peak = _levels(option.forward, sent)
+    change, peak = _levels(option.backward, sent)
+    later_change, later_peak = _levels([task.later() for task in option.backward], sent)
+
+    left = seconds = sum(task.seconds for task in option.forward)
+    nbytes = written = 0
+    stream = 0.0
+    # A block that copies nothing is no earlier than its streams either: its needs are its own seconds.
+    out_need = out_free_need = disk_need = seconds
+    for task in option.forward:
+        left -= task.seconds
+        for one in task.sends:
+            nbytes += one.nbytes
+            stream = max(stream, seconds - left) + one.nbytes / rates.out
+            out_need = max(out_need, nbytes / rates.out + left)
+            out_free_need = max(out_free_need, stream + left)
+            if one.on_disk:
+                written += one.nbytes
+                disk_need = max(disk_need, written / rates.disk_write + left)
+
+    left = back_need = read_need = backward_seconds = sum(task.seconds for task in option.backward)
+    taken = read = 0
+    seen: set[int] = set()
+    for task in option.backward:
+        for key in task.takes:
+            if key in sent and key not in seen:
+                seen.add(key)
+                taken += sent[key].nbytes
+                back_need = max(back_need, taken / rates.back + left)
+                if sent[key].on_disk:
+                    read += sent[key].nbytes
+                    read_need = max(read_need, read / rates.disk_read + left)
+        left -= task.seconds
+
+    host, host_need = _queued(option.forward, rates.host)
+    backward_host, backward_host_need = _queued(option.backward, rates.host)
+    in_seconds = {
+        "forward_seconds": seconds,
+        # The CPU needs this long to queue its forward, and this long until that has ended if nothing else stalls.
+        "forward_host": host,
+        "forward_host_need": host_need,
+        # From its begin to the end of its copies out, on a stream that is free.
+        "out_end": stream,
+        # Its copies out and what it computes after their sends, on a busy stream, and on one that is free.
+        "out_need": out_need,
+        "out_free_need": out_free_need,
+        # The same for its writes.
+        "disk_need": disk_need,
+        "backward_seconds": backward_seconds,
+        "backward_host": backward_host,
+        "backward_host_need": backward_host_need,
+        # Its copies back, or its reads, and what it computes from their takes on.
+        "back_need": back_need,
+        "read_need": read_need,
+    }
+    in_bytes = {
+        # The most in its forward, beyond the bytes at its begin, and the bytes that it leaves behind.
+        "forward_peak": forward_peak,
+        "kept": kept,
+        # Offloaded to any tier, to the disk, and the largest storage.
+        "sent": nbytes,
+        "to_disk": written,
+        "largest": max((one.nbytes for one in sent.values()), default=0),
+        # Kept bytes of its output, which count once more for the next block, and of its inputs.
+        "output": option.output_bytes,
+        "input": option.input_bytes,
+        # Kept no longer than to the end of all forwards.
+        "let_go": option.let_go_bytes,
+        "backward_peak": peak,
+        "backward_change": change,
+        # Of a backward whose gradients are there already.
+        "later_peak": later_peak,
+        "later_change": later_change,
+        # Reloaded from any tier, and from the disk.
+        "taken": taken,
+        "from_disk": read,
+    }
+    ticks = {name: number * TICKS for name, number in in_seconds.items()}
+    return ticks | {name: number / MIB for name, number in in_bytes.items()}
+
+
+def _levels(tasks: Sequence[Task], sent: dict[int, Sent]) -> tuple[int, int]:
+    """Bytes after these tasks, and the most in them, beyond those before; with an empty window."""
+    level = peak = 0
+    here: set[int] = set()
+    for task in tasks:
+        for key in task.takes:
+            if key in sent and key not in here:
+                here.add(key)
+                level += sent[key].nbytes
+        peak = max(peak, level + task.peak_bytes)
+        level += task.change_bytes - sum(one.nbytes for one in task.sends)
+        peak = max(peak, level)
+        for key in here.intersection(task.drops):
+            here.remove(key)
+            level -= sent[key].nbytes
+    return level, peak
+
+
+def _queued(tasks: Sequence[Task], times: float) -> tuple[float, float]:
+    """Seconds until the CPU has queued all tasks, and until they have ended on a device that was free."""
+    queued = ended = 0.0
+    for task in tasks:
+        queued += task.host_seconds * times
+        ended = max(ended + task.seconds, queued)
+    return queued, ended
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """Of each choice: seconds, and bytes at the peaks."""
+
+    seconds: Numbers
+    peak_bytes: Numbers
+    host_bytes: Numbers
+    disk_bytes: Numbers
+
+    def excess(self, problem: Problem) -> Numbers:
+        """Bytes beyond the budgets of CPU memory and the disk."""
+        over = numpy.zeros(len(self.seconds))
+        for nbytes, budget in ((self.host_bytes, problem.host_budget), (self.disk_bytes, problem.disk_budget)):
+            if budget is not None:
+                over += numpy.maximum(0.0, nbytes - budget)
+        return over
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A solution of the linear programme."""
+
+    bound_seconds: float
+    """No choice that fits takes less."""
+    of_blocks: tuple[Numbers, ...]
+    """For each block, the share of each option; they add up to 1."""
+
+
+class _Row(NamedTuple):
+    """A block of the recurrence, or what comes around the blocks, as a block with one option."""
+
+    numbers: Numbers
+    """For each of ``_LINES``, each option's number."""
+    block: int | None
+
+
+class _Part(NamedTuple):
+    """A part's rows."""
+
+    around: _Row
+    blocks: list[_Row]
+    between: list[_Row]
+    """What comes between the forwards and the backwards of the blocks."""
+
+
+_LINES = {name: line for line, name in enumerate(option_bounds(Option((), (), ()), Rates(1.0, 1.0, 1.0, 1.0, 1)))}
+"""Places of an option's numbers."""
+
+
+class CostModel:
+    """Bounds and estimates of a problem's choices. See NOTE [ Bounds ].
+
+    The problem's options send in forward only, and take and drop in backward only.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+
+        def numbers(options: Collection[Option]) -> Numbers:
+            return numpy.array([list(option_bounds(option, problem.rates).values()) for option in options]).T
+
+        known = {id(each): each for each in problem.options}
+        tables = {key: numbers(each) for key, each in known.items()}
+
+        def outside(forward: tuple[Task, ...], backward: tuple[Task, ...] = ()) -> _Row:
+            return _Row(numbers([Option((), forward, backward)]), None)
+
+        self._parts = [
+            _Part(
+                outside(part.before, part.after),
+                [_Row(tables[id(problem.options[block])], block) for block in problem.blocks_of(number)],
+                [outside(part.middle), outside(part.late)],
+            )
+            for number, part in enumerate(problem.parts)
+        ]
+        every = numpy.concatenate(
+            [row.numbers for part in self._parts for row in (part.around, *part.blocks, *part.between)], axis=1
+        )
+        has = {name for name, line in _LINES.items() if numpy.any(every[line])}
+        self._has_host = not has.isdisjoint(("forward_host", "backward_host"))
+        self._has_disk, self._lets_go = "to_disk" in has, "let_go" in has
+        self._largest = float(every[_LINES["largest"]].max())
+        self._window = max(problem.rates.window / MIB, self._largest)
+        """Most that may be LEAVING."""
+
+    def bounds(self, choices: Choices) -> Estimates:
+        """No simulation of these choices is below."""
+        return self._side_by_side(choices, granted=True)
+
+    def estimates(self, choices: Choices) -> Estimates:
+        """What a simulation might come to."""
+        return self._side_by_side(choices, granted=False)
+
+    def shares(self, budget: float) -> Shares | None:
+        """Solve the linear programme for a budget in bytes; ``None``: it has no solution, and no choice fits."""
+        problem = self.problem
+        limits = {"device": budget / MIB}
+        for tier, nbytes in (("host", problem.host_budget), ("disk", problem.disk_budget)):
+            if nbytes is not None:
+                limits[tier] = nbytes / MIB + self._window
+        programme = _Programme([len(each) for each in problem.options], limits)
+        # No time limit: it would give each rank another answer.
+        solved = programme.least(self._walk(programme, granted=True))
+        if solved is None:
+            return None
+        seconds, columns = solved
+        # HiGHS is content within 1e-7 of each constraint.
+        return Shares(seconds / TICKS * (1 - 1e-6), tuple(columns[first:last] for first, last in programme.places))
+
+    def _side_by_side(self, choices: Choices, *, granted: bool) -> Estimates:
+        parts = []
+        for at in range(0, max(len(choices), 1), _AT_ONCE):
+            side_by_side = _SideBySide(choices[at : at + _AT_ONCE])
+            seconds = self._walk(side_by_side, granted=granted)
+            most, unseen = side_by_side.most, self._window if granted else 0.0
+            tiers = (numpy.maximum(0.0, most[tier] - unseen) * MIB for tier in ("host", "disk"))
+            parts.append((seconds / TICKS, most["device"] * MIB, *tiers))
+        return Estimates(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
+
+    def _walk(self, way: Any, *, granted: bool) -> Any:
+        """The clock at the end of the step: of a bound if ``granted``, else of an estimate. See NOTE [ Bounds ].
+
+        The way is a :class:`_SideBySide` or a :class:`_Programme`: the numbers that are added up, and their limits.
+        """
+        problem, rates = self.problem, self.problem.rates
+        held = max(0.0, rates.window / MIB - self._largest / 2)
+        held_ahead = held if rates.ahead is None else max(0.0, rates.ahead / MIB - self._largest / 2)
+        window = self._window if granted else self._window - self._largest / 2
+        out, back = (rate / MIB / TICKS for rate in (rates.out, rates.back))
+        write, read = (rate / MIB / TICKS for rate in (rates.disk_write, rates.disk_read))
+        # Of two steps, one of them with a slower CPU, the mean.
+        slower = 0.0 if granted else (problem.late - 1) / 2
+        lead = problem.lead * TICKS
+
+        clock = out_free = disk_free = back_free = read_free = way.constant(0.0)
+        queued = way.constant(-lead)
+        level = way.constant(problem.static_bytes / MIB)
+        on_host = on_disk = leaving = owed = way.constant(0.0)
+        begun = False
+        """Whether anything was reloaded in this run of backwards."""
+        shared: dict[int, Any] = {}
+        gone: set[int] = set()
+        """Parts of which a backward has been."""
+        runs = waiting = 0
+        was_backward = False
+        for turn in problem.turns:
+            part = self._parts[turn.part]
+            forward = part.between if turn.is_backward else [part.around, *part.blocks]
+            before: Any = None
+            for row in forward:
+                at = way.row(row)
+                above = 0.0
+                if not granted:
+                    above = numpy.minimum(leaving, held) + (numpy.minimum(owed, held_ahead) if runs else 0.0)
+                way.limit("device", level + at("forward_peak") + above)
+                begin = clock
+                ends = [
+                    begin + at("forward_seconds"),
+                    out_free + at("out_need") - window / out,
+                    begin + at("out_free_need") - window / out,
+                ]
+                if self._has_host:
+                    ends.append(queued + at("forward_host_need") + at("forward_host") * slower)
+                    queued = way.hold(queued + at("forward_host") * (1 + slower))
+                if self._has_disk:
+                    ends.append(disk_free + at("disk_need") - (window / out + window / write))
+                    disk_free = way.latest(disk_free + at("to_disk") * (1 / write), begin)
+                    on_disk = way.hold(on_disk + at("to_disk"))
+                clock = way.latest(*ends)
+                out_free = way.latest(out_free + at("sent") * (1 / out), begin + at("out_end"))
+                if before is not None and row.block is not None:
+                    twice = way.shared(before("output"), at("input"))
+                    if twice is not None:
+                        shared[id(row)] = twice
+                        level = level - twice
+                level = way.hold(level + at("kept"))
+                on_host = way.hold(on_host + at("sent") - at("to_disk"))
+                if not granted:
+                    leaving, owed = leaving + at("sent"), owed + at("taken")
+                if turn.is_backward and row is part.between[0] and self._lets_go:
+                    level = way.hold(level - sum((way.row(each)("let_go") for each in part.blocks), 0.0))
+                before = None if row.block is None else at
+            way.limit("host", on_host)
+            way.limit("disk", on_disk)
+            if not turn.is_backward:
+                waiting += 1
+                was_backward = False
+                continue
+
+            is_alone = waiting == 1
+            if not was_backward:
+                leaving = leaving if granted else numpy.minimum(leaving, held)
+                spared = window if granted else leaving if is_alone else 0.0
+                ahead = 0.0 if not runs else window if granted else held_ahead
+                out_free, disk_free = out_free - spared * (1 / out), disk_free - spared * (1 / write)
+                back_free = way.latest(back_free - spared * (1 / back), clock - (spared + ahead) * (1 / back))
+                read_free = way.latest(read_free - spared * (1 / read), clock - (spared + ahead) * (1 / read))
+                runs, begun = runs + 1, False
+            later = turn.part in gone
+            for row in [*part.blocks[::-1], part.around]:
+                at = way.row(row)
+                above = 0.0
+                if not granted:
+                    owed = owed - at("taken")
+                    begun = begun | (at("taken") > 0)
+                    fetched = numpy.where(begun, numpy.minimum(owed, held_ahead), 0.0)
+                    leaving = numpy.maximum(0.0, leaving - at("sent")) if is_alone else leaving
+                    above = numpy.maximum(leaving, fetched) if is_alone else leaving + fetched
+                way.limit("device", level + at("later_peak" if later else "backward_peak") + above)
+                begin = clock
+                # No more than a window was fetched ahead, and no more than another one was not needed.
+                credit = window * (2 if granted else 1)
+                ends = [
+                    begin + at("backward_seconds"),
+                    back_free + at("back_need"),
+                    begin + at("back_need") - credit / back,
+                ]
+                back_free = way.hold(back_free + at("taken") * (1 / back))
+                if self._has_host:
+                    ends.append(queued + at("backward_host_need") + at("backward_host") * slower)
+                    queued = way.hold(queued + at("backward_host") * (1 + slower))
+                if self._has_disk:
+                    ends += [read_free + at("read_need"), begin + at("read_need") - credit / read]
+                    read_free = way.hold(read_free + at("from_disk") * (1 / read))
+                    on_disk = way.hold(on_disk - at("to_disk"))
+                clock = way.latest(*ends)
+                level = way.hold(level + at("later_change" if later else "backward_change") + shared.get(id(row), 0.0))
+                on_host = way.hold(on_host - at("sent") + at("to_disk"))
+            gone.add(turn.part)
+            waiting -= 1
+            was_backward = True
+        way.limit("device", level)
+        if self._has_host and problem.lead:
+            end = way.latest(clock, queued + lead)
+            return end if granted else end + TIE * clock
+        return clock
+
+
+class _SideBySide:
+    """Numbers of many choices."""
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+        self.most = {tier: numpy.zeros(len(choices)) for tier in ("device", "host", "disk")}
+
+    def constant(self, value: float) -> Numbers:
+        return numpy.full(len(self._choices), value)
+
+    def row(self, row: _Row) -> Callable[[str], Numbers]:
+        numbers = row.numbers if row.block is None else row.numbers[:, self._choices[:, row.block]]
+        return lambda name: numbers[_LINES[name]]
+
+    @staticmethod
+    def shared(output: Numbers, input_: Numbers) -> Numbers:
+        """Bytes that count once: see :func:`~spillway.planner.tasks.counted_twice`."""
+        return numpy.where(output == input_, output, 0.0)
+
+    def limit(self, tier: str, nbytes: Numbers) -> None:
+        self.most[tier] = numpy.maximum(self.most[tier], nbytes)
+
+    @staticmethod
+    def hold(number: Numbers) -> Numbers:
+        return number
+
+    @staticmethod
+    def latest(*numbers: Numbers) -> Numbers:
+        return functools.reduce(numpy.maximum, numbers)
+
+
+class _Linear:
+    """A sum of columns with their factors, and a constant."""
+
+    __slots__ = ("constant", "terms")
+
+    def __init__(self, terms: dict[int, float], constant: float = 0.0) -> None:
+        self.terms, self.constant = terms, constant
+
+    def __add__(self, other: _Linear | float) -> _Linear:
+        if not isinstance(other, _Linear):
+            return _Linear(self.terms, self.constant + other)
+        terms = dict(self.terms)
+        for column, factor in other.terms.items():
+            terms[column] = terms.get(column, 0.0) + factor
+        return _Linear(terms, self.constant + other.constant)
+
+    def __mul__(self, factor: float) -> _Linear:
+        return _Linear({column: each * factor for column, each in self.terms.items()}, self.constant * factor)
+
+    def __sub__(self, other: _Linear | float) -> _Linear:
+        return self + other * -1.0
+
+    __radd__, __rmul__ = __add__, __mul__
+
+
+class _Programme:
+    """A linear programme that is written down row by row; each row says that a sum is at most 0."""
+
+    def __init__(self, counts: Sequence[int], limits: dict[str, float]) -> None:
+        ends = numpy.cumsum([0, *counts]).tolist()
+        self.places = list(itertools.pairwise(ends))
+        """Of each block's shares: the first column, and the one after the last."""
+        self._bounds: list[tuple[float | None, float | None]] = [(0.0, 1.0)] * ends[-1]
+        self._limits = limits
+        self._rows: list[_Linear] = []
+        self._equal: list[_Linear] = [
+            _Linear(dict.fromkeys(range(first, last), 1.0), -1.0) for first, last in self.places
+        ]
+
+    def constant(self, value: float) -> _Linear:
+        return _Linear({}, value)
+
+    def row(self, row: _Row) -> Callable[[str], _Linear]:
+        if row.block is None:
+            return lambda name: _Linear({}, float(row.numbers[_LINES[name], 0]))
+        first, last = self.places[row.block]
+        columns = range(first, last)
+        return lambda name: _Linear(dict(zip(columns, row.numbers[_LINES[name]].tolist(), strict=True)))
+
+    def shared(self, output: _Linear, input_: _Linear) -> _Linear | None:
+        """A column that is no more than either; ``None``: it would be 0."""
+        if not (any(output.terms.values()) and any(input_.terms.values())):
+            return None
+        shared = self._column(0.0)
+        self._rows += [shared - output, shared - input_]
+        return shared
+
+    def limit(self, tier: str, nbytes: _Linear) -> None:
+        if tier in self._limits:
+            self._rows.append(nbytes - self._limits[tier])
+
+    def hold(self, number: _Linear) -> _Linear:
+        """A column that is equal, so that sums stay short."""
+        if len(number.terms) <= 1:
+            return number
+        column = self._column(None)
+        self._equal.append(number - column)
+        return column
+
+    def latest(self, *numbers: _Linear) -> _Linear:
+        """A column that is at least each."""
+        column = self._column(None)
+        self._rows += [number - column for number in numbers]
+        return column
+
+    def least(self, objective: _Linear) -> tuple[float, Numbers] | None:
+        """The least that a sum can be, and the columns; ``None``: there is no solution."""
+        costs = numpy.zeros(len(self._bounds))
+        for column, factor in objective.terms.items():
+            costs[column] = factor
+        (rows, limits), (equal, values) = self._matrix(self._rows), self._matrix(self._equal)
+        solved = linprog(costs, A_ub=rows, b_ub=limits, A_eq=equal, b_eq=values, bounds=self._bounds, method="highs-ds")
+        return None if solved.x is None else (float(solved.fun) + objective.constant, solved.x)
+
+    def _column(self, low: float | None) -> _Linear:
+        self._bounds.append((low, None))
+        return _Linear({len(self._bounds) - 1: 1.0})
+
+    def _matrix(self, rows: Sequence[_Linear]) -> tuple[csr_array | None, Numbers | None]:
+        if not rows:
+            return None, None
+        sizes = [len(row.terms) for row in rows]
+        places = numpy.repeat(numpy.arange(len(rows)), sizes)
+        columns = numpy.fromiter(itertools.chain.from_iterable(row.terms for row in rows), numpy.int64, sum(sizes))
+        factors = numpy.fromiter(
+            itertools.chain.from_iterable(row.terms.values() for row in rows), numpy.float64, sum(sizes)
+        )
+        matrix = csr_array((factors, (places, columns)), shape=(len(rows), len(self._bounds)))
+        return matrix, numpy.array([-row.constant for row in rows])

@@ -1,0 +1,362 @@
+"""The numbers of a plan, computed once and shown three ways: as a page, as a trace, and in the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from spillway.planner.block_tasks import ResolvedDecisions
+from spillway.planner.hardware import Hardware
+from spillway.planner.plan import BlockPlan, Plan, options_of, program_of
+from spillway.planner.planner import Curve, Point, rates_of
+from spillway.planner.profile import BlockProfile, Profile
+from spillway.planner.tasks import Option, Phase
+from spillway.planner.timeline import Timeline, settled, simulate_program
+from spillway.types import Decision
+from spillway.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class OperatorRow:
+    """An operator of a block that makes tensors."""
+
+    place: int
+    """Its position among the operators of the block."""
+    operator: str
+    decision: str
+    nbytes: int
+    """Size of the tensors that it makes."""
+    seconds: float
+    """Of one run in forward."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call of a block."""
+
+    name: str
+    """The module's, dotted."""
+    decision: str
+    kept_bytes: int
+    """On the device from its forward to its backward, with its inputs."""
+    sent_bytes: int
+    recomputed_bytes: int
+    """Recomputed, of the tensors that autograd saves."""
+    rerun_seconds: float
+    reason: str
+    operators: tuple[OperatorRow, ...]
+
+    @property
+    def what(self) -> Row:
+        """The row without its name: equal for blocks with equal decisions."""
+        return replace(self, name="")
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Memory of the device that is in use for one purpose."""
+
+    key: str
+    name: str
+    meaning: str
+    """What is counted, in a sentence."""
+    nbytes: tuple[int, ...]
+    """At each of :attr:`Facts.instants`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """All numbers of a plan. Made by :func:`facts_of`."""
+
+    profile: Profile
+    plan: Plan
+    timeline: Timeline
+    hardware: str
+    """Name of the machine whose bandwidths are used."""
+    phases: dict[str, Phase]
+    """Of each task, by its name."""
+    rows: tuple[Row, ...]
+    instants: tuple[float, ...]
+    """Seconds from the begin of the step at which memory changes, strictly increasing."""
+    layers: tuple[Layer, ...]
+    """From the bottom up. At each instant they add up to the memory in use on the device."""
+    host_bytes: tuple[int, ...]
+    """In CPU memory, at each instant."""
+    disk_bytes: tuple[int, ...]
+    measured: Point | None
+    """Of a real step; ``None``: none was measured."""
+    notes: tuple[str, ...]
+    """Of the search for the plan."""
+    curve: Curve | None
+    """Plans for other budgets, if there are any."""
+
+    @property
+    def peak_place(self) -> int:
+        """Index into :attr:`instants` of the highest memory use of the device."""
+        return max(range(len(self.instants)), key=lambda place: sum(layer.nbytes[place] for layer in self.layers))
+
+    @property
+    def peak_shares(self) -> tuple[tuple[str, int], ...]:
+        """Names and sizes of the layers at the peak, the largest first. They add up to the peak."""
+        place = self.peak_place
+        shares = ((layer.name, layer.nbytes[place]) for layer in self.layers if layer.nbytes[place])
+        return tuple(sorted(shares, key=lambda share: -share[1]))
+
+    @property
+    def stalls(self) -> tuple[tuple[str, float], ...]:
+        """Why compute stalls, and for how many seconds in all; the longest first."""
+        seconds: dict[str, float] = {}
+        for span in self.timeline.spans:
+            if span.reason:
+                seconds[span.reason] = seconds.get(span.reason, 0.0) + span.end - span.start
+        return tuple(sorted(((STALLS[reason], each) for reason, each in seconds.items()), key=lambda pair: -pair[1]))
+
+    @property
+    def compared(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Predicted against measured: name, both, and the relative difference. Empty without a measured step."""
+        if self.measured is None:
+            return ()
+        peak, seconds = self.timeline.peak_bytes, self.timeline.seconds
+        real_peak, real_seconds = self.measured.peak_bytes, self.measured.seconds
+        return (
+            ("peak", format_bytes(peak), format_bytes(real_peak), _difference(real_peak, peak)),
+            ("step", format_seconds(seconds), format_seconds(real_seconds), _difference(real_seconds, seconds)),
+        )
+
+    @property
+    def figures(self) -> tuple[tuple[str, str], ...]:
+        """The plan in a few named figures."""
+        plan, timeline = self.plan, self.timeline
+        # A plan may be simulated with the bandwidths of another machine.
+        elsewhere = abs(timeline.seconds - plan.predicted_seconds) > _SAME * plan.predicted_seconds
+        then = f"; {format_seconds(plan.predicted_seconds)} on the machine that it was made for" if elsewhere else ""
+        known = plan.bound_seconds and not elsewhere
+        bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
+        found = {"exact": "exhaustive search: no plan is better", "search": "local search: no better plan was found"}
+        ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
+        recomputing, stalled = plan.rerun_seconds, timeline.wait_seconds
+        return (
+            ("budget", format_bytes(plan.budget)),
+            ("peak", f"{format_bytes(timeline.peak_bytes)}, in {timeline.peak_task or 'no task'}"),
+            ("step", f"{format_seconds(timeline.seconds)} on {self.hardware}{then}"),
+            ("recomputation", f"{format_seconds(recomputing)}, {_share(recomputing, timeline.seconds)} of the step"),
+            ("stalls", f"{format_seconds(stalled)}, {_share(stalled, timeline.seconds)} of the step"),
+            ("offloaded", format_bytes(plan.sent_bytes)),
+            ("CPU memory", format_bytes(timeline.host_bytes)),
+            ("disk", format_bytes(timeline.disk_bytes)),
+            ("in flight", f"at most {format_bytes(plan.window)}{ahead}"),
+            ("found by", f"{found.get(plan.method, plan.method)}{bound}"),
+        )
+
+    @property
+    def peak_sentences(self) -> tuple[str, ...]:
+        """The peak in words: its distance from the budget, its task, and what it consists of."""
+        most, budget = self.timeline.peak_bytes, self.plan.budget
+        distance = f"{format_bytes(abs(budget - most))} {'below' if most <= budget else 'above'} the budget"
+        parts = [f"{format_bytes(nbytes)} {name} ({_share(nbytes, most)})" for name, nbytes in self.peak_shares]
+        made_of = f"{', '.join(parts[:-1])} and {parts[-1]}" if len(parts) > 1 else "".join(parts)
+        return (
+            f"The peak is {format_bytes(most)}, {distance}.",
+            f"It is in the task {self.timeline.peak_task or 'before all others'!r}, "
+            f"{format_seconds(self.instants[self.peak_place])} after the step began.",
+            f"It consists of {made_of or 'nothing'}.",
+        )
+
+
+_SAME = 1e-6
+"""Relative difference below which times are the same."""
+
+STALLS = {
+    "out": "for offloading: the in-flight limit is reached",
+    "back": "for reloading from CPU memory",
+    "disk": "for reloading from disk",
+    "host": "for the CPU, which has not queued the kernel yet",
+}
+"""Why the compute stream stalls, by the reason that the simulation gives."""
+
+
+def facts_of(
+    profile: Profile,
+    plan: Plan,
+    hardware: Hardware,
+    *,
+    active: int = 1,
+    measured: Point | None = None,
+    notes: Sequence[str] = (),
+    curve: Curve | None = None,
+) -> Facts:
+    """Simulate a plan, and gather its numbers.
+
+    Args:
+        profile: of a step.
+        plan: of this profile's model.
+        hardware: whose bandwidths the simulation uses.
+        active: how many devices of the machine copy at the same time.
+        measured: the peak and the seconds of a real step.
+        notes: of the search for the plan.
+        curve: plans for other budgets.
+
+    Raises:
+        UsageError: for a plan of another model.
+    """
+    program = program_of(profile, plan)
+    timeline = simulate_program(program, rates_of(plan, hardware, active=active), spans=True)
+    places, instants = _instants(timeline)
+    kinds, stacks = _stacked(profile, timeline)
+    layers = tuple(
+        Layer(key, name, meaning, tuple(stacks[place][number] for place in places))
+        for number, (key, name, meaning) in enumerate(kinds)
+    )
+    return Facts(
+        profile=profile,
+        plan=plan,
+        timeline=timeline,
+        hardware=hardware.name,
+        phases={task.name: task.phase for task in program.tasks},
+        rows=tuple(
+            _row(profile.kinds[call.kind], block, option, profile.min_bytes)
+            for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
+        ),
+        instants=instants,
+        # Layers that are empty in the whole step are not shown.
+        layers=tuple(layer for layer in layers if any(layer.nbytes)),
+        host_bytes=tuple(timeline.levels[place].host for place in places),
+        disk_bytes=tuple(timeline.levels[place].disk for place in places),
+        measured=measured,
+        notes=tuple(notes),
+        curve=curve,
+    )
+
+
+_STATIC = ("static", "static memory", "In use when the step begins: parameters, gradients, optimizer state and others.")
+_WEIGHTS = ("weights", "weights", "Parameters of the model.")
+_OPTIMIZER = ("optimizer", "optimizer state", "State of the optimizer that the profile was given.")
+_OTHER = ("other", "other static memory", "Buffers, and all other memory of the process.")
+_OTHER_WITH_STATE = (
+    "other",
+    "optimizer state and other",
+    "Buffers, all other memory of the process, and optimizer state: the profile was given no optimizer.",
+)
+_MOVING = (
+    ("gradients", "gradients", "Of parameters: those of the step, and those from before it."),
+    ("outside", "outside of blocks", "Activations of embeddings, head and loss."),
+    ("kept", "kept", "Activations of blocks, from their forward to their backward."),
+    ("leaving", "being offloaded", "Still on the device until the copy is done."),
+    ("returning", "prefetched", "Reloaded ahead of time, and not used yet."),
+    ("returned", "reloaded", "On the device again, and in use by backward."),
+    ("recomputed", "recomputed", "Recomputed, and in use by backward."),
+    ("working", "working memory", "Allocated by the running task, its results included."),
+)
+"""Attributes of the simulation's holders, with names and meanings."""
+
+
+def _stacked(profile: Profile, timeline: Timeline) -> tuple[list[tuple[str, str, str]], list[list[int]]]:
+    """The layers, and the bytes of each at each level."""
+    static = profile.static
+    gradients = 0 if static is None else static.gradients
+    if static is None:
+        ground, nbytes = [_STATIC], [profile.static_bytes]
+    elif static.optimizer:
+        ground, nbytes = [_WEIGHTS, _OPTIMIZER, _OTHER], [static.weights, static.optimizer, static.other]
+    else:
+        ground, nbytes = [_WEIGHTS, _OTHER_WITH_STATE], [static.weights, static.other]
+    stacks = []
+    for held in timeline.holders:
+        moving = [getattr(held, key) for key, *_ in _MOVING]
+        stacks.append(settled([*nbytes, moving[0] + gradients, *moving[1:]]))
+    return [*ground, *_MOVING], stacks
+
+
+def _instants(timeline: Timeline) -> tuple[list[int], tuple[float, ...]]:
+    """Which levels are shown, and when.
+
+    One moment may have many levels. The last of them lasts, and is shown; so is the highest one before it. The second
+    is drawn a millionth of the step later, which is too little to see.
+    """
+    levels, places = timeline.levels, []
+    first = 0
+    for place, level in enumerate(levels):
+        if place + 1 < len(levels) and levels[place + 1].seconds == level.seconds:
+            continue
+        highest = max(range(first, place + 1), key=lambda number: levels[number].device)
+        places += [highest, place] if levels[highest].device > level.device else [place]
+        first = place + 1
+    step = timeline.seconds * 1e-6
+    instants: list[float] = []
+    for place in places:
+        seconds = levels[place].seconds
+        instants.append(max(seconds, instants[-1] + step) if instants else seconds)
+    return places, tuple(instants)
+
+
+def _share(part: float, whole: float) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
+
+
+def _difference(found: float, expected: float) -> str:
+    return f"{found / expected - 1:+.1%}" if expected else "-"
+
+
+def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -> Row:
+    resolved = ResolvedDecisions.of(kind, option.decisions, min_bytes)
+    operators = tuple(_operators(kind, block, option, resolved))
+    words = [*(["offload"] if resolved.offloaded else []), *(["recompute"] if resolved.recomputed else [])]
+    return Row(
+        name=block.name,
+        decision="keep" if block.plain else " and ".join(words) or "keep",
+        kept_bytes=kind.nbytes(resolved.kept),
+        sent_bytes=kind.nbytes(resolved.offloaded),
+        recomputed_bytes=kind.nbytes(resolved.recomputed),
+        rerun_seconds=block.rerun_seconds,
+        reason=_reason(block, operators),
+        operators=operators,
+    )
+
+
+_WORDS = {
+    Decision.KEEP: "keep",
+    Decision.OFFLOAD: "offload",
+    Decision.OFFLOAD_HOST: "offload to CPU memory",
+    Decision.OFFLOAD_DISK: "offload to disk",
+    Decision.RECOMPUTE: "recompute",
+}
+
+
+def _operators(
+    kind: BlockProfile, block: BlockPlan, option: Option, resolved: ResolvedDecisions
+) -> Iterable[OperatorRow]:
+    planned = {each.place: each for each in block.operators}
+    for place, each in enumerate(kind.operators):
+        if not each.makes:
+            continue
+        nbytes = kind.nbytes(each.makes)
+        price = f"{each.seconds / nbytes * 1e12:.1f} ps a byte" if nbytes else "no bytes"
+        if place in planned:
+            decision, reason = _WORDS[planned[place].decision], planned[place].reason
+        elif block.plain:
+            decision, reason = "keep", "the whole block is kept"
+        elif place in resolved.runs:
+            decision, reason = "recompute", f"costs {price}"
+        elif option.decisions[each.makes[0]] is Decision.RECOMPUTE or resolved.kept.isdisjoint(each.makes):
+            decision, reason = "free", "backward does not need it"
+        else:
+            decision, reason = "keep", f"recomputing it would cost {price}"
+        yield OperatorRow(place, each.name, decision, nbytes, each.seconds, reason)
+
+
+def _reason(block: BlockPlan, operators: Sequence[OperatorRow]) -> str:
+    """Why a block has its decisions: what recomputing its bytes costs, for each decision."""
+    if block.plain:
+        return "The budget has room for the whole block."
+    parts = []
+    for decision, word in (("offload", "offloaded"), ("keep", "kept"), ("recompute", "recomputed")):
+        those = [each for each in operators if each.decision.startswith(decision) and each.nbytes]
+        if those:
+            prices = sorted(each.seconds / each.nbytes * 1e12 for each in those)
+            nbytes = format_bytes(sum(each.nbytes for each in those))
+            parts.append(
+                f"{len(those)} operators {word} ({nbytes}, {prices[0]:.1f} to {prices[-1]:.1f} ps a byte to compute)"
+            )
+    inputs = "kept" if block.inputs is Decision.KEEP else "offloaded"
+    return f"{'; '.join([*parts, f'inputs {inputs}'])}."

@@ -1,0 +1,125 @@
+"""A plan as text: its figures, its peak, and its blocks, equal ones together. And tables of text."""
+
+from __future__ import annotations
+
+import itertools
+import textwrap
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from spillway.errors import printable
+from spillway.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from spillway.planner.report.facts import Facts, Row
+
+WIDTH = 80
+"""Columns of a terminal, and of a bug report."""
+
+_NAMES = 16
+"""Columns of the names of figures."""
+
+
+def to_text(facts: Facts, *, width: int = WIDTH) -> str:
+    """The plan as lines of at most ``width`` characters, 60 or more. Long names are cut."""
+    return "".join(f"{printable(line)}\n" for line in _lines(facts, width))
+
+
+def _lines(facts: Facts, width: int) -> Iterator[str]:
+    yield from textwrap.wrap(f"{facts.plan.model} on {facts.plan.device}: {len(facts.rows)} blocks", width)
+    yield ""
+    for name, value in facts.figures:
+        yield from textwrap.wrap(value, width, initial_indent=name.ljust(_NAMES), subsequent_indent=" " * _NAMES)
+    yield ""
+    for sentence in facts.peak_sentences:
+        yield from textwrap.wrap(sentence, width)
+    for why, seconds in facts.stalls:
+        yield from textwrap.wrap(f"Compute stalls {format_seconds(seconds)} {why}.", width)
+    yield ""
+    yield from _blocks(facts, width)
+    if facts.compared:
+        yield ""
+        columns = zip(("", "predicted", "measured", "difference"), *facts.compared, strict=True)
+        yield from aligned([list(column) for column in columns], width)
+    if facts.notes:
+        yield ""
+        for note in facts.notes:
+            yield from textwrap.wrap(f"Note: {note}.", width)
+
+
+def _blocks(facts: Facts, width: int) -> list[str]:
+    """Equal blocks in one line: bytes kept, offloaded and recomputed, and the time of recomputation."""
+    lines: list[tuple[str, ...]] = [("blocks", "kept", "offloaded", "recomputed", "time")]
+    # What four figures of the greatest width leave.
+    most = width - 4 * len(" 1023.9 MiB") - len(" (9999)")
+    for names, row, count in grouped(facts.rows):
+        name = cut(names, most) if count == 1 else f"{cut(names, most)} ({count})"
+        sizes = map(format_bytes, (row.kept_bytes, row.sent_bytes, row.recomputed_bytes))
+        lines.append((name, *sizes, format_seconds(row.rerun_seconds)))
+    return aligned([list(column) for column in zip(*lines, strict=True)], width)
+
+
+def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
+    """Equal blocks together: their names, the first of them, and how many there are.
+
+    Example:
+        >>> [names for names, *_ in grouped(rows)]  # doctest: +SKIP
+        ['layers.0 to 3, 8 to 11', 'layers.4 to 7']
+    """
+    alike: dict[object, list[Row]] = {}
+    for row in rows:
+        alike.setdefault(row.what, []).append(row)
+    for each in alike.values():
+        yield names_of([row.name for row in each]), each[0], len(each)
+
+
+def names_of(names: Sequence[str]) -> str:
+    """Names in short, with ranges of their numbers: ``"layers.0 to 11"``."""
+    runs: list[tuple[str, int, int] | str] = []
+    for name in names:
+        stem = name.rstrip("0123456789")
+        digits = name[len(stem) :]
+        last = runs[-1] if runs else None
+        if not digits:
+            runs.append(name)
+        elif isinstance(last, tuple) and (last[0], last[2] + 1) == (stem, int(digits)):
+            runs[-1] = (stem, last[1], int(digits))
+        else:
+            runs.append((stem, int(digits), int(digits)))
+    words, before = [], None
+    for run in runs:
+        if isinstance(run, str):
+            words.append(run)
+            before = None
+            continue
+        stem, first, last_number = run
+        # The stem of the run before is not repeated.
+        name = f"{'' if stem == before else stem}{first}"
+        between = "," if last_number == first + 1 else " to"
+        words.append(name if first == last_number else f"{name}{between} {last_number}")
+        before = stem
+    return ", ".join(words)
+
+
+def aligned(columns: list[list[str]], width: int) -> list[str]:
+    """Lines of a table: the first column, and as many others beside it as a line holds. The rest follows below.
+
+    Each column has its heading first. Headings are cut to half of the characters of a line.
+    """
+    first, *others = ([cut(column[0], width // 2), *column[1:]] for column in columns)
+    left = [cell.ljust(max(map(len, first))) for cell in first]
+    blocks: list[list[str]] = []
+    for column in others:
+        cells = [" " + cell.rjust(max(map(len, column))) for cell in column]
+        if not blocks or len(blocks[-1][0]) + len(cells[0]) > width:
+            blocks.append(left)
+        blocks[-1] = [line + cell for line, cell in zip(blocks[-1], cells, strict=True)]
+    return [
+        line.rstrip() for line in itertools.chain.from_iterable(([""] if n else []) + b for n, b in enumerate(blocks))
+    ]
+
+
+def cut(text: str, width: int) -> str:
+    """A printable text of at most so many characters, which ends in dots if it was longer."""
+    text = printable(text)
+    return text if len(text) <= width else text[: width - 3] + "..."

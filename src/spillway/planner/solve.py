@@ -1,0 +1,416 @@
+"""The choice of an option for each block that makes a step fast within its budgets.
+
+NOTE [ How a choice is found ]
+
+A linear programme over the options' bounds gives each block shares of its options (``bounds.py``). Its budget is
+lowered by what simulated steps of the rounded shares have beyond the budget, and it is solved again. The best rounded
+shares are polished: neighbours are ranked by estimates, the first ones are simulated, and the search goes on from the
+first that is better. An estimate is corrected by what the simulation of the current choice has beyond its own estimate.
+At last, some blocks of the best choice change at random, by the same numbers in each process, and that is polished,
+until fifteen such choices in a row bring nothing (iterated local search, Lourenço, Martin and Stützle 2003).
+
+The simulation has the last word. Each pure way (one option for all blocks) is simulated, unless its bound is worse
+than the best choice: no solution is slower than a pure way that fits. Where all choices can be counted, they are
+simulated in the order of their bounds, until no bound is better: that solution is exact.
+
+The answer is the same on every rank: work is counted, no clock is read, and seconds are compared to a nanosecond.
+
+NOTE [ A slower CPU ]
+
+The fastest plan for the measured CPU times has no spare CPU time, and stalls as soon as the CPU is a little slower. So
+choices are ranked by the mean of two steps, one of them with a CPU that takes a fifth more. A plan predicts the step
+with the measured CPU times. By simulation of profiles of an earlier engine (2026-11-25), the step is 2 % longer on the
+measured CPU, and 4 to 5 % shorter on one that takes a tenth more: see ``late-hosts`` in ``benchmarks/results``.
+
+No step takes less than its CPU time where the CPU may run ahead, and many choices may take just that. So the seconds
+without CPU stalls count, too, a little.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeAlias
+
+import numpy
+from numpy.typing import NDArray
+
+from spillway.errors import BudgetError, UsageError
+from spillway.planner import timeline as timelines
+from spillway.planner.bounds import TIE, Choices, CostModel, Estimates, Shares
+from spillway.planner.tasks import Problem, Program, Rates
+from spillway.planner.timeline import Timeline
+from spillway.units import format_bytes
+
+Simulate: TypeAlias = Callable[[Program, Rates], Timeline]
+Chosen: TypeAlias = tuple[int, ...]
+"""An option's number for each block."""
+Rank: TypeAlias = tuple[float, float, float, Chosen]
+"""Less is better."""
+Correction: TypeAlias = tuple[float, float]
+"""Seconds and peak bytes that are added to an estimate."""
+LATE = 1.2
+"""See NOTE [ A slower CPU ]."""
+DIGITS = 9
+"""Seconds are compared to a nanosecond: the same sum in another order is the same."""
+_TASKS_A_SECOND = 100_000
+"""Tasks that are simulated in about a second."""
+_CELLS_A_TASK = 50
+"""Choices times blocks that are estimated while a task is simulated."""
+_COUNTABLE = 20_000
+"""More choices are not looked at one by one."""
+_SLACK = 1e-11
+"""Sums of seconds in another order differ by less."""
+_LOWERED = 3
+"""How often the linear programme is solved for a lower budget."""
+_TOGETHER = (1, 2, 4, 8, 16, 32)
+"""How many of the best changes are tried at once."""
+_MOST_SWAPS = 500
+"""Neighbours with two blocks swapped that are looked at."""
+_TRIED = 8
+"""Neighbours that are simulated before a choice counts as polished."""
+_STARTS = 4
+"""Choices that are polished at first."""
+_IN_VAIN = 15
+"""Choices near the best one that are polished without a better one: then the search ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """An option for each block, and what comes of it."""
+
+    chosen: Chosen
+    timeline: Timeline
+    method: str
+    """``"exact"``: there is no better choice. ``"search"``: no better one was found."""
+    seconds: float
+    """What it was ranked by. See NOTE [ A slower CPU ]."""
+    bound_seconds: float | None
+    """No choice that fits takes less. ``None``: that is not known."""
+    shares: tuple[Shares, ...] = field(default=(), repr=False, compare=False)
+    """Of linear programmes, for the budget and for lower ones."""
+
+
+def solve(
+    problem: Problem, *, simulate: Simulate | None = None, seconds: float = 3.0, near: Solution | None = None
+) -> Solution:
+    """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
+
+    Args:
+        problem: the step, and its blocks' options.
+        simulate: what a program comes to; :func:`~spillway.planner.timeline.simulate_program` if left out.
+        seconds: about how long the search may take, counted as work, so that every rank has the same answer.
+        near: a solution of the same blocks and options, as with another window. The search begins there. If it has
+            shares, these are used, and no bound is known.
+
+    Raises:
+        spillway.BudgetError: no choice fits.
+        spillway.UsageError: a block without options, or a time that is not positive.
+
+    Example:
+        >>> solution = solve(problem)  # doctest: +SKIP
+        >>> [problem.options[block][number].decisions for block, number in enumerate(solution.chosen)]  # doctest: +SKIP
+    """
+    search = _Search(problem, simulate, seconds)
+    found = search.run(near)
+    if within(problem, found.timeline):
+        return found
+    least = smallest(problem, simulate=simulate, seconds=seconds, near=found)
+    if not within(problem, least.timeline):
+        raise _too_small(problem, least)
+    return search.run(least)
+
+
+def smallest(
+    problem: Problem, *, simulate: Simulate | None = None, seconds: float = 3.0, near: Solution | None = None
+) -> Solution:
+    """The choice with the smallest peak; of equally small ones the fastest, then the first.
+
+    The choices within the budgets of CPU memory and the disk come first. The GPU's budget does not count. The arguments
+    are those of :func:`solve`.
+
+    Raises:
+        spillway.UsageError: a block without options, or a time that is not positive.
+    """
+    return _Search(problem, simulate, seconds, small=True).run(near)
+
+
+def within(problem: Problem, timeline: Timeline) -> bool:
+    """Whether a step is within all budgets."""
+    return timeline.peak_bytes <= problem.budget and not _excess(problem, timeline)
+
+
+def _excess(problem: Problem, timeline: Timeline) -> int:
+    pairs = ((timeline.host_bytes, problem.host_budget), (timeline.disk_bytes, problem.disk_budget))
+    return sum(max(0, nbytes - budget) for nbytes, budget in pairs if budget is not None)
+
+
+class _Search:
+    """Looks for the fastest choice that fits, or for the smallest one. See NOTE [ How a choice is found ]."""
+
+    def __init__(self, problem: Problem, simulate: Simulate | None, seconds: float, *, small: bool = False) -> None:
+        for name, options in zip(problem.names, problem.options, strict=True):
+            if not options:
+                raise UsageError(f"The block {name!r} has no options. Give it at least one, which keeps everything.")
+        if not (seconds > 0 and math.isfinite(seconds)):
+            raise UsageError(f"seconds: got {seconds!r}, expected a positive number of seconds, such as 3.0")
+        self._problem = problem
+        self._simulate = timelines.simulate_program if simulate is None else simulate
+        self._slower = replace(problem.rates, host=problem.rates.host * problem.late)
+        self._model = CostModel(problem)
+        self._small = small
+        self._work, self._most_work = 0.0, seconds * _TASKS_A_SECOND
+        """Tasks that were simulated, and may be."""
+        self._known: dict[Chosen, Timeline] = {}
+        self._late: dict[Chosen, float] = {}
+        """Seconds of steps with a slower CPU."""
+        self._leader: tuple[Rank, Chosen] | None = None
+        self._kinds = [id(options) for options in problem.options]
+        self._every = {id(options): list(range(len(options))) for options in problem.options}
+        self._promising: dict[int, list[int]] = {}
+        """For each kind of block, the options that a search looks at first."""
+
+    def run(self, near: Solution | None) -> Solution:
+        counts = [len(options) for options in self._problem.options]
+        if math.prod(counts) <= _COUNTABLE:
+            choices = numpy.array(list(itertools.product(*map(range, counts))), dtype=numpy.int64)
+            if self._try(choices, most_work=self._most_work):
+                # With a slower CPU, another choice may be the fastest.
+                fitting = (each.seconds for each in self._known.values() if within(self._problem, each))
+                return self._solution("exact", min(fitting, default=None))
+        bound, shares = None, () if near is None else near.shares
+        if not (shares or self._small):
+            shares = self._lowered()
+            bound = shares[0].bound_seconds if shares else None
+        self._note_promising(shares)
+        for start in self._starts(shares, near):
+            self._polish(start, self._promising)
+        self._try(self._pure_ways(), most_work=math.inf)
+        self._polish(self._best(), self._every)
+        random_, in_vain = random.Random(0), 0
+        while in_vain < _IN_VAIN and not self._spent():
+            before = self._best()
+            self._polish(self._perturbed(before, random_), self._promising)
+            in_vain += 1
+            if self._best() != before:
+                self._polish(self._best(), self._every)
+                in_vain = 0
+        return self._solution("search", bound, shares)
+
+    def _solution(self, method: str, bound: float | None, shares: tuple[Shares, ...] = ()) -> Solution:
+        best = self._best()
+        return Solution(best, self._known[best], method, self._seconds(best), bound, shares)
+
+    # Simulations and their ranks.
+
+    def _timeline(self, chosen: Chosen) -> Timeline:
+        found = self._known.get(chosen)
+        if found is None:
+            program = self._problem.program(chosen)
+            self._work += len(program.tasks)
+            found = self._known[chosen] = self._simulate(program, self._problem.rates)
+            rank = self._rank(chosen)
+            if self._leader is None or rank < self._leader[0]:
+                self._leader = rank, chosen
+        return found
+
+    def _best(self) -> Chosen:
+        assert self._leader is not None
+        return self._leader[1]
+
+    def _rank(self, chosen: Chosen) -> Rank:
+        """Its place among all choices: those that fit come first."""
+        timeline = self._timeline(chosen)
+        over, peak = _excess(self._problem, timeline), timeline.peak_bytes
+        if self._small:
+            return over, peak, round(timeline.seconds, DIGITS), chosen
+        return over + max(0, peak - self._problem.budget), round(self._seconds(chosen), DIGITS), peak, chosen
+
+    def _seconds(self, chosen: Chosen) -> float:
+        """What a choice is ranked by. See NOTE [ A slower CPU ]."""
+        timeline, seconds = self._timeline(chosen), self._timeline(chosen).seconds
+        if self._slower != self._problem.rates:
+            late = self._late.get(chosen)
+            if late is None:
+                program = self._problem.program(chosen)
+                self._work += len(program.tasks)
+                late = self._late[chosen] = self._simulate(program, self._slower).seconds
+            seconds = (seconds + late) / 2
+        return seconds + (TIE * (timeline.seconds - timeline.host_wait_seconds) if self._problem.lead else 0.0)
+
+    def _spent(self) -> bool:
+        return self._work > self._most_work
+
+    def _keys(self, found: Estimates, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
+        """The first three numbers of ranks."""
+        seconds, peak = numpy.round(found.seconds + correction[0], DIGITS), found.peak_bytes + correction[1]
+        over = found.excess(self._problem)
+        if self._small:
+            return over, peak, seconds
+        return over + numpy.maximum(0.0, peak - self._problem.budget), seconds, peak
+
+    def _try(self, choices: Choices, *, most_work: float) -> bool:
+        """Simulate all choices whose bounds are not worse than the best; whether there was time for that."""
+        keys = self._keys(self._model.bounds(choices), (-_SLACK, 0.0))
+        for index in numpy.lexsort(keys[::-1]):
+            if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:3]:
+                return True
+            if self._work > most_work:
+                return False
+            self._timeline(_numbers(choices[index]))
+        return True
+
+    # Where to begin.
+
+    def _lowered(self) -> tuple[Shares, ...]:
+        """Of the linear programme, for the budget and for lower ones, until a rounded choice fits."""
+        found: list[Shares] = []
+        budget = self._problem.budget
+        while len(found) <= _LOWERED and (shares := self._model.shares(budget)) is not None:
+            found.append(shares)
+            over = min(self._timeline(each).peak_bytes for each in _rounded(shares)) - self._problem.budget
+            if over <= 0:
+                break
+            budget -= over
+        return tuple(found)
+
+    def _note_promising(self, shares: Sequence[Shares]) -> None:
+        """The options that have a share, or all of them where no shares are known."""
+        for place, kind in enumerate(self._kinds):
+            known = self._promising.setdefault(kind, [] if shares else self._every[kind])
+            for one in shares:
+                used = numpy.flatnonzero(one.of_blocks[place] > 1e-6).tolist()
+                known += [number for number in used if number not in known]
+
+    def _starts(self, shares: Sequence[Shares], near: Solution | None) -> list[Chosen]:
+        """The best of these: the one that is known, rounded shares, and the pure ways that seem best."""
+        pure = self._pure_ways()
+        starts = set() if near is None else {near.chosen}
+        starts.update(chosen for each in shares for chosen in _rounded(each))
+        starts.update(_numbers(pure[index]) for index in self._order(pure, (0.0, 0.0))[:2])
+        return sorted(starts, key=self._rank)[:_STARTS]
+
+    def _pure_ways(self) -> Choices:
+        """For every block the same option's number, or its last one."""
+        counts = numpy.array([len(options) for options in self._problem.options], dtype=numpy.int64)
+        return numpy.minimum(numpy.arange(counts.max(initial=1))[:, None], counts - 1)
+
+    # Step by step.
+
+    def _polish(self, here: Chosen, options: dict[int, list[int]]) -> None:
+        """Go on to a neighbour whose simulation is better, until none of those that seem best is."""
+        on_the_way: Chosen | None = None
+        while on_the_way != here and not self._spent():
+            on_the_way = here
+            rows = self._neighbours(here, options)
+            found = self._model.estimates(numpy.array([here], dtype=numpy.int64))
+            peak = self._timeline(here).peak_bytes
+            correction = self._seconds(here) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
+            order = self._order(rows, correction)
+            rows = numpy.concatenate([_together(rows, order, here), rows[order[:_TRIED]]])
+            for index in self._order(rows, correction)[:_TRIED]:
+                chosen = _numbers(rows[index])
+                if self._rank(chosen) < self._rank(here):
+                    here = chosen
+                    break
+                if self._spent():
+                    return
+
+    def _order(self, rows: Choices, correction: Correction) -> NDArray[numpy.intp]:
+        self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
+        return numpy.lexsort(self._keys(self._model.estimates(rows), correction)[::-1])
+
+    def _neighbours(self, chosen: Chosen, promising: dict[int, list[int]]) -> Choices:
+        """One block changed, two blocks of one kind swapped, or a run of equal options changed."""
+        here = numpy.array(chosen, dtype=numpy.int64)
+        rows: list[Choices] = []
+
+        def change(blocks: Sequence[int] | slice, numbers: Sequence[int] | int) -> None:
+            row = here.copy()
+            row[blocks] = numbers
+            rows.append(row)
+
+        for block, kind in enumerate(self._kinds):
+            for number in promising[kind]:
+                if number != here[block]:
+                    change([block], number)
+        edges = [0, *(numpy.flatnonzero(numpy.diff(here)) + 1).tolist(), len(here)]
+        for first, last in itertools.pairwise(edges):
+            if last - first > 1:
+                for number in promising[self._kinds[first]]:
+                    if number != here[first] and len(set(self._kinds[first:last])) == 1:
+                        change(slice(first, last), number)
+        swaps = 0
+        for length in range(1, len(here)):
+            for block in range(len(here) - length):
+                other = block + length
+                if here[block] != here[other] and self._kinds[block] == self._kinds[other]:
+                    change([block, other], [here[other], here[block]])
+                    swaps += 1
+            if swaps > _MOST_SWAPS:
+                break
+        return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(here))
+
+    def _perturbed(self, chosen: Chosen, random_: random.Random) -> Chosen:
+        """Some blocks, up to a quarter, take another option, or change places with another of their kind."""
+        here = list(chosen)
+        for _ in range(random_.randint(2, max(2, len(here) // 4))):
+            block, other = random_.randrange(len(here)), random_.randrange(len(here))
+            if random_.random() < 0.5:
+                here[block] = random_.choice(self._promising[self._kinds[block]])
+            elif self._kinds[block] == self._kinds[other]:
+                here[block], here[other] = here[other], here[block]
+        return tuple(here)
+
+
+def _numbers(row: Iterable[int]) -> Chosen:
+    return tuple(int(number) for number in row)
+
+
+def _rounded(shares: Shares) -> list[Chosen]:
+    """Two choices near shares: each block's largest one, and one in which later blocks make good for earlier ones."""
+    largest = tuple(int(numpy.argmax(numpy.round(each, 6))) for each in shares.of_blocks)
+    owed = numpy.zeros(max(len(each) for each in shares.of_blocks))
+    spread = []
+    for each in shares.of_blocks:
+        owed[: len(each)] += each
+        number = int(numpy.argmax(numpy.round(numpy.where(each > 1e-6, owed[: len(each)], -numpy.inf), 6)))
+        owed[number] -= 1
+        spread.append(number)
+    return [largest, tuple(spread)]
+
+
+def _together(rows: Choices, order: NDArray[numpy.intp], here: Chosen) -> Choices:
+    """A choice with the best changes that others make to it, one, some or many of them."""
+    merged, changed = numpy.array(here, dtype=numpy.int64), numpy.zeros(len(here), dtype=bool)
+    found = []
+    for count, index in enumerate(order[: _TOGETHER[-1]], 1):
+        other = rows[index] != here
+        if not (other & changed).any():
+            merged = numpy.where(other, rows[index], merged)
+            changed |= other
+        if count in _TOGETHER:
+            found.append(merged)
+    return numpy.array(found, dtype=numpy.int64).reshape(len(found), len(here))
+
+
+def _too_small(problem: Problem, least: Solution) -> BudgetError:
+    timeline = least.timeline
+    known = "can be" if least.method == "exact" else "was found"
+
+    def tier(where: str, budget: int | None) -> str:
+        return "" if budget is None else f", {format_bytes(budget)} {where}"
+
+    message = (
+        f"no choice of options for {len(problem.options)} blocks fits {format_bytes(problem.budget)} on the device"
+        f"{tier('in host memory', problem.host_budget)}{tier('on the disk', problem.disk_budget)}: the smallest "
+        f"peak that {known} is {format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes), in the task "
+        f"{timeline.peak_task!r}, of which {format_bytes(problem.static_bytes)} are parameters, optimizer state "
+        f"and what else is there when the step begins; with it {format_bytes(timeline.host_bytes)} are in host "
+        f"memory and {format_bytes(timeline.disk_bytes)} on the disk. Give it that much, make the batch or the "
+        "static part smaller, or allow more to leave or to be computed again"
+    )
+    return BudgetError(message, budget=problem.budget, least=timeline.peak_bytes)

@@ -1,0 +1,161 @@
+"""Plans for the stages of a pipeline that lie on one rank.
+
+NOTE [ One budget for the chunks of a rank ]
+
+A chunk is a micro-batch in one stage. The schedule gives how many chunks of a rank wait for their backward, and their
+order. A stage is profiled by one of its chunks, as a model is, and each block does the same for all chunks. A rank is
+one problem (NOTE [ Turns ] in ``tasks.py``), with one budget, one window and one link. Predictions leave out bubbles,
+which only leave more time for copies.
+
+A chunk also holds what was saved outside of blocks, from its forward to its backward, and what a loss has saved. The
+profile has these between the two; here they belong to the forward. A chunk leaves nothing behind but gradients, once.
+
+NOTE [ Long steps ]
+
+A step of many micro-batches repeats itself. Plans are made for the first of them: as many as it takes to reach the most
+waiting chunks, and as many again, so that the pace of the middle counts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+
+from spillway.planner.plan import ALL, Plan, kept_program, options_of, part_of, plan_of
+from spillway.planner.planner import Lanes, best_of, late_of, problem_of, refined, windows_of
+from spillway.planner.profile import Profile
+from spillway.planner.tasks import Part, Problem, Turn
+from spillway.planner.timeline import Timeline, simulate_program
+
+
+@dataclass(frozen=True, slots=True)
+class StageProfile:
+    """What one chunk of a stage was measured to do."""
+
+    index: int
+    """The stage's place in the pipeline."""
+    profile: Profile
+    held_bytes: int
+    """Bytes that a chunk holds outside of blocks from its forward to its backward; in the profile they come after it.
+    """
+    gradient_bytes: int
+    """Of all of the stage's parameters."""
+
+
+def make_stage_plans(
+    stages: Sequence[StageProfile],
+    turns: Sequence[Turn],
+    lanes: Lanes,
+    *,
+    static_bytes: int,
+    budget: int,
+    window: int,
+    may_grow: bool = False,
+    host_budget: int | None = None,
+    disk_budget: int | None = None,
+    allow: Collection[str] = ALL,
+) -> list[Plan]:
+    """A plan for each stage, so that their rank's step is within a budget and as short as it can be.
+
+    The predictions of all of them are those of the rank. The part of a turn is a stage's place in ``stages``. When the
+    rank's step begins, ``static_bytes`` are allocated. The limits are those of
+    :func:`~spillway.planner.planner.make_plan`, in bytes.
+
+    Raises:
+        BudgetError: where no plan is within the budget.
+    """
+    few, profiles = shortened(turns), [stage.profile for stage in stages]
+    rates = lanes.rates(1)
+    alone = [problem_of(profile, rates, budget=budget, allow=allow) for profile in profiles]
+    problem = Problem(
+        static_bytes=static_bytes,
+        parts=tuple(map(chunk_of, stages)),
+        names=_names(stages),
+        options=tuple(options for each in alone for options in each.options),
+        rates=rates,
+        budget=budget,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        late=late_of(profiles),
+        turns=tuple(few),
+    )
+    sizes = windows_of(profiles, window, may_grow=may_grow, room=budget - static_bytes)
+    best = refined(best_of(problem, lanes, sizes), lanes)
+    # The turns that were left out take as long as the others.
+    times = len(turns) / len(few)
+    plans = [plan_of(profile, best.problem, best.solution, part=part) for part, profile in enumerate(profiles)]
+    return [
+        replace(
+            plan,
+            predicted_seconds=plan.predicted_seconds * times,
+            stall_seconds=plan.stall_seconds * times,
+            bound_seconds=plan.bound_seconds if len(few) == len(turns) else None,
+        )
+        for plan in plans
+    ]
+
+
+def simulate_stages(
+    stages: Sequence[StageProfile],
+    plans: Sequence[Plan],
+    turns: Sequence[Turn],
+    lanes: Lanes,
+    *,
+    static_bytes: int,
+) -> Timeline:
+    """The step of a rank, with a plan for each of its stages; arguments are those of :func:`make_stage_plans`."""
+    options = [
+        (option,) for stage, plan in zip(stages, plans, strict=True) for option in options_of(stage.profile, plan)
+    ]
+    rates = lanes.rates(plans[0].window, plans[0].ahead)
+    parts = tuple(map(chunk_of, stages))
+    problem = Problem(static_bytes, parts, _names(stages), tuple(options), rates, 0, turns=tuple(turns))
+    return simulate_program(problem.program([0] * len(options)), rates)
+
+
+def _names(stages: Sequence[StageProfile]) -> tuple[str, ...]:
+    return tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls)
+
+
+def chunk_of(stage: StageProfile) -> Part:
+    """What is around the blocks of a stage. See NOTE [ One budget for the chunks of a rank ]."""
+    part, held = part_of(stage.profile), stage.held_bytes
+    (before,), (middle,), (after,) = part.before, part.middle, part.after
+    tasks = kept_program(stage.profile).tasks
+    left = sum(task.change_bytes for task in tasks)
+    of_blocks = sum(task.gradient_bytes for task in tasks)
+    before = replace(before, change_bytes=before.change_bytes + held)
+    between = max(middle.peak_bytes - held, 0)
+    middle = replace(middle, peak_bytes=between, change_bytes=middle.change_bytes - held)
+    after = replace(
+        after,
+        change_bytes=after.change_bytes + stage.gradient_bytes - left,
+        gradient_bytes=max(stage.gradient_bytes - of_blocks, 0),
+    )
+    before, middle, after = (
+        replace(task, name=f"stage {stage.index}, {task.name}") for task in (before, middle, after)
+    )
+    return Part(part.blocks, (before,), (middle,), (after,), part.late)
+
+
+def shortened(turns: Sequence[Turn]) -> list[Turn]:
+    """The turns of so many micro-batches as are to be planned for. See NOTE [ Long steps ]."""
+    chunks = 1 + max(turn.chunk for turn in turns)
+    most = _fullest(turns)
+    for count in range(1, chunks):
+        few = [turn for turn in turns if turn.chunk < count]
+        if _fullest(few) == most:
+            return [turn for turn in turns if turn.chunk < 2 * count]
+    return list(turns)
+
+
+def _fullest(turns: Sequence[Turn]) -> list[Counter[int]]:
+    """How many chunks of each part wait, whenever there are not as many of each at another time."""
+    waiting: Counter[int] = Counter()
+    found: list[Counter[int]] = []
+    for turn in turns:
+        waiting[turn.part] += -1 if turn.is_backward else 1
+        if not any(waiting <= other for other in found):
+            found = [other for other in found if not other <= waiting] + [+waiting]
+    return sorted(found, key=lambda counts: sorted(counts.items()))

@@ -1,0 +1,221 @@
+"""Times and bytes at instants of a step, in the order of the program.
+
+NOTE [ Instants of a program ]
+
+An accelerator's allocator gives and takes memory when the host asks, far ahead of the device: so its counters, read
+between two operators, say what the program holds there, and no synchronisation is needed. Times are the device's, by
+events. The CPU has no such counters. There, the resident bytes of the process are read, and the kernel's mark of the
+most (``resident.py``): a budget on a CPU is of these. ``malloc`` is set so that a freed tensor's bytes are not resident
+any more (``malloc.py``). Tensors below its threshold are seen in part.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+from torch.nn import Module
+
+from spillway._torch import storage_parts
+from spillway.planner.profile import Static
+from spillway.runtime.process_memory import Resident, ResidentPeak, resident_bytes
+
+GRAIN = 512
+"""Bytes to which torch's allocator for accelerators rounds up."""
+_CYCLES = 1.5e9
+"""Of an accelerator, in a second, about."""
+
+
+class Reading(NamedTuple):
+    """What was measured at an instant."""
+
+    seconds: float
+    """Since the first instant."""
+    level: int
+    """Bytes that are allocated."""
+    peak: int
+    """Most bytes that were since the instant before."""
+    made: int
+    """Bytes that were given out since the instant before, whatever was taken back; of a CPU, without what was."""
+
+
+class Meter(ABC):
+    """Marks instants, and reads them in the end."""
+
+    @abstractmethod
+    def mark(self) -> None:
+        """This is an instant."""
+
+    @abstractmethod
+    def finish(self) -> list[Reading]:
+        """What was measured at the instants, in their order. Waits for the device."""
+
+    def wait(self) -> None:  # noqa: B027
+        """Until the device has nothing to do."""
+
+    def lag(self, seconds: float) -> None:  # noqa: B027
+        """Have the device do nothing for about so long: what it is given then waits."""
+
+    def close(self) -> None:  # noqa: B027
+        """Nothing is measured any more."""
+
+
+def allocated(device: torch.device) -> tuple[int, int, int]:
+    """Bytes allocated on an accelerator, the most since that was set back, and all that were ever given out.
+
+    What ``torch.accelerator.memory_allocated`` is made of, which sorts a hundred other figures for each answer.
+    """
+    index = device.index if device.index is not None else torch.accelerator.current_device_index()
+    bytes_of_all = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
+    return bytes_of_all["current"], bytes_of_all["peak"], bytes_of_all["allocated"]
+
+
+class DeviceMemory:
+    """Bytes of a device that count for a budget: those allocated; on the CPU, the process's resident ones."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._resident = ResidentPeak() if device.type == "cpu" else None
+
+    def level(self) -> int:
+        """Now."""
+        return allocated(self._device)[0] if self._resident is None else resident_bytes()
+
+    def peak(self) -> int:
+        """The most, since the peak was reset."""
+        return allocated(self._device)[1] if self._resident is None else self._resident.most()
+
+    def reset_peak(self) -> None:
+        """Forget the peak."""
+        if self._resident is None:
+            torch.accelerator.reset_peak_memory_stats(self._device)
+        else:
+            self._resident.restart()
+
+
+def meter_of(device: torch.device) -> Meter:
+    """A meter for a device, which begins now."""
+    return CpuMeter() if device.type == "cpu" else AcceleratorMeter(device)
+
+
+class AcceleratorMeter(Meter):
+    """See NOTE [ Instants of a program ]. Sets the device's peak back at each instant."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._instants: list[tuple[torch.Event, int, int, int]] = []
+
+    def mark(self) -> None:
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
+        level, peak, made = allocated(self._device)
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        self._instants.append((event, level, peak, made))
+
+    def wait(self) -> None:
+        torch.accelerator.synchronize(self._device)
+
+    def lag(self, seconds: float) -> None:
+        if self._device.type == "cuda":
+            with torch.cuda.device(self._device):
+                torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
+
+    def finish(self) -> list[Reading]:
+        self.wait()
+        if not self._instants:
+            return []
+        first, *_, before = self._instants[0]
+        readings: list[Reading] = []
+        for event, level, peak, made in self._instants:
+            seconds = first.elapsed_time(event) / 1e3 if event is not first else 0.0
+            readings.append(Reading(seconds, level, peak, made - before))
+            before = made
+        return readings
+
+
+class ClockMeter(Meter):
+    """Reads a clock alone, in seconds (``None``: the process's): bytes are 0."""
+
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        self._clock = clock
+        self._instants: list[float] = []
+
+    def mark(self) -> None:
+        self._instants.append(time.perf_counter() if self._clock is None else self._clock())
+
+    def finish(self) -> list[Reading]:
+        return [Reading(seconds - self._instants[0], 0, 0, 0) for seconds in self._instants]
+
+
+class CpuMeter(Meter):
+    """See NOTE [ Instants of a program ]. Restarts the peak at each instant."""
+
+    def __init__(self) -> None:
+        self._peak = ResidentPeak()
+        self._instants: list[tuple[float, Resident]] = []
+
+    def mark(self) -> None:
+        self._instants.append((time.perf_counter(), self._peak.restart()))
+
+    def finish(self) -> list[Reading]:
+        instants = self._instants
+        return [
+            Reading(seconds - instants[0][0], level, peak, max(level - before, 0))
+            for (_, (before, _)), (seconds, (level, peak)) in pairwise([*instants[:1], *instants])
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Bytes on a device that were told apart."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+    def within(self, static_bytes: int) -> Static | None:
+        """All static bytes by what they are; ``None`` if more is known of than is there.
+
+        That happens on the CPU, where static bytes are the resident ones: weights that a file maps need not be.
+        """
+        other = static_bytes - self.weights - self.gradients - self.optimizer
+        return None if other < 0 else Static(self.weights, self.gradients, self.optimizer, other)
+
+
+def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Known:
+    """The bytes on a device now of a model, and of an optimizer's state. Each storage is counted once, and whole."""
+    seen: set[int] = set()
+    parameters = list(model.parameters())
+    states = () if optimizer is None else optimizer.state.values()
+    return Known(
+        weights=_nbytes(parameters, device, seen),
+        gradients=_nbytes((each.grad for each in parameters if each.grad is not None), device, seen),
+        optimizer=_nbytes((value for state in states for value in _tensors(state)), device, seen),
+    )
+
+
+def _tensors(state: object) -> Iterator[torch.Tensor]:
+    # Not by its own values(): an optimizer's state that lies elsewhere would come for that.
+    values = dict.values(state) if isinstance(state, dict) else ()
+    yield from (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _nbytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the plain tensors' storages that were not seen before. What is not plain is not told apart."""
+    total = 0
+    for tensor in tensors:
+        for part in storage_parts(tensor):
+            if part.device != device or part.layout is not torch.strided:
+                continue
+            if type(part) not in (torch.Tensor, torch.nn.Parameter):
+                continue
+            storage = part.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                total += storage.nbytes()
+    return total

@@ -1,0 +1,249 @@
+"""Watches one call of a block, operator by operator: what each takes, makes and holds.
+
+NOTE [ Small operators ]
+
+An operator that takes less time than the host needs to launch it would be measured by the host. So the block's
+operators are queued behind work that keeps the device busy for a while, with events between them, and run one right
+after the other when it ends. It is products of matrices, and no mere pause, after which a device's clocks would be
+others than in a step. In a first step kernels are loaded and memory is asked for, and the host may still not be done
+when the work has ended: then what it measured is the host again, and another call is watched.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from spillway.checkpointing.program import Operator
+from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.tensors import OperatorMode, tensors_in
+from spillway.planner.profile import Again, OperatorProfile, Value
+from spillway.profiler.meter import GRAIN, AcceleratorMeter, ClockMeter, Meter
+from spillway.selectors import full_name
+
+_WIDTH = 4096
+_ODD = 251
+_PRODUCTS = 500
+"""Some 100 ms on a fast device, and fewer launches than may be queued."""
+_MOST_TRIES = 3
+
+
+class Probe:
+    """Measures the operators of one call.
+
+    Args:
+        device: where the block computes.
+        before: that of an earlier call, which was not complete.
+        meter: that reads each operator's begin and end. ``None``: the device's; of a CPU, its clock alone.
+    """
+
+    def __init__(self, device: torch.device, before: Probe | None = None, meter: Meter | None = None) -> None:
+        self._device = device
+        if meter is None:
+            meter = ClockMeter() if device.type == "cpu" else AcceleratorMeter(device)
+        self._meter = meter
+        self._marks = 0
+        self._tries: int = 1 if before is None else before._tries + 1
+        self._busy: torch.Event | None = None
+        """When the device is through with what keeps it busy."""
+        self._was_late = False
+        """Whether it was, before the host had queued all operators."""
+        self._begins: dict[int, int] = {}
+        """Of each operator, the number of the mark where it began: the next one is its end."""
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._nbytes: dict[int, int] = {}
+        self._dies_at: dict[int, int] = {}
+        self.operators: tuple[OperatorProfile, ...] | None = None
+        """Once the call has ended and :meth:`read` was called."""
+        self.values: tuple[Value, ...] = ()
+        self.saves_at: tuple[int, ...] = ()
+        self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the call has ended, and was timed by the device's clock, as far as it can be."""
+        return self._ended is not None and (not self._was_late or self._tries >= _MOST_TRIES)
+
+    @contextmanager
+    def watching(self, recorder: Recorder) -> Iterator[None]:
+        """A context around the run of the function."""
+        if self._device.type not in ("cpu", "meta"):
+            _keep_busy(self._device)
+            self._busy = torch.Event(self._device)
+            self._busy.record(torch.accelerator.current_stream(self._device))
+        with _Watch(self, recorder):
+            yield
+
+    def ended(self, recorder: Recorder) -> None:
+        """The function has returned."""
+        count = len(recorder.operators)
+        self._was_late = self._busy is not None and self._busy.query()
+        self.note_deaths(count)
+        saved_at: dict[int, int] = {}
+        saved_last_at: dict[int, int] = {}
+        for each in recorder.saved:
+            if each.value is not None and not each.is_parameter:
+                saved_at.setdefault(each.value, each.place)
+                saved_last_at[each.value] = each.place
+        inputs = {value for values in recorder.inputs for value in values}
+        made = recorder.makers.keys() | recorder.casts
+        values = []
+        for number in range(recorder.count):
+            place = recorder.makers.get(number)
+            is_input = number in inputs and place is None and self._may_leave(recorder, number)
+            is_saved = number in saved_at and (number in made or is_input)
+            nbytes = self._nbytes.get(number, 0)
+            if number not in made:
+                nbytes = recorder.outside[number].nbytes if number in recorder.outside else 0
+            values.append(
+                Value(
+                    nbytes=nbytes,
+                    maker=place,
+                    is_input=is_input,
+                    # Inputs may be offloaded at once.
+                    saved_at=(0 if is_input else saved_at[number]) if is_saved else None,
+                    saved_last_at=saved_last_at[number] if is_saved else None,
+                    # The caller holds the outputs.
+                    dies_at=count + 1
+                    if place is None or number in recorder.outputs
+                    else self._dies_at.get(number, count),
+                    is_cast=number in recorder.casts,
+                )
+            )
+        self.saves_at = tuple(recorder.saves_at)
+        self._ended = list(recorder.operators), tuple(values)
+        self._inputs = list(recorder.inputs)
+        self._opaque = recorder.values.opaque is not None
+        self._alive.clear()
+
+    def read(self, shared: Collection[int]) -> None:
+        """Make a profile of the trace. Other blocks share the tensors at these places. Waits for the device."""
+        assert self._ended is not None
+        calls, values = self._ended
+        others = {value for place in shared if place < len(self._inputs) for value in self._inputs[place]}
+        self.values = tuple(
+            replace(value, is_input=False, saved_at=None, saved_last_at=None) if number in others else value
+            for number, value in enumerate(values)
+        )
+        readings = self._meter.finish()
+        operators = []
+        for place, call in enumerate(calls):
+            seconds, workspace, mark = 0.0, 0, self._begins.get(place)
+            if mark is not None:
+                begin, end = readings[mark], readings[mark + 1]
+                seconds = end.seconds - begin.seconds
+                workspace = max(end.peak - max(begin.level, end.level), 0)
+            always = self._opaque or (call.always_runs and not call.is_view)
+            operators.append(
+                OperatorProfile(
+                    name=full_name(call.func),
+                    seconds=seconds,
+                    reads=call.reads,
+                    makes=call.makes,
+                    writes=call.writes,
+                    again=Again.ALWAYS if always else Again.VIEW if call.is_view else Again.FREE,
+                    workspace_bytes=workspace,
+                )
+            )
+        self.operators = tuple(operators)
+
+    def _may_leave(self, recorder: Recorder, number: int) -> bool:
+        outside = recorder.outside[number]
+        # The user holds a leaf anyway.
+        is_ours = outside.device == self._device and not (outside.is_leaf and outside.requires_grad)
+        return is_ours and outside.storage() is not None and outside.is_floating_point
+
+    def note_deaths(self, place: int) -> None:
+        """Note the values that died before this place."""
+        dead = [value for value, storage in self._alive.items() if storage() is None]
+        for value in dead:
+            del self._alive[value]
+            self._dies_at[value] = place
+
+    def mark(self) -> int:
+        """An operator begins or has ended; gives the number of the mark."""
+        self._meter.mark()
+        self._marks += 1
+        return self._marks - 1
+
+    def note(self, recorder: Recorder, place: int, output: Any, begin: int) -> None:
+        """An operator has run: the recorder counted it, or it may have been a cast."""
+        is_counted = len(recorder.operators) > place
+        if is_counted:
+            self._begins[place] = begin
+        makes = recorder.operators[place].makes if is_counted else recorder.casts
+        for part in tensors_in((output,)):
+            value = recorder.values.find(part)
+            if value is not None and value in makes:
+                storage = part.untyped_storage()
+                self._nbytes[value] = -(-storage.nbytes() // GRAIN) * GRAIN
+                if is_counted:
+                    self._alive[value] = weakref.ref(storage)
+
+
+class WatchedCall:
+    """An :class:`~spillway.checkpointing.recorder.Observer` of one call, with a probe if its operators are measured.
+
+    ``asked`` is told when backward is given what was saved after so many operators, and gets that and its handle.
+    ``casts`` is given each storage that a leaf was cast to.
+    """
+
+    def __init__(
+        self,
+        probe: Probe | None,
+        asked: Callable[[int, torch.Tensor, object], None],
+        casts: Callable[[torch.UntypedStorage], None],
+    ) -> None:
+        self._probe = probe
+        self.asked = asked
+        self.casts = casts
+
+    @property
+    def wants_operators(self) -> bool:
+        return self._probe is not None
+
+    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
+        return nullcontext() if self._probe is None else self._probe.watching(recorder)
+
+    def ended(self, recorder: Recorder) -> None:
+        if self._probe is not None:
+            self._probe.ended(recorder)
+
+
+def _keep_busy(device: torch.device) -> None:
+    """See NOTE [ Small operators ]."""
+    with torch.no_grad(), _disable_current_modes():
+        # Of zeros they would take less power than of other numbers, and so less time.
+        numbers = torch.arange(_WIDTH * _WIDTH, dtype=torch.int32, device=device).remainder_(_ODD)
+        factor = numbers.view(_WIDTH, _WIDTH).to(torch.bfloat16)
+        del numbers
+        product = torch.empty_like(factor)
+        for _ in range(_PRODUCTS):
+            torch.mm(factor, factor, out=product)
+
+
+class _Watch(OperatorMode):
+    """Sits on top of the mode that records."""
+
+    def __init__(self, probe: Probe, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._probe = probe
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        probe, recorder = self._probe, self._recorder
+        place = len(recorder.operators)
+        probe.note_deaths(place)
+        begin = probe.mark()
+        output = func(*args, **(kwargs or {}))
+        probe.mark()
+        probe.note(recorder, place, output, begin)
+        return output

@@ -1,0 +1,386 @@
+"""Groups of saved tensors that are offloaded together: the rules, and the groups of one pass.
+
+A *group* is everything saved inside one ``with spillway.group(name)``. A name may have any number of groups in a pass,
+one for each layer, say.
+
+NOTE [ Offloading a group ]
+
+Tensors saved inside a group wait until its end, where every operator that saved one has returned, and are offloaded
+then. A delayed group waits until it is flushed, which may be long after the pass. Reloading needs no groups: backward
+asks for the members one after the other, so the learned order prefetches them one after the other.
+
+NOTE [ Memory that is released ]
+
+The program may hold a tensor that only backward still needs, and Spillway has it. When its group leaves, the tensor's
+memory is freed: the tensor gets one element instead, not a number, seen at every place. The base of a view is treated
+the same way, since autograd holds it as long as the view. Code that uses the tensor all the same computes visible
+nonsense, and touches no freed memory. If a view or another tensor still sees the memory, nothing would be gained: an
+error.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from spillway.errors import UsageError
+from spillway.runtime.backend import label
+from spillway.runtime.bytes import Bytes
+from spillway.runtime.device import Runtime
+from spillway.runtime.entry import ByteCounters
+from spillway.runtime.tiers import Tier
+from spillway.saved_tensors.identity import SavedStorage
+from spillway.saved_tensors.order import PastGroup
+from spillway.units import parse_bytes
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rules about groups: only tensors saved inside groups are offloaded, and only in groups that the rules name.
+
+    The first pass under a tag, and one whose groups differ from the last pass's, offloads every group. After that the
+    rules apply. Each keeps groups from the end, which backward asks for first.
+
+    Args:
+        patterns: for :func:`~spillway.attach`: names of groups, each with one or several shell patterns of dotted
+            module names. The tensors that a matching module saves are a group. The outermost of nested matches counts.
+            Without patterns, the code names groups: ``with spillway.group(name)``.
+        margin: how many of the last groups of each name are kept.
+        fewer_bytes: bytes to keep in addition, in whole groups, the last first: for pipeline ranks that need to save
+            less than the first one. Bytes, or a size like ``"2GiB"``.
+        fraction: the share of the remaining groups of a pass that is offloaded, whatever their names: the first ones,
+            rounded up. From 0 to 1.
+        in_flight: how many groups of a name may be in flight at once, for each name or for all; compute waits for the
+            oldest. ``None``: as many as the in-flight limit holds.
+
+    Raises:
+        UsageError: for arguments that cannot be meant.
+        SizeError: for a size that is none.
+
+    Example:
+        >>> groups = spillway.Groups({"attention": "*.self_attn", "mlp": "*.mlp"}, margin=1)  # doctest: +SKIP
+        >>> attached = spillway.attach(model, groups=groups)  # doctest: +SKIP
+    """
+
+    patterns: Mapping[str, str | Sequence[str]] = field(default_factory=dict)
+    margin: int = 0
+    fraction: float = 1.0
+    fewer_bytes: int | str = 0
+    in_flight: int | Mapping[str, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.patterns, Mapping):
+            raise UsageError(f"patterns: got {self.patterns!r}, expected a mapping from names of groups to patterns")
+        for name, pattern in self.patterns.items():
+            check_name(name)
+            patterns = (pattern,) if isinstance(pattern, str) else pattern
+            if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
+                raise UsageError(f"group {name!r}: got {pattern!r}, expected a pattern of module names, or several")
+        if type(self.margin) is not int or self.margin < 0:
+            raise UsageError(f"margin: got {self.margin!r}, expected a whole number of groups, 0 or more")
+        if (
+            isinstance(self.fraction, bool)
+            or not isinstance(self.fraction, (int, float))
+            or not 0 <= self.fraction <= 1
+        ):
+            raise UsageError(f"fraction: got {self.fraction!r}, expected a number from 0 to 1")
+        object.__setattr__(self, "fewer_bytes", parse_bytes(self.fewer_bytes, what="fewer_bytes"))
+        limits = self.in_flight.values() if isinstance(self.in_flight, Mapping) else (self.in_flight,)
+        if any(limit is not None and (type(limit) is not int or limit < 1) for limit in limits):
+            raise UsageError(
+                f"in_flight: got {self.in_flight!r}, expected a whole number of at least 1, a mapping from names to "
+                f"such, or None"
+            )
+
+    def staying(self, past: Sequence[PastGroup]) -> frozenset[int]:
+        """The groups to keep in a pass like one that had these: their places among all."""
+        stay: set[int] = set()
+        by_name: dict[str, list[int]] = {}
+        for place, group in enumerate(past):
+            by_name.setdefault(group.name, []).append(place)
+        for places in by_name.values():
+            stay.update(places[max(len(places) - self.margin, 0) :])
+        # An empty group may have tensors the next time: an expert that got no tokens, say.
+        eligible = [place for place, group in enumerate(past) if place not in stay and group.nbytes]
+        fewer = self.fewer_bytes
+        assert isinstance(fewer, int)
+        while eligible and past[eligible[-1]].nbytes <= fewer:
+            fewer -= past[eligible[-1]].nbytes
+            stay.add(eligible.pop())
+        if self.fraction < 1:
+            # Rounding first: 0.07 * 100 is a little more than 7.
+            leaving = eligible[: math.ceil(round(self.fraction * len(eligible), 9))]
+            stay.update(range(leaving[-1] + 1 if leaving else 0, len(past)))
+        return frozenset(stay)
+
+    def over(self, passes: Sequence[Sequence[PastGroup]]) -> list[Groups]:
+        """The rules of each of several passes that are alive together.
+
+        ``margin`` and ``fewer_bytes`` apply to the passes that backward comes to first, ``fraction`` to each.
+
+        Args:
+            passes: their groups, in the order in which backward comes to the passes.
+        """
+        rules: list[Groups] = []
+        rest = self
+        for past in passes:
+            whole = replace(rest, fraction=1.0)
+            kept = whole.staying(past) - replace(whole, fewer_bytes=0).staying(past)
+            rules.append(rest)
+            fewer = rest.fewer_bytes
+            assert isinstance(fewer, int)
+            rest = replace(rest, margin=0, fewer_bytes=fewer - sum(past[place].nbytes for place in kept))
+        return rules
+
+    def most_in_flight(self, name: str) -> int | None:
+        """How many groups of the name may be in flight at once."""
+        return self.in_flight.get(name) if isinstance(self.in_flight, Mapping) else self.in_flight
+
+
+def check_name(name: object) -> str:
+    """The name of a group; raises :class:`~spillway.errors.UsageError` if it is none."""
+    if not isinstance(name, str) or not name:
+        raise UsageError(f"group: got {name!r}, expected a name, which is a string that is not empty")
+    return name
+
+
+# An entry, its runtime and tier, and whether to hold it back. A plain tuple: one is made for every saved tensor.
+_Departure = tuple[SavedStorage, Runtime, Tier, bool]
+
+
+class Waiting:
+    """Entries that will be offloaded together.
+
+    Args:
+        window: bytes that may be LEAVING at once on a device.
+    """
+
+    def __init__(self, window: Callable[[Runtime], int]) -> None:
+        self._window = window
+        self._departures: list[_Departure] = []
+        self.nbytes = 0
+        """Bytes of all of them."""
+
+    def add(self, saved: SavedStorage, runtime: Runtime, tier: Tier, *, hold: bool) -> None:
+        """Add one; ``hold``: it is copied only if later ones need its room."""
+        self._departures.append((saved, runtime, tier, hold))
+        self.nbytes += saved.nbytes
+
+    @property
+    def is_batch(self) -> bool:
+        """Whether they fill a batch."""
+        return bool(self._departures) and self.nbytes >= self._departures[-1][1].mover.batch
+
+    def send(self) -> None:
+        """Offload them now. The caller knows that they have been written."""
+        departures, self._departures, self.nbytes = self._departures, [], 0
+        if not departures:
+            return
+        # Copies are no operators of the user's: an active dispatch mode must not see them.
+        with torch._C._DisableTorchDispatch():
+            for (runtime, tier, hold), together in itertools.groupby(departures, key=operator.itemgetter(1, 2, 3)):
+                entries = [departure[0] for departure in together]
+                runtime.mover.put(entries, tier, window=self._window(runtime), hold=hold)
+
+    def clear(self) -> None:
+        """Keep them."""
+        self._departures.clear()
+        self.nbytes = 0
+
+    def members(self) -> list[tuple[SavedStorage, Runtime]]:
+        """All of them, with their runtimes."""
+        return [(saved, runtime) for saved, runtime, _, _ in self._departures]
+
+
+class Group:
+    """One group of a pass.
+
+    Args:
+        name: of the group.
+        place: its place among all groups of the pass.
+        ledger: counts what becomes of what is saved in it.
+        window: bytes that may be LEAVING at once on a device.
+    """
+
+    def __init__(self, name: str, place: int, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
+        self.name = name
+        self.place = place
+        self.ledger = ledger
+        self.waiting = Waiting(window)
+        self.nbytes = 0
+        """Bytes that were saved in it and could be offloaded."""
+        self.count = 0
+        """Number of their storages."""
+        self._sent: list[tuple[weakref.ref[SavedStorage], Runtime]] = []
+
+    def send(self) -> None:
+        """Offload it now. See NOTE [ Offloading a group ]."""
+        self._sent += [(saved.reference, runtime) for saved, runtime in self.waiting.members()]
+        with label(f"leave {self.name}"):
+            self.waiting.send()
+
+    def settle(self) -> None:
+        """Compute waits for its copies under way, and its bytes are released."""
+        for runtime, entries in _by_runtime(self._sent):
+            runtime.mover.settle(entries)
+
+    def fetch(self) -> None:
+        """Reload its offloaded bytes."""
+        for runtime, entries in _by_runtime(self._sent):
+            runtime.mover.fetch(entries)
+
+    def release(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Free the memory of tensors that leave with the group. See NOTE [ Memory that is released ]."""
+        leaving = {id(saved.storage) for saved, _ in self.waiting.members()}
+        for tensor in tensors:
+            if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+                raise UsageError(f"release: got {tensor!r:.200}, expected a plain tensor")
+            if tensor.layout is torch.strided and id(tensor.untyped_storage()) in leaving:
+                _release(tensor)
+
+
+class PassGroups:
+    """The groups of one pass.
+
+    Args:
+        rules: which of them are kept, and that no other tensor is offloaded; ``None``: the policy decides alone.
+        ledger: of the pass.
+        window: bytes that may be LEAVING at once on a device.
+    """
+
+    def __init__(self, rules: Groups | None, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
+        self.rules = rules
+        self._ledger = ledger
+        self._window = window
+        self._open: list[Group] = []
+        self._all: list[Group] = []
+        self._in_flight: dict[str, deque[Group]] = {}
+        # Another thread may flush a delayed group.
+        self._lock = threading.Lock()
+        self._past: Sequence[PastGroup] = ()
+        self._staying: frozenset[int] = frozenset()
+
+    @property
+    def current(self) -> Group | None:
+        """The innermost that has not ended."""
+        return self._open[-1] if self._open else None
+
+    def learn(self, past: Sequence[PastGroup]) -> None:
+        """Learn the groups of the pass before."""
+        self._past = past
+        self._staying = self.rules.staying(past) if self.rules is not None else frozenset()
+
+    def start(self, name: str) -> Group:
+        """A group begins."""
+        group = Group(name, len(self._all), self._ledger.of_group(name), self._window)
+        self._all.append(group)
+        self._open.append(group)
+        return group
+
+    def stays(self, group: Group | None) -> bool:
+        """Whether the rules keep the tensors of the group; ``None``: those outside of any."""
+        if self.rules is None:
+            return False
+        if group is None:
+            return True
+        place = group.place
+        # If the pass differs from the last one, its end is unknown.
+        is_known = place < len(self._past) and self._past[place].name == group.name
+        return is_known and place in self._staying
+
+    def end(self, group: Group, *, release: Iterable[torch.Tensor] = (), later: bool = False) -> None:
+        """A group ends, and is offloaded unless ``later``."""
+        # A group that outlives its pass (a generator's) is not among them after an exception.
+        if group in self._open:
+            self._open.remove(group)
+        group.release(release)
+        if not later:
+            self.send(group)
+
+    def send(self, group: Group) -> None:
+        """Offload it, after the oldest groups of its name above the limit."""
+        limit = None if self.rules is None else self.rules.most_in_flight(group.name)
+        if limit is not None:
+            with self._lock:
+                in_flight = self._in_flight.setdefault(group.name, deque())
+                while len(in_flight) >= limit:
+                    in_flight.popleft().settle()
+                in_flight.append(group)
+        group.send()
+
+    @property
+    def open(self) -> Sequence[Group]:
+        """Those that have not ended, the innermost last."""
+        return self._open
+
+    @property
+    def all(self) -> Sequence[Group]:
+        """Those that have begun."""
+        return self._all
+
+    def give_up(self, group: Group) -> None:
+        """A group ends, and its waiting tensors are kept."""
+        self._open.remove(group)
+        group.waiting.clear()
+
+    def abandon(self) -> list[Group]:
+        """The pass is over: give up the groups that have not ended, and return them."""
+        abandoned = list(self._open)
+        for group in abandoned:
+            self.give_up(group)
+        return abandoned
+
+    def find_open(self, name: str) -> Group | None:
+        """The first of the name that has not ended."""
+        return next((group for group in self._open if group.name == name), None)
+
+    def past(self) -> list[PastGroup]:
+        """For the next pass."""
+        return [PastGroup(group.name, group.nbytes) for group in self._all]
+
+
+def _by_runtime(
+    members: Iterable[tuple[weakref.ref[SavedStorage], Runtime]],
+) -> Iterable[tuple[Runtime, list[SavedStorage]]]:
+    runtimes: dict[int, tuple[Runtime, list[SavedStorage]]] = {}
+    for reference, runtime in members:
+        saved = reference()
+        if saved is not None:
+            runtimes.setdefault(id(runtime), (runtime, []))[1].append(saved)
+    return runtimes.values()
+
+
+def _release(tensor: torch.Tensor) -> None:
+    storage = tensor.untyped_storage()
+    family = [tensor] if tensor._base is None else [tensor, tensor._base]
+    # But for theirs, and that of Python's name for the storage, and for Python's name for the tensor: where autograd
+    # saves without hooks, it holds the very tensor, and it holds a leaf that a gradient is wanted of.
+    others = torch._C._storage_Use_Count(storage._cdata) - len(family) - 1
+    others += tensor._use_count() - 1  # type: ignore[attr-defined]
+    if others > 0:
+        raise UsageError(
+            f"release: got a tensor of shape {list(tensor.shape)} whose memory {others} other tensor(s) or views still "
+            f"see, expected that nothing else does, since none of it would be free; release it where the last of them "
+            f"is gone, or leave it out"
+        )
+    with torch.no_grad(), torch._C._DisableTorchDispatch():
+        for each in family:
+            each.data = _nonsense(each).expand(each.shape)
+
+
+def _nonsense(tensor: torch.Tensor) -> torch.Tensor:
+    """One element that spoils whatever is computed of it: no number, or no index."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        nan = complex(torch.nan, torch.nan) if tensor.is_complex() else torch.nan
+        return torch.full((), nan, dtype=tensor.dtype, device=tensor.device)
+    one = torch.empty(1, dtype=tensor.dtype, device=tensor.device)
+    Bytes.of(one).tensor().fill_(0x80)
+    return one.reshape(())

@@ -1,0 +1,220 @@
+"""Handles: the objects that autograd holds in place of saved tensors.
+
+NOTE [ Ownership by autograd ]
+
+``pack`` gives autograd a *handle*, and ``unpack`` turns it back into the tensor. Only autograd holds the handle. When
+autograd releases it (after backward, with the graph, on an exception), it dies, and its bytes are freed. So there is no
+table to clear and no step to end, and any number of graphs may be alive. Unpacking twice gives the same tensor.
+
+A handle must not hold a tensor that has a ``grad_fn``: an output would hold its own node, which holds the handle.
+
+NOTE [ The check that hooks switch off ]
+
+Autograd raises an error if a saved tensor was changed in place, by its version. Under hooks it does not. So each handle
+has a *tracker*: an alias that shares the version counter and no storage (``tracker = t.detach(); tracker.data =
+nothing``), valid also while the bytes are offloaded. The tensor for backward is made from the tracker and shares the
+counter, as autograd's own does: if a backward function writes into it, the next one that reads it raises.
+"""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from spillway.errors import InplaceError
+from spillway.runtime.device import Runtime
+from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe
+
+
+class Handle(Protocol):
+    """The object that autograd holds in place of a saved tensor. See NOTE [ Ownership by autograd ]."""
+
+    def unpack(self) -> Any: ...
+
+    def is_intact(self) -> bool:
+        """Whether the tensor was not written since it was saved, according to its version."""
+        ...
+
+
+class KeptHandle:
+    """A handle of a kept tensor: holds the tensor itself, or an alias without its history."""
+
+    __slots__ = ("__weakref__", "_constant", "_version", "alias", "saved")
+
+    def __init__(self, tensor: torch.Tensor, saved: Known | None = None) -> None:
+        # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: an
+        # in-place write may still make a constant part of the graph, and `release` counts aliases. A subclass is held
+        # itself, since an alias may lack attributes that only its own code knows.
+        stays_a_leaf = tensor.is_leaf and (tensor.requires_grad or type(tensor) is not torch.Tensor)
+        self.alias = tensor if stays_a_leaf else tensor.detach()
+        self._constant = None
+        """A weak reference to a constant: while the object lives, autograd gives it back, and so does the handle."""
+        if not stays_a_leaf:
+            carry_attributes(tensor, self.alias)
+            if tensor.is_leaf:
+                self._constant = weakref.ref(tensor)
+        self._version = -1 if tensor.is_inference() else tensor._version
+        self.saved = saved
+
+    def unpack(self) -> torch.Tensor:
+        if self._version != -1:
+            check_version(self.alias, self._version, self.alias)
+        constant = None if self._constant is None else self._constant()
+        return self.alias if constant is None or not constant.is_leaf else constant
+
+    def is_intact(self) -> bool:
+        return self._version == -1 or self.alias._version == self._version
+
+
+class AwayHandle:
+    """A handle of an offloaded tensor, whose storage is an entry of the mover."""
+
+    __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "mover", "saved")
+
+    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, recipe: ViewRecipe, runtime: Runtime) -> None:
+        # First the attributes that the finaliser reads: it runs also if the rest raises.
+        self._round = -1
+        self.saved = saved
+        self._traversals = 0
+        self.mover = runtime.mover
+        self._version = tensor._version
+        self._recipe = recipe
+        self._tracker = tensor.detach()
+        self._tracker.data = runtime.nothing
+        carry_attributes(tensor, self._tracker)
+
+    def unpack(self) -> torch.Tensor:
+        if self._tracker._version != self._version:
+            check_version(self._tracker, self._version, self._recipe)
+        if torch.is_inference_mode_enabled():
+            # A tensor made inside has no version counter, and could not share the user's.
+            with torch.inference_mode(mode=False):
+                return self.unpack()
+        if torch._C._len_torch_dispatch_stack() > 0:
+            with torch._C._DisableTorchDispatch():
+                return self._fetch()
+        return self._fetch()
+
+    def _fetch(self) -> torch.Tensor:
+        saved = self.saved
+        order = saved.order
+        if order is not None:
+            # Read without the lock: whether it was caught before it left is a hint.
+            order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.has_not_left())
+            self._traversals += 1
+        storage, made, low, self._round = self.mover.take(saved, self._round, order)
+        tensor = self._tracker.detach()
+        # A handle of the entry's form takes the tensor as it came. Any other makes its own view of the storage.
+        tensor.data = made if made is not None and self._recipe is saved.form else self._recipe.rebuild(storage, low)
+        carry_attributes(self._tracker, tensor)
+        return tensor
+
+    def is_intact(self) -> bool:
+        return self._tracker._version == self._version
+
+    def __del__(self) -> None:
+        if torch._C._len_torch_dispatch_stack() > 0:
+            # Releasing is no operator: an active dispatch mode must not see it.
+            with torch._C._DisableTorchDispatch():
+                self.mover.forget(self.saved, self._round)
+        else:
+            self.mover.forget(self.saved, self._round)
+
+
+class ObjectHandle:
+    """A handle of a part of a wrapper subclass that is no tensor (a device mesh), or that must be the very object."""
+
+    __slots__ = ("_part",)
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+
+    def unpack(self) -> Any:
+        return self._part
+
+    def is_intact(self) -> bool:
+        return True
+
+
+class PartsHandle:
+    """A handle of a wrapper subclass: the handles of its parts."""
+
+    __slots__ = ("_context", "_owner", "_parts", "_size", "_stride", "_type", "_version")
+
+    def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
+        # An alias that shares a wrapper's counter shares its parts too. So the owner is checked while it lives; its
+        # views keep it alive.
+        base = tensor._base
+        self._owner = weakref.ref(tensor if base is None else base)
+        self._version = tensor._version
+        self._type: Any = type(tensor)
+        self._parts = parts
+        self._context = context
+        self._size = tensor.size()
+        self._stride = tensor.stride() if tensor.layout is torch.strided else None
+
+    def unpack(self) -> torch.Tensor:
+        owner = self._owner()
+        if owner is not None:
+            check_version(owner, self._version, owner)
+        parts = {name: handle.unpack() for name, handle in self._parts.items()}
+        tensor: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
+        return tensor.detach() if tensor.requires_grad else tensor
+
+    def is_intact(self) -> bool:
+        owner = self._owner()
+        return owner is None or owner._version == self._version
+
+
+unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
+"""The unpack hook."""
+
+
+def pack_kept(tensor: torch.Tensor) -> KeptHandle:
+    """A pack hook that keeps every tensor."""
+    return KeptHandle(tensor)
+
+
+class Likeness(Protocol):
+    """The properties that an error reports of a tensor."""
+
+    @property
+    def size(self) -> Sequence[int]: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+
+def carry_attributes(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Copy the attributes that Python code has set on a tensor to another one."""
+    if tensor.__dict__:
+        other.__dict__.update(tensor.__dict__)
+
+
+def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Tensor) -> None:
+    """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
+    if tracker._version != version:
+        size: Any = like.size
+        if isinstance(like, torch.Tensor):
+            # A nested tensor has no single shape.
+            size = (
+                like._nested_tensor_size().tolist() if like.is_nested and like.layout is torch.strided else like.shape
+            )
+        raise InplaceError(
+            f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "
+            f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+            f"gradient, with torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+def type_name(dtype: torch.dtype, device: torch.device) -> str:
+    """``torch.FloatTensor``, ``torch.cuda.HalfTensor``: how autograd names a tensor's type."""
+    return torch.empty(0, dtype=dtype, device=device).type()

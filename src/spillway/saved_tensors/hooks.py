@@ -1,0 +1,537 @@
+"""The hook that autograd calls when it saves a tensor.
+
+NOTE [ Offloadable tensors ]
+
+A tensor is not offloaded inside the call that saves it. An operator may pack a buffer before its kernel writes it
+(``rrelu`` packs its noise first, and no version shows it). Autograd numbers its nodes, per thread, and makes a node
+before it packs anything for it. So all packs of an operator have one number, and a pack with a higher number shows that
+the operator has run. The tensors packed under the lower number are offloaded then, and the last ones when the context
+exits.
+
+NOTE [ Inside a backward ]
+
+Code that saves tensors during a backward is a replay (a checkpoint's), which uses them at once, or builds the graph of
+a double backward. These tensors are kept. Hooks are pushed all the same: ``torch.utils.checkpoint`` counts packs, and
+would return the wrong tensor if some were missing.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from spillway._torch import Gathered, flatten, in_backward, is_local_part, is_wrapper, next_node
+from spillway.policies import Policy
+from spillway.runtime.device import Runtime
+from spillway.runtime.entry import ByteCounters
+from spillway.runtime.tiers import HostTier, Tier
+from spillway.saved_tensors.decide import Decider, Locator
+from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
+from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
+from spillway.saved_tensors.identity import (
+    Identity,
+    KeptStorage,
+    Known,
+    SavedStorage,
+    StorageMarks,
+    ViewRecipe,
+    is_parameter,
+    reach,
+    why_unmovable,
+)
+from spillway.saved_tensors.order import AccessOrder, Memory, NextPassPredictor, offload_benefit
+from spillway.session import MIN_BYTES, Session
+from spillway.types import Decision
+
+# A member of an enum costs a search of its class each time that it is named.
+_KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
+_TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
+
+
+class Pass:
+    """One forward pass through an ``offload`` context: the pack hook and its state.
+
+    Args:
+        session: whose runtimes move the bytes.
+        policy: decides; ``None`` offloads everything.
+        memory: what was learned from earlier passes of the same tag.
+        min_bytes: smaller tensors are kept, and the policy is not asked.
+        tag: for the policy to read.
+        tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
+        window: bytes that may be LEAVING at once; a float is a share of the session's limit, ``None`` all of it.
+        locator: knows module and operator, if the policy asks for them.
+        may_stand_aside: whether later passes may be disabled, if offloading gains nothing.
+        on_backward: called when backward asks for the first offloaded tensor, on each device.
+        groups: rules about groups. With rules, only tensors in groups are offloaded.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        policy: Policy | None,
+        memory: Memory,
+        *,
+        min_bytes: int,
+        tag: str | None,
+        tier: str,
+        window: int | float | None,
+        locator: Locator | None,
+        may_stand_aside: bool = False,
+        on_backward: Callable[[], object] | None = None,
+        groups: Groups | None = None,
+    ) -> None:
+        self.tag = tag
+        self.ledger = ByteCounters()
+        self._session = session
+        self._state = state = session.of(SavedState)
+        self._identity, self._marks, self._outputs = state.identity, state.marks, state.outputs
+        self._memory = memory
+        self._tier = tier
+        self._locator = locator
+        self._may_stand_aside = may_stand_aside
+        self._on_backward = on_backward
+        # No method of this object: that would be a cycle, and a pass must die with its last reference.
+        self._window_on = functools.partial(_window_on, window)
+        self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        self._turn = 0
+        """See :meth:`~spillway.saved_tensors.order.NextPassPredictor.turn`."""
+        self._gathered: Gathered | None = None
+        self._devices: dict[torch.device, _Device] = {}
+        self.groups = PassGroups(groups, self.ledger, self._window_on)
+        self.decider = Decider(policy, self.groups, self._marks, min_bytes=min_bytes, tag=tag, locator=locator)
+        self.waiting = Waiting(self._window_on)
+        """Tensors outside of groups that are offloaded when their operators have run."""
+        self._waiting_node = 0
+        self._nothing: dict[torch.device, torch.Tensor] = {}
+        self.was_recomputed = False
+        """Whether backward has come to a checkpointed block of the pass."""
+
+    # The state of the pass.
+
+    @property
+    def was_asked(self) -> bool:
+        """Whether backward has asked for a saved tensor."""
+        return self.was_recomputed or any(device.order.was_asked for device in self._devices.values())
+
+    @property
+    def was_dropped(self) -> bool:
+        """Whether the graph is gone before backward asked for any offloaded tensor."""
+        for device in self._devices.values():
+            # After this, dead handles are known to be dead.
+            device.runtime.mover.read_notes()
+        orders = [device.order for device in self._devices.values() if not device.order.is_empty]
+        return bool(orders) and all(order.was_dropped for order in orders)
+
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether a capture has begun or ended since the pass began: its copies would be queued in the wrong place."""
+        return any(self._session.runtime(device) is not each.runtime for device, each in self._devices.items())
+
+    @property
+    def keeps_the_rest(self) -> bool:
+        """Whether every tensor without an explicit decision is kept, and no registry needs to see it."""
+        return self.decider.keeps_all and not (self._outputs.any or self._marks.any)
+
+    def known(self, tensor: torch.Tensor) -> Known | None:
+        """The record of a tensor's bytes, if they were saved and a handle of them is alive."""
+        if why_unmovable(tensor) is not None:
+            return None
+        storage = tensor.untyped_storage()
+        return self._identity.find(storage, *reach(tensor, storage.nbytes()))
+
+    def count_kept(self, nbytes: int) -> None:
+        """Count bytes that were saved and kept."""
+        group = self.groups.current
+        ledger = self.ledger if group is None else group.ledger
+        ledger.saved_bytes += nbytes
+        ledger.kept_bytes += nbytes
+
+    def nothing(self, device: torch.device) -> torch.Tensor:
+        """An empty tensor on the device, for trackers."""
+        nothing = self._nothing.get(device)
+        if nothing is None:
+            nothing = self._nothing[device] = torch.empty(0, device=device)
+        return nothing
+
+    def poisons(self, device: torch.device) -> bool:
+        """Whether the device's backend checks reads of unwritten memory."""
+        return device.type != "meta" and self._session.runtime(device).backend.poisons
+
+    def is_captured(self, device: torch.device) -> bool:
+        """Whether the device's work is being captured into a graph."""
+        if device.type == "meta":
+            return False
+        known = self._devices.get(device)
+        runtime = self._session.runtime(device) if known is None else known.runtime
+        return runtime.backend.is_capturing()
+
+    # Packing.
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """The hook: the handle that autograd holds for ``tensor``."""
+        if in_backward():
+            return KeptHandle(tensor)
+        if torch._C._len_torch_dispatch_stack() > 0 and type(tensor) is torch.Tensor:
+            # Packing is no operator of the user's: dispatch modes (a recorder, a counter) must not see it.
+            with torch._C._DisableTorchDispatch():
+                self.advance()
+                return self._pack(tensor)
+        self.advance()
+        return self._pack(tensor)
+
+    def advance(self) -> None:
+        """Autograd saves a tensor: offload the waiting ones, if their operators have run."""
+        node = next_node()
+        if node > self._waiting_node:
+            self._waiting_node = node
+            # All waiting tensors have been written. Small ones wait until they fill a batch.
+            if self.waiting.is_batch:
+                self.waiting.send()
+
+    def save(self, tensor: torch.Tensor, decision: Decision) -> Handle:
+        """A handle of a tensor whose decision was made elsewhere. See NOTE [ Inside a backward ]."""
+        return KeptHandle(tensor) if in_backward() else self._pack(tensor, decision)
+
+    def save_made(self, tensor: torch.Tensor, recipe: ViewRecipe, decision: Decision) -> Handle:
+        """As :meth:`save`, in forward, of a plain tensor that an operator made and whose recipe is known."""
+        if decision is _KEEP:
+            return self.keep(tensor)
+        if why_unmovable(tensor) is not None:
+            return KeptHandle(tensor)
+        return self._pack_storage(tensor, tensor.untyped_storage(), decision, recipe)
+
+    def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
+        """A hook: like :meth:`pack`, but offloads every saved tensor."""
+        return self.save(tensor, _OFFLOAD)
+
+    def keep(self, tensor: torch.Tensor) -> Handle:
+        """As :meth:`save` of a plain tensor to keep: a shorter way, since a layer saves many."""
+        device = self._devices.get(tensor.device)
+        if device is None or self._signature is None or self._marks.any or self._outputs.any or in_backward():
+            return self.save(tensor, _KEEP)
+        if why_unmovable(tensor) is not None:
+            return KeptHandle(tensor)
+        storage = tensor.untyped_storage()
+        start, nbytes = reach(tensor, storage.nbytes())
+        known = self._identity.find(storage, start, nbytes)
+        if known is not None:
+            handle = self._share(tensor, storage, known, device)
+            if handle is not None:
+                return handle
+        self.decider.pass_over()
+        return self._stays(tensor, storage, start, nbytes)
+
+    def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
+        """As :meth:`keep`, in forward, of a tensor that only its maker has seen.
+
+        Its bytes are not registered, unless the maker returns it (:meth:`stays`).
+
+        Args:
+            tensor: a plain one.
+            nbytes: the bytes counted when such a tensor was kept before.
+        """
+        if self._signature is None or self._marks.any or self._outputs.any or self.groups.current is not None:
+            return self.keep(tensor)
+        if nbytes:
+            self.decider.pass_over()
+            self.ledger.saved_bytes += nbytes
+            self.ledger.kept_bytes += nbytes
+        return KeptHandle(tensor)
+
+    def stays(self, handle: KeptHandle) -> None:
+        """Register a tensor of :meth:`keep_again` that is returned to other code, which may save it."""
+        storage = handle.alias.untyped_storage()
+        handle.saved = KeptStorage(storage, *reach(handle.alias, storage.nbytes()))
+        self._identity.add(storage, handle.saved)
+
+    def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
+        """A second handle of offloadable bytes, for a tensor known to see them as they were saved; ``None``: not so."""
+        if isinstance(handle, AwayHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
+            # Another pass of this session may have made the first one. One of another session is not shared.
+            runtime = self._session.runtime(tensor.device)
+            if handle.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
+                return AwayHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
+        return None
+
+    def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
+        if is_parameter(tensor):
+            return KeptHandle(tensor)
+        if type(tensor) is not torch.Tensor and is_wrapper(tensor):
+            return self._pack_parts(tensor, decision)
+        if why_unmovable(tensor) is not None:
+            return KeptHandle(tensor)
+        storage = tensor.untyped_storage()
+        if self._locator is not None and self._locator.is_parameter_storage(storage):
+            return KeptHandle(tensor)
+        return self._pack_storage(tensor, storage, decision)
+
+    def _pack_parts(self, tensor: torch.Tensor, decision: Decision | None) -> Handle:
+        names, context = flatten(tensor)
+        parts: dict[str, Handle] = {}
+        for name in names:
+            part = getattr(tensor, name)
+            # A jagged tensor is identified by its offsets, the very object: only its values may be offloaded.
+            if not isinstance(part, torch.Tensor) or (tensor.is_nested and name != "_values"):
+                parts[name] = ObjectHandle(part)
+                continue
+            with self.decider.inside(type(tensor)):
+                parts[name] = self._pack(part, decision)
+        return PartsHandle(tensor, parts, context)
+
+    def _pack_storage(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        decision: Decision | None,
+        recipe: ViewRecipe | None = None,
+    ) -> Handle:
+        """A handle of a plain tensor: of a dropped output, of bytes that are registered, or of new ones."""
+        output = self._outputs.get(storage) if self._outputs.any else None
+        dropped = None if output is None else output.pack(tensor, self.nothing(tensor.device))
+        if dropped is not None:
+            return dropped
+        device = self._devices.get(tensor.device)
+        if device is None:
+            device = self._meet(tensor)
+        start, nbytes = 0, storage.nbytes()
+        whole = tensor.nbytes == nbytes and tensor.is_contiguous()
+        if not whole:
+            start, nbytes = reach(tensor, nbytes)
+        known = self._identity.find(storage, start, nbytes)
+        handle = None if known is None else self._share(tensor, storage, known, device, recipe)
+        if handle is not None:
+            return handle
+        if self._signature is None:
+            self._begin(tensor, device)
+        runtime, group = device.runtime, self.groups.current
+        decision = self.decider(tensor, storage, nbytes, decision, group) if self._session.enabled else _KEEP
+        tier = self._tier_for(decision, device)
+        # Bytes at an address that the allocator would not give cannot be restored exactly.
+        moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
+        if moves and self._is_sharded(tensor, storage):
+            return KeptHandle(tensor)
+        if not moves or tier is None:
+            return self._stays(tensor, storage, start, nbytes)
+        ledger = self.ledger if group is None else group.ledger
+        ledger.saved_bytes += nbytes
+        saved = SavedStorage(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
+        self._identity.add(storage, saved)
+        recipe = recipe or ViewRecipe.of(tensor)
+        if whole and not (recipe.conj or recipe.neg):
+            saved.form = recipe
+        self.decider.offloaded_bytes += nbytes
+        runtime.mover.see(saved)
+        away = AwayHandle(tensor, saved, recipe, runtime)
+        order = saved.order = device.order
+        saved.place = order.add(saved.reference, nbytes)
+        waiting = self.waiting if group is None else group.waiting
+        waiting.add(saved, runtime, tier, hold=order.in_tail(saved.place))
+        return away
+
+    def _share(
+        self,
+        tensor: torch.Tensor,
+        storage: torch.UntypedStorage,
+        known: Known,
+        device: _Device,
+        recipe: ViewRecipe | None = None,
+    ) -> Handle | None:
+        """A handle of bytes that another saved tensor has registered, if they may be shared."""
+        if isinstance(known, KeptStorage):
+            return None if self._marks.get(storage) else KeptHandle(tensor, known)
+        if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
+            return None
+        return AwayHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
+
+    def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
+        """A handle of new bytes that are kept."""
+        self.count_kept(nbytes)
+        staying = KeptStorage(storage, start, nbytes)
+        self._identity.add(storage, staying)
+        return KeptHandle(tensor, staying)
+
+    def _is_sharded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
+        """Whether it is an alias of a sharded parameter."""
+        if self._gathered is None:
+            self._gathered = Gathered()
+        return self._gathered.holds(storage) or is_local_part(tensor)
+
+    def _tier_for(self, decision: Decision, device: _Device) -> Tier | None:
+        """The tier to offload to; ``None`` to keep."""
+        if decision is _KEEP:
+            return None
+        tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
+        if device.runtime.backend.unified and isinstance(tier, HostTier):
+            self.ledger.note("kept on the device, whose memory is the host's own: moving it there would free nothing")
+            return None
+        return tier
+
+    # Begin and end.
+
+    def _meet(self, tensor: torch.Tensor) -> _Device:
+        """Set up the device of the first tensor on it."""
+        runtime = self._session.runtime(tensor.device)
+        order = AccessOrder(window=runtime.window, on_backward=self._on_backward)
+        device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), order)
+        return device
+
+    def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
+        """The first tensor of the pass tells which earlier pass it resembles."""
+        self._signature = (tensor.shape, tensor.dtype, tensor.device)
+        # After this, dead handles are known to be dead.
+        device.runtime.mover.read_notes()
+        predictor = self._state.predictor(tensor.device)
+        self._turn = predictor.turn()
+        previous = self._memory.recall(self._signature)
+        if previous is not None:
+            self.decider.total_bytes = previous.total_bytes or None
+            self.groups.learn(previous.groups)
+        device.order = AccessOrder(
+            previous,
+            self._memory.recall_turn(self._signature, self._turn),
+            self._window_on(device.runtime),
+            self._on_backward,
+            predictor,
+            self.tag,
+        )
+
+    def flush(self) -> None:
+        """Offload the waiting tensors outside of groups: every operator that saved one has returned."""
+        self.waiting.send()
+
+    def end(self, *, completed: bool) -> None:
+        """The context exits.
+
+        If nothing was raised inside, the waiting tensors are offloaded, and the pass remembered.
+        """
+        if not completed:
+            self.waiting.clear()
+            self.groups.abandon()
+            return
+        self.waiting.send()
+        for each in self._devices.values():
+            each.runtime.join()
+        if self._signature is not None:
+            # Tensors on other devices than the first one's have no learned order.
+            device = self._signature[2]
+            order = self._devices[device].order
+            order.total_bytes = self.ledger.total().saved_bytes
+            order.groups = self.groups.past()
+            if self._may_stand_aside:
+                backends = [each.runtime.backend for each in self._devices.values()]
+                order.benefit = offload_benefit(order.total_bytes, backends)
+            self._memory.keep(self._signature, self._turn, order)
+            if not order.was_asked:
+                self._state.predictor(device).add(order)
+
+
+class _Device:
+    """The state of a pass on one device."""
+
+    __slots__ = ("order", "runtime", "tier")
+
+    def __init__(self, runtime: Runtime, tier: Tier, order: AccessOrder) -> None:
+        self.runtime = runtime
+        self.tier = tier
+        """The tier of :attr:`Decision.OFFLOAD`."""
+        self.order = order
+
+
+def _window_on(window: int | float | None, runtime: Runtime) -> int:
+    """The in-flight limit in bytes."""
+    if window is None:
+        return runtime.window
+    return int(window * runtime.window) if isinstance(window, float) else window
+
+
+# The state of a session.
+
+
+class Passes(threading.local):
+    """The passes that the calling thread has entered, the innermost last.
+
+    For tensors saved outside of any, an unscoped pass is opened. It ends when backward asks for a tensor of it, or when
+    its graph is gone: tensors saved after that belong to another forward. It also ends when a capture begins or ends.
+    """
+
+    def __init__(self) -> None:
+        self._entered: list[Pass] = []
+        self.open: Pass | None = None
+        """The unscoped pass, if there is one."""
+
+    def enter(self, current: Pass) -> None:
+        """The calling thread enters a pass."""
+        self._entered.append(current)
+
+    def leave(self) -> None:
+        """The calling thread leaves the innermost one."""
+        self._entered.pop()
+
+    def under(self, tag: str | None) -> Pass | None:
+        """The innermost pass of a tag."""
+        return next((entered for entered in reversed(self._entered) if entered.tag == tag), None)
+
+    def current(self, make: Callable[[], Pass]) -> Pass:
+        """The innermost pass, or the unscoped one."""
+        if self._entered:
+            return self._entered[-1]
+        if self.open is not None and self.open.is_elsewhere:
+            # Its waiting tensors stay on the device.
+            self.open.end(completed=False)
+            self.open = None
+        if self.open is None or self.open.was_asked or self.open.was_dropped:
+            if self.open is not None:
+                self.open.end(completed=True)
+            self.open = make()
+        return self.open
+
+
+class Output(Protocol):
+    """An output of a checkpointed block that can be recomputed."""
+
+    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> Handle | None:
+        """A handle of a tensor over it; ``None`` if it was written since."""
+        ...
+
+
+class SavedState:
+    """A session's state of saved tensors: ``session.of(SavedState)``."""
+
+    def __init__(self) -> None:
+        self.identity = Identity()
+        self.marks: StorageMarks[bool] = StorageMarks()
+        """Storages that the user marked: True to offload, False to keep."""
+        self.outputs: StorageMarks[Output] = StorageMarks()
+        """Storages of outputs that can be recomputed."""
+        self.passes = Passes()
+        self._memories: dict[str | None, Memory] = {}
+        self._predictors: dict[torch.device, NextPassPredictor[AccessOrder]] = {}
+        self._lock = threading.Lock()
+
+    def memory(self, tag: str | None) -> Memory:
+        """What was learned under a tag."""
+        with self._lock:
+            return self._memories.setdefault(tag, Memory())
+
+    def predictor(self, device: torch.device) -> NextPassPredictor[AccessOrder]:
+        """Predicts whose backward comes next on a device."""
+        with self._lock:
+            return self._predictors.setdefault(device, NextPassPredictor())
+
+
+def current_pass(session: Session) -> Pass:
+    """The innermost pass that the calling thread is inside of, or the unscoped one."""
+    state = session.of(SavedState)
+
+    def make() -> Pass:
+        made = Pass(
+            session, None, state.memory(None), min_bytes=MIN_BYTES, tag=None, tier="auto", window=None, locator=None
+        )
+        session.unscoped.ledger = made.ledger
+        return made
+
+    return state.passes.current(make)

@@ -1,0 +1,194 @@
+"""The simulated step against an oracle, and what must hold of it for every program."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from planner import oracle
+
+from planner.programs import programs, rates, steps
+from spillway.planner.tasks import Program, Rates
+from spillway.planner.timeline import Lane, Timeline, simulate_program
+
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=300, database=None)
+
+any_program = programs() | steps()
+
+
+def by_lane(timeline: Timeline) -> list[tuple[str, str, float, float, str]]:
+    spans = [(span.lane.value, span.name, span.start, span.end, span.reason) for span in timeline.spans]
+    return sorted(spans, key=lambda span: span[0])
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_every_figure_and_every_span_is_what_the_oracle_says(program: Program, rates: Rates) -> None:
+    expected = oracle.simulate(program, rates)
+    got = simulate_program(program, rates, spans=True)
+    for reason in {span.reason for span in got.spans}:
+        event(f"waits for {reason or 'nothing'}")
+    assert got.to_dict() == {name: getattr(expected, name) for name in got.to_dict()}
+    assert by_lane(got) == expected.spans
+    assert got.levels[-1].device == expected.end_bytes
+
+
+@SETTINGS
+@given(any_program, rates(exact=False))
+def test_with_rates_of_any_kind_the_oracle_is_met_up_to_rounding(program: Program, rates: Rates) -> None:
+    expected = oracle.simulate(program, rates)
+    got = simulate_program(program, rates)
+    assert got.seconds == pytest.approx(float(expected.seconds), rel=1e-9, abs=1e-12)
+    for name in ("stall_seconds", "host_wait_seconds"):
+        assert getattr(got, name) == pytest.approx(float(getattr(expected, name)), rel=1e-9, abs=1e-9 * got.seconds)
+    for name in ("peak_bytes", "peak_task", "host_bytes", "disk_bytes"):
+        assert getattr(got, name) == getattr(expected, name)
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_spans_and_levels_are_told_only_where_asked_for_and_change_no_figure(program: Program, rates: Rates) -> None:
+    short, long = simulate_program(program, rates), simulate_program(program, rates, spans=True)
+    assert short.spans == short.levels == short.holders == ()
+    assert replace(long, spans=(), levels=(), holders=()) == short
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_spans_of_a_lane_never_overlap_and_compute_is_never_idle(program: Program, rates: Rates) -> None:
+    timeline = simulate_program(program, rates, spans=True)
+    starts = [span.start for span in timeline.spans]
+    assert starts == sorted(starts)
+    for lane in Lane:
+        mine = [span for span in timeline.spans if span.lane is lane]
+        assert all(span.start <= span.end for span in mine)
+        assert all(one.end <= other.start for one, other in pairwise(mine))
+        if lane is Lane.COMPUTE:
+            assert all(one.end == other.start for one, other in pairwise(mine))
+            waits = [span.end - span.start for span in mine if span.reason]
+            for_host = [span.end - span.start for span in mine if span.reason == "host"]
+            assert 0 not in waits
+            assert sum(for_host) == timeline.host_wait_seconds
+            assert sum(waits) == timeline.stall_seconds + timeline.host_wait_seconds
+    waited = timeline.stall_seconds + timeline.host_wait_seconds
+    assert timeline.seconds == sum(task.seconds for task in program.tasks) + waited
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_levels_follow_the_clock_and_show_the_most_of_each_tier(program: Program, rates: Rates) -> None:
+    timeline = simulate_program(program, rates, spans=True)
+    clock = [level.seconds for level in timeline.levels]
+    assert clock == sorted(clock) and clock[0] == 0 and clock[-1] == timeline.seconds
+    assert max(level.device for level in timeline.levels) == timeline.peak_bytes
+    assert max(level.host for level in timeline.levels) == timeline.host_bytes
+    assert max(level.disk for level in timeline.levels) == timeline.disk_bytes
+    assert min(level.host for level in timeline.levels) == min(level.disk for level in timeline.levels) == 0
+
+
+@SETTINGS
+@given(steps(), rates())
+def test_a_step_that_drops_all_it_sent_ends_with_what_its_tasks_left(program: Program, rates: Rates) -> None:
+    end = simulate_program(program, rates, spans=True).levels[-1]
+    sent = sum(sent.nbytes for task in program.tasks for sent in task.sends)
+    assert end.device == program.static_bytes + sum(task.change_bytes for task in program.tasks) - sent
+    assert end.host == end.disk == 0
+
+
+@SETTINGS
+@given(any_program, rates(), st.data())
+def test_a_faster_lane_never_makes_a_step_longer_nor_changes_a_byte(
+    program: Program, rates: Rates, data: st.DataObject
+) -> None:
+    lane = data.draw(st.sampled_from(("out", "back", "disk_write", "disk_read")))
+    slow = simulate_program(program, rates)
+    fast = simulate_program(program, replace(rates, **{lane: 2 * getattr(rates, lane)}))
+    assert fast.seconds <= slow.seconds
+    assert untimed(fast) == untimed(slow)
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_a_faster_host_never_makes_a_step_longer_nor_changes_a_byte(program: Program, rates: Rates) -> None:
+    slow = simulate_program(program, rates)
+    fast = simulate_program(with_host(program, 0.5), rates)
+    assert fast.seconds <= slow.seconds
+    assert untimed(fast) == untimed(slow)
+    assert simulate_program(with_host(program, 0), rates).host_wait_seconds == 0
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_no_task_ends_before_the_host_has_queued_it_and_a_host_that_is_ahead_changes_nothing(
+    program: Program, rates: Rates
+) -> None:
+    timeline = simulate_program(program, rates, spans=True)
+    queued = list(accumulate(task.host_seconds for task in program.tasks))
+    runs = [span for span in timeline.spans if span.lane is Lane.COMPUTE and not span.reason]
+    assert all(span.end >= each - program.lead for span, each in zip(runs, queued, strict=True))
+    assert timeline.seconds >= max(queued, default=0.0)
+    if not timeline.host_wait_seconds:
+        assert timeline == simulate_program(with_host(program, 0), rates, spans=True)
+
+
+@SETTINGS
+@given(any_program, rates(), st.integers(1, 12))
+def test_a_larger_lead_never_makes_a_step_longer_and_one_of_all_that_is_queued_leaves_nothing_but_its_whole(
+    program: Program, rates: Rates, more: int
+) -> None:
+    less = simulate_program(program, rates)
+    lead = simulate_program(replace(program, lead=program.lead + more), rates)
+    assert lead.seconds <= less.seconds
+    assert untimed(lead) == untimed(less)
+    whole = sum(task.host_seconds for task in program.tasks)
+    ahead = simulate_program(replace(program, lead=whole), rates)
+    assert ahead.seconds == max(whole, simulate_program(with_host(program, 0), rates).seconds)
+
+
+@SETTINGS
+@given(any_program, rates(), st.integers(1, 12))
+def test_a_larger_window_never_sends_more_out(program: Program, rates: Rates, more: int) -> None:
+    # What is LEAVING in the smaller window is LEAVING in the larger one, too: so no more is let go of, or copied.
+    small = simulate_program(program, rates, spans=True)
+    large = simulate_program(program, replace(rates, window=rates.window + more), spans=True)
+    assert large.host_bytes <= small.host_bytes and large.disk_bytes <= small.disk_bytes
+    assert busy(large, Lane.OUT) <= busy(small, Lane.OUT)
+    assert busy(large, Lane.BACK) <= busy(small, Lane.BACK)
+
+
+@SETTINGS
+@given(steps(), rates(), st.integers(1, 12))
+def test_a_larger_window_never_lowers_the_peak_of_a_step_that_sends_before_it_takes(
+    program: Program, rates: Rates, more: int
+) -> None:
+    # Where a take comes before a send this is not so: what the larger window holds on to for longer, the smaller one
+    # may have fetched already.
+    small = simulate_program(program, rates)
+    large = simulate_program(program, replace(rates, window=rates.window + more))
+    assert large.peak_bytes >= small.peak_bytes
+
+
+@SETTINGS
+@given(any_program, rates())
+def test_with_room_for_everything_nothing_moves(program: Program, rates: Rates) -> None:
+    timeline = simulate_program(program, replace(rates, window=1000), spans=True)
+    assert timeline.stall_seconds == 0
+    assert busy(timeline, Lane.BACK) == 0
+
+
+def untimed(timeline: Timeline) -> Timeline:
+    return replace(timeline, seconds=0, stall_seconds=0, host_wait_seconds=0)
+
+
+def with_host(program: Program, factor: float) -> Program:
+    """The same with a host that takes so many times as long."""
+    return replace(
+        program, tasks=tuple(replace(task, host_seconds=factor * task.host_seconds) for task in program.tasks)
+    )
+
+
+def busy(timeline: Timeline, lane: Lane) -> float:
+    return sum(span.end - span.start for span in timeline.spans if span.lane is lane)

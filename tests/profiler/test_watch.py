@@ -1,0 +1,242 @@
+"""What a watch makes of instants: bytes without those that lanes carry, and the host's time without its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from spillway.profiler.compile import _outside
+from spillway.profiler.meter import Meter, Reading
+from spillway.profiler.watch import Watch, Watched
+
+
+class Counter(Meter):
+    """Reads a level that is set by hand."""
+
+    def __init__(self) -> None:
+        self.level = self.peak = self.made = 0
+        self.readings: list[Reading] = []
+
+    def mark(self) -> None:
+        self.readings.append(Reading(float(len(self.readings)), self.level, self.peak, self.made))
+        self.peak, self.made = self.level, 0
+
+    def finish(self) -> list[Reading]:
+        return self.readings
+
+    def take(self, nbytes: int) -> None:
+        self.level += nbytes
+        self.peak = max(self.peak, self.level)
+        self.made += max(nbytes, 0)
+
+
+class Lanes:
+    """Carry so many bytes, and tell of each change."""
+
+    def __init__(self, counter: Counter) -> None:
+        self.counter, self.nbytes = counter, 0
+        self.tell: Callable[[bool], object] = lambda begins: None
+
+    def carry(self, nbytes: int) -> None:
+        self.tell(True)
+        self.counter.take(nbytes)
+        self.nbytes += nbytes
+        self.tell(False)
+
+
+@pytest.mark.parametrize("order", ["more comes late", "more comes early", "less comes late"])
+def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) -> None:
+    counter = Counter()
+    lanes = Lanes(counter)
+    watch = Watch(torch.device("cpu"), lambda: lanes.nbytes, counter)
+    lanes.tell = watch.moves
+    layer = nn.Linear(1, 1)
+    x = torch.ones(1, 1, requires_grad=True)
+    watch.block_begins("a", "kind", (x,))
+    output = layer(x)
+    watch.block_ended(0, output)
+    if order == "less comes late":
+        lanes.carry(1000)
+    output.sum().backward()
+    if order == "more comes early":
+        lanes.carry(1000)
+    counter.take(70)
+    counter.take(-70)
+    if order != "more comes early":
+        lanes.carry(1000 if order == "more comes late" else -1000)
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.peak(("back", 0), ("done", 0)) - watched.level(("back", 0)) == 70
+    assert watched.level(("done", 0)) == 0
+
+
+def test_the_first_move_between_two_instants_is_found() -> None:
+    counter = Counter()
+    watch = Watch(torch.device("cpu"), lambda: 0, counter)
+    x = torch.ones(1, requires_grad=True)
+    number = watch.block_begins("a", "kind", (x,))
+    watch.moves(True)
+    watch.moves(False)
+    output = x * 2
+    watch.block_ended(number, output)
+    output.sum().backward()
+    watch.asked(number, 7, x, counter)
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.first_move(("forward", 0), ("end", 0)) == ("moving", 0)
+    assert watched.first_move(("end", 0), ("done", 0)) == ("done", 0)
+    assert watched.asked == [(0, 7)] and ("asked", 0) in watched.readings
+
+
+class Given:
+    """Stands for a handle of autograd's."""
+
+
+@pytest.mark.parametrize(
+    ("summed", "late"), [(0, 0), (70, 70), (100, 100), (150, 150)], ids=["nothing", "less", "as much", "more"]
+)
+@pytest.mark.parametrize("held", [False, True], ids=["let go of", "held"])
+def test_what_comes_when_a_backward_has_let_go_of_what_it_was_given_is_told_beyond_that(
+    summed: int, late: int, held: bool
+) -> None:
+    counter = Counter()
+    watch = Watch(torch.device("cpu"), lambda: 0, counter)
+    x = torch.ones(1, requires_grad=True)
+    number = watch.block_begins("a", "kind", (x,))
+    counter.take(1000)
+    given, handle = torch.empty(100, dtype=torch.uint8), Given()
+    counter.take(100)
+    watch.asked(number, 3, given, handle)
+    counter.take(30)
+    counter.take(-30)
+    if held:
+        del handle
+        counter.take(summed)
+    del given
+    counter.take(-100)
+    if not held:
+        counter.take(summed)
+        del handle
+    # Of another operator.
+    counter.take(500)
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.freed == [100]
+    assert watched.late_peak(("asked", 0), ("done", 0)) == (None if held else 1000 + late)
+
+
+def test_of_two_things_that_a_backward_lets_go_of_one_after_the_other_neither_counts() -> None:
+    counter = Counter()
+    watch = Watch(torch.device("cpu"), lambda: 0, counter)
+    given = [torch.empty(100, dtype=torch.uint8), torch.empty(40, dtype=torch.uint8)]
+    handles = [Given(), Given()]
+    counter.take(1140)
+    for tensor, handle in zip(given, handles, strict=True):
+        watch.asked(0, 3, tensor, handle)
+    del tensor, handle
+    given.pop()
+    counter.take(-40)
+    counter.take(10)
+    given.pop()
+    counter.take(-100)
+    counter.take(25)
+    handles.clear()
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.late_peak(("asked", 1), ("done", 0)) == 1035
+
+
+def test_the_host_is_timed_without_what_the_watch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("spillway.profiler.watch.time.perf_counter", lambda: now[0])
+
+    class Slow(Counter):
+        def mark(self) -> None:
+            super().mark()
+            now[0] += 100.0
+
+    watch = Watch(torch.device("cpu"), lambda: 0, Slow())
+    x = torch.ones(1, requires_grad=True)
+    now[0] += 2.0
+    number = watch.block_begins("a", "kind", (x,))
+    now[0] += 3.0
+    output = x * 2
+    watch.block_ended(number, output)
+    output.sum().backward()
+    watched = watch.finish()
+    assert watched is not None
+    assert watched.host_seconds(("begin", 0), ("forward", 0)) == 2.0
+    assert watched.host_seconds(("forward", 0), ("end", 0)) == 3.0
+
+
+class Lagging(Counter):
+    """A device on which an hour goes by whenever it is to lag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hours = 0
+
+    def mark(self) -> None:
+        self.readings.append(Reading(3600.0 * self.hours, 0, 0, 0))
+
+    def lag(self, seconds: float) -> None:
+        self.hours += 1
+
+
+def passed(watch: Watch, layers: list[nn.Linear], output: torch.Tensor) -> Watched:
+    """What was seen of a pass through blocks, forward and backward."""
+    for layer in layers:
+        number = watch.block_begins("a", "kind", (output,))
+        output = layer(output)
+        watch.block_ended(number, output)
+    output.sum().backward()
+    watched = watch.finish()
+    assert watched is not None
+    return watched
+
+
+@pytest.mark.parametrize("lag", [0.0, 1.0])
+def test_a_device_that_lags_is_behind_its_host_from_the_first_block_on(lag: float) -> None:
+    watch = Watch(torch.device("cpu"), lambda: 0, Lagging(), lag=lag)
+    watched = passed(watch, [nn.Linear(1, 1) for _ in range(2)], torch.ones(1, 1, requires_grad=True) * 1)
+    behind = [watched.is_behind(place) for place in watched.order]
+    if not lag:
+        assert not any(behind)
+        return
+    # Nothing that is outside of blocks has waited for it.
+    assert watched.order[:3] == [("begin", 0), ("started", 0), ("forward", 0)]
+    assert behind == [place[0] not in ("begin", "started") for place in watched.order]
+    hours = [watched.readings[place].seconds / 3600 for place in (("end", 1), ("turned", 0), ("back", 1), ("back", 0))]
+    assert hours == [1, 1, 2, 2]
+
+
+class Ticking(Lagging):
+    """One on which a second goes by from instant to instant, besides."""
+
+    def mark(self) -> None:
+        self.readings.append(Reading(3600.0 * self.hours + len(self.readings), 0, 0, 0))
+
+
+def test_a_host_that_is_given_a_lead_has_it_from_the_begin_on() -> None:
+    watch = Watch(torch.device("cpu"), lambda: 0, Lagging(), times_host=True, lead=1.0)
+    watched = passed(watch, [nn.Linear(1, 1)], torch.ones(1, 1))
+    assert watched.order[:2] == [("ahead", 0), ("begin", 0)]
+    assert watched.lead(("ahead", 0)) == 0
+    assert all(3599 < watched.lead(place) <= 3600 for place in watched.order[1:])
+    # It is no part of the step.
+    assert watched.seconds(("begin", 0), ("done", 0)) == 0
+
+
+def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:
+    watch = Watch(torch.device("cpu"), lambda: 0, Ticking(), lag=1.0)
+    watched = passed(watch, [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)], torch.ones(1, 1))
+    names = [what for what, _ in watched.order]
+    assert names == ["begin", "started", "frozen", "frozen", "forward", "end", "turned", "back", "done"]
+    before = _outside(watched, watched, ("begin", 0), ("forward", 0), stops=("started", 0))
+    middle = _outside(watched, watched, ("end", 0), ("back", 0), stops=("turned", 0))
+    # From the first instant to where it lags; and from the frozen block's begin to its end, and on to the next one.
+    assert (before.seconds, middle.seconds) == (3.0, 1.0)
+    assert 0 <= before.host_seconds < 1
