@@ -8,8 +8,8 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from planner import oracle
 
+from planner import oracle
 from planner.programs import programs, rates, steps
 from spillway.planner.tasks import Program, Rates
 from spillway.planner.timeline import Lane, Timeline, simulate_program
