@@ -63,9 +63,11 @@ def test_every_link_between_files_leads_somewhere() -> None:
 
 
 def test_every_public_name_is_in_the_reference() -> None:
-    page = (DOCS / "reference.md").read_text(encoding="utf-8")
-    shown = set(re.findall(r"^::: spillway\.(\w+)$", page, re.MULTILINE))
-    assert re.search(r"^::: spillway\.errors\n    options:\n      members: true$", page, re.MULTILINE)
+    text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "reference").glob("*.md")))
+    names = re.findall(r"^::: (spillway\.[\w.]+)$", text, re.MULTILINE)
+    assert len(names) == len(set(names))
+    shown = {name.removeprefix("spillway.") for name in names}
+    assert re.search(r"^::: spillway\.errors\n    options:\n      members: true$", text, re.MULTILINE)
     errors = importlib.import_module("spillway.errors")
     shown |= {each for each, value in vars(errors).items() if getattr(value, "__module__", "") == errors.__name__}
     assert set(spillway.__all__) - shown == {"__version__"}
@@ -178,7 +180,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing_from_the_networ
         assert not [url for url in fetched.urls if re.match(r"\w+:|//", url)], page
     for sheet in tmp_path.rglob("*.css"):
         assert not re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
-    reference = (tmp_path / "reference.html").read_text(encoding="utf-8")
+    reference = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "reference").glob("*.html"))
     assert all(f'id="spillway.{name}"' in reference for name in ("offload", "attach", "Session", "plan", "StepStats"))
     assert not re.search(r":(?:class|func|meth|attr|data|mod):|\.\. \w+::|doctest:|</?autoref", reference)
     assert '<svg xmlns="http://www.w3.org/2000/svg" class="picture"' in (tmp_path / "index.html").read_text()
