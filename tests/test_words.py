@@ -42,8 +42,6 @@ LONGEST = 34
 
 BANNED = re.compile("|".join(rf"\b(?:{words})\b" for words in WORDS), re.IGNORECASE)
 _NO_PROSE = re.compile(r"``[^`]*``|:\w+:`[^`]*`|`[^`\n]*`|^\s*(>>>|\.\.\.).*$", re.MULTILINE)
-    r"```.*?```|~~~.*?~~~|^ {4,}>>>.*$|``[^`]*``|`[^`\n]*`|\[[^\]]*\]\([^)]*\)|https?://\S+", re.S | re.M
-)
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _OPENING = re.compile(rf"(?:^|[.:!?]\s+|\n\s*(?:[-*#>|]+\s*)?)({'|'.join(OPENINGS)})\s+[a-z]")
 
