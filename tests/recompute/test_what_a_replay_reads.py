@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import spillway
 from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, one_place, ways
@@ -289,6 +290,26 @@ def test_kernels_that_a_mode_would_change(regions: Regions, how: Options) -> Non
                 loss = call(net, x * 1, z, **how)
             loss.backward()
             yield from (loss.detach(), *gradients(x, net))
+
+    regions(step)
+
+
+def test_a_replay_that_runs_twice_within_torchs_checkpoint(regions: Regions) -> None:
+    # Torch's checkpoint gives each tensor that it saved once: here the input, which two runs of the replay need.
+    def step(call: Call) -> Iterator[Tensor]:
+        def inner(h: Tensor) -> Tensor:
+            square = h.detach() @ h.detach().T
+            return h / (1 + torch.linalg.eigvalsh(square).abs().amax())
+
+        def outer(h: Tensor) -> Tensor:
+            return call(inner, h, offload=[spillway.saved_by("matmul")]) * 2
+
+        for _ in range(3):
+            x = torch.randn(3, 4, requires_grad=True)
+            with call.context():
+                y = checkpoint(outer, x * 1, use_reentrant=False)
+            y.square().mean().backward()
+            yield from gradients(x)
 
     regions(step)
 
