@@ -182,6 +182,7 @@ def test_the_site_is_built_without_a_warning_and_fetches_nothing_from_the_networ
         assert not re.search(r"(?:url\(|@import)\s*['\"]?(?:https?:)?//", sheet.read_text(encoding="utf-8")), sheet
     reference = "".join(page.read_text(encoding="utf-8") for page in (tmp_path / "reference").glob("*.html"))
     assert all(f'id="spillway.{name}"' in reference for name in ("offload", "attach", "Session", "plan", "StepStats"))
+    assert not re.search(r'id="spillway\.[\w.]*\._(?!_call__)', reference)
     assert not re.search(r":(?:class|func|meth|attr|data|mod):|\.\. \w+::|doctest:|</?autoref", reference)
     assert '<svg xmlns="http://www.w3.org/2000/svg" class="picture"' in (tmp_path / "index.html").read_text()
     # The index is a script, since pages in files may not fetch; what it is of can be looked for.
