@@ -21,10 +21,11 @@ EXAMPLES = ROOT / "examples" / "tutorial"
 PAGES = ROOT / "docs"
 
 
-def python(*arguments: str) -> str:
-    """What a process of its own prints. One thread: a test shares its cores with others."""
+def python(*arguments: str, cwd: Path | None = None) -> str:
+    """The output of a process of its own. One thread: a test shares its cores with others."""
     done = subprocess.run(
         [sys.executable, *arguments],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -194,25 +195,50 @@ def test_the_budget_of_the_example_is_between_keeping_all_and_keeping_least(know
     assert refused.value.least < found == (refused.value.least + most) // 2 < most
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "compat/checkpoint.md",
-        "start.md",
-        "accumulation.md",
-        "optimizer.md",
-        "planning.md",
-        "recompute.md",
-        "tutorial.md",
-    ],
-)
-def test_the_snippets_of_a_page_run_one_after_the_other(page: str, tmp_path: Path, known_machine: None) -> None:
-    text = (PAGES / page).read_text(encoding="utf-8")
+CODE = """
+accumulation compat/checkpoint groups howto-long-context howto-stalls losses optimizer planning policies recompute replays
+several start testing tutorial
+""".split()
+"""Pages whose snippets make a program each."""
+
+RUN_PAGES = """
+import pathlib, re, sys, traceback
+failed = []
+for name in sys.argv[1:]:
+    text = pathlib.Path(name).read_text(encoding="utf-8")
+    code = "\\n\\n".join(re.findall(r"^```python\\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    try:
+        assert code, "no snippet"
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        traceback.print_exc()
+        failed.append(name)
+sys.exit(f"snippets of {failed} failed" if failed else 0)
+"""
+
+
+def test_the_snippets_of_each_page_run_one_after_the_other(tmp_path: Path, known_machine: None) -> None:
+    pages = [str(PAGES / f"{page}.md") for page in CODE]
+    python("-W", "error", "-c", RUN_PAGES, *pages, cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_the_snippets_on_adapters_run(tmp_path: Path, known_machine: None) -> None:
+    for library in ("trl", "peft", "transformers", "datasets"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    python("-c", RUN_PAGES, str(PAGES / "howto-lora.md"), cwd=tmp_path)
+
+
+def test_the_snippets_of_the_readme_run_each_by_itself(known_machine: None) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert snippets
-    script = tmp_path / "snippets.py"
-    script.write_text("\n\n".join(snippets), encoding="utf-8")
-    python("-W", "error", str(script))
+    for snippet in snippets:
+        if "Trainer(" in snippet:
+            continue  # the trainers' own pages show it, and are run
+        blocks = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3))
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 1))  # of one row, one number: a loss
+        exec(snippet, {"torch": torch, "spillway": spillway, "model": model, "batch": torch.randn(1, 8)})
+    assert len(snippets) == 3
 
 
 def test_the_page_shows_the_programs_as_they_are() -> None:
