@@ -195,10 +195,23 @@ def test_the_budget_of_the_example_is_between_keeping_all_and_keeping_least(know
     assert refused.value.least < found == (refused.value.least + most) // 2 < most
 
 
-CODE = """
-accumulation compat/checkpoint groups howto-long-context howto-stalls losses optimizer planning policies recompute replays
-several start testing tutorial
-""".split()
+CODE = [
+    "accumulation",
+    "compat/checkpoint",
+    "groups",
+    "howto-long-context",
+    "howto-stalls",
+    "losses",
+    "optimizer",
+    "planning",
+    "policies",
+    "recompute",
+    "replays",
+    "several",
+    "start",
+    "testing",
+    "tutorial",
+]
 """Pages whose snippets make a program each."""
 
 RUN_PAGES = """
