@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -33,6 +35,24 @@ def python(*arguments: str, cwd: Path | None = None) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+Lines = Callable[[object], list[str]]
+"""Runs a program, and returns the lines that it prints."""
+
+
+@pytest.fixture
+def lines_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
+    """Runs a program as ``python`` would, in a session of its own, and returns the lines that it prints."""
+    with spillway.Session() as session:
+        monkeypatch.setattr(spillway.Session, "default", classmethod(lambda cls: session))
+
+        def run(program: object) -> list[str]:
+            capsys.readouterr()
+            runpy.run_path(str(program), run_name="__main__")
+            return capsys.readouterr().out.splitlines()
+
+        yield run
 
 
 def example(name: str) -> ModuleType:
@@ -62,9 +82,9 @@ def known_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(100, marks=pytest.mark.long)])
-def test_the_layer_trains_to_the_same_losses_in_every_way(steps: int, tmp_path: Path) -> None:
+def test_the_layer_trains_to_the_same_losses_in_every_way(steps: int, tmp_path: Path, lines_of: Lines) -> None:
     program = shortened("recompute", "\nSTEPS = 100\n", f"\nSTEPS = {steps}\n", tmp_path)
-    lines = python(program).splitlines()
+    lines = lines_of(program)
     assert lines[-1] == f"all {steps} losses are equal"
     rows = {line[:32].strip(): line[32:].split() for line in lines[2:-1]}
     assert list(rows) == ["plain", "attention away", "products kept"]
@@ -77,8 +97,8 @@ def test_the_layer_trains_to_the_same_losses_in_every_way(steps: int, tmp_path: 
     assert last < first - steps / 100
 
 
-def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right() -> None:
-    lines = python(str(EXAMPLES / "offload_simple.py")).splitlines()
+def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right(lines_of: Lines) -> None:
+    lines = lines_of(EXAMPLES / "offload_simple.py")
     assert lines[0].endswith("tensor([1., 1., 1.]), through the toy: tensor([2., 2., 2.])")
     rows = {line.split()[0]: line.split(maxsplit=7)[1:] for line in lines[3:]}
     hidden, kept, away = ({name: int(row[place]) for name, row in rows.items()} for place in (0, 2, 4))
@@ -91,8 +111,8 @@ def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right() -> None:
     assert verdicts == {"plain": right, "offload_tensor": right, "recompute": right}
 
 
-def test_the_optimizer_on_the_host_computes_what_the_loop_written_out_does() -> None:
-    lines = python(str(EXAMPLES / "optimizer_offload.py")).splitlines()
+def test_the_optimizer_on_the_host_computes_what_the_loop_written_out_does(lines_of: Lines) -> None:
+    lines = lines_of(EXAMPLES / "optimizer_offload.py")
     rows = {line[:24].strip(): line[24:].split() for line in lines[2:6]}
     assert list(rows) == ["on the device", "on the host, by hand", "OffloadedOptimizer", "half of it"]
     count = int(lines[0].split()[0])
@@ -148,8 +168,8 @@ def test_the_layer_is_the_same_however_it_is_called() -> None:
     assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
-def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not() -> None:
-    lines = python("-W", "error", str(EXAMPLES / "gradient_accumulation.py")).splitlines()
+def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not(lines_of: Lines) -> None:
+    lines = lines_of(EXAMPLES / "gradient_accumulation.py")
     off = {line[2:26].strip(): float(line[26:].split()[2]) for line in lines[1:3]}
     assert off["loss / steps"] > 0.1 and off["spillway.Accumulator"] < 1e-6
     said = {line[2:26].strip(): line[26:] for line in lines[4:6]}
@@ -162,11 +182,11 @@ def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not() -> None:
 
 
 @pytest.mark.parametrize("windows", [2, pytest.param(6, marks=pytest.mark.long)])
-def test_all_of_it_together_trains_to_the_same_weights(windows: int, tmp_path: Path) -> None:
+def test_all_of_it_together_trains_to_the_same_weights(windows: int, tmp_path: Path, lines_of: Lines) -> None:
     program = shortened(
         "all_together", "WINDOWS, MAX_NORM = 4, 6, 1.0\n", f"WINDOWS, MAX_NORM = 4, {windows}, 1.0\n", tmp_path
     )
-    lines = python("-W", "error", program).splitlines()
+    lines = lines_of(program)
     assert [line[:20].strip() for line in lines[:3]] == ["plain", "saved tensors away", "all together"]
     assert len({line[20:] for line in lines[:3]}) == 1
     assert lines[3] == "all losses and weights are equal"
