@@ -294,6 +294,38 @@ def test_kernels_that_a_mode_would_change(regions: Regions, how: Options) -> Non
     regions(step)
 
 
+CHOOSERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "eigvalsh": lambda a: torch.linalg.eigvalsh(a @ a.T).abs().amax(),
+    "eigvals": lambda a: torch.linalg.eigvals(a @ a.T).abs().amax(),
+    "svdvals": lambda a: torch.linalg.svdvals(a).amax(),
+    "cond": lambda a: torch.linalg.cond(a @ a.T + torch.eye(len(a))),
+    "nuclear": lambda a: torch.linalg.norm(a, "nuc"),
+    "pool": lambda a: functional.max_pool1d(a[None], 2).sum(),
+}
+"""Functions that take other kernels under a dispatch mode. On some inputs the results agree all the same."""
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_kernels_that_a_mode_changes_for_some_inputs(regions: Regions, name: str) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        net, norm, function = nn.Linear(4, 4), nn.LayerNorm(4), CHOOSERS[name]
+
+        def block(x: Tensor, z: Tensor) -> Tensor:
+            h = torch.tanh(net(x)) / (1 + function(z))
+            return norm(h / (h.std(dim=1, keepdim=True) + 1))
+
+        for number in range(24):
+            x = torch.randn(3, 4, requires_grad=True)
+            # The first calls, from which the program is learned, have a matrix for which all kernels agree.
+            z = torch.eye(6) if number < 4 else torch.randn(6, 6)
+            with call.context():
+                y = call(block, x * 1, z, save=["matmul", "norm"])
+            y.square().mean().backward()
+            yield from gradients(x)
+
+    regions(step)
+
+
 def test_a_replay_that_runs_twice_within_torchs_checkpoint(regions: Regions) -> None:
     # Torch's checkpoint gives each tensor that it saved once: here the input, which two runs of the replay need.
     def step(call: Call) -> Iterator[Tensor]:
