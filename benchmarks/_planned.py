@@ -1,4 +1,4 @@
-"""A stack attached within budgets, one after the other: to a plan that holds, measured, and off again."""
+"""Attaches a stack within one budget after the other, waits for an active plan, and measures it."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from step import write_trace
 Found = TypeVar("Found")
 
 CHECKPOINT, LEAST = "checkpoint", "least"
-"""Budgets by name: what checkpointing each layer takes, and the least that can be met."""
+"""Budgets by name: the peak of checkpointing each layer, and the smallest feasible budget."""
 HELD = "active"
 MOST_STEPS = 60
-"""To a plan that holds: what takes more never will."""
+"""Steps until a plan is active. A search that takes longer has failed."""
 MOST_RAISES = 4
-"""Of the least budget, if steps turn out to be larger than planned."""
+"""Raises of the smallest budget, if steps are larger than planned."""
 SLACK = 1 << 20
-"""By so much more than needed."""
+"""Bytes by which a raise exceeds the need."""
 AT_FIRST = 64 << 20
-"""By so much, or a two-hundredth, a plan stays below its budget at first."""
+"""Bytes by which a first plan stays below its budget, or a two-hundredth if that is less."""
 
 
 @dataclass
 class Row:
-    """What one way did, within a budget or without one. Bytes are beyond parameters and gradients."""
+    """One way, within a budget or without one. Bytes are above parameters and gradients."""
 
     way: str
     asked: str = ""
@@ -53,17 +53,17 @@ class Row:
     single_seconds: float = 0.0
     peak_bytes: int = 0
     keep_seconds: float = 0.0
-    """Of a plain step before and after it, in the same process; 0 if that does not fit."""
+    """Seconds of the baseline step before and after it, in the same process; 0 if that does not fit."""
     of_keep: float = 0.0
     budget_bytes: int = 0
     plan: dict[str, Any] = field(default_factory=dict)
-    """What was planned, and what it took to get there."""
+    """The plan, and the cost of the search for it."""
     best: str = ""
     """The fastest of the other methods whose peak is within the budget."""
     of_best: float = 0.0
 
     def take(self, times: Times, before: Times | None, after: Times | None) -> None:
-        """What was measured, between two looks at plain steps."""
+        """Take the measurements, made between two measurements of the baseline."""
         for name, value in asdict(times).items():
             setattr(self, name, value)
         looks = [look.step_seconds for look in (before, after) if look is not None]
@@ -179,7 +179,7 @@ def planned(training: Training, row: Row, static: int, keep: Callable[[Any], Non
 
 
 def least_of(training: Training, keep: Callable[[Any], None]) -> tuple[int, int]:
-    """What is there when a step begins, and what the least budget for which there is a plan has beyond that. Bytes."""
+    """Bytes in use when a step begins, and the bytes that the smallest feasible budget has above them."""
     with spillway.attach(training.stack, budget=1) as attached:
         try:
             held(training, attached)
@@ -232,23 +232,23 @@ def sweep(options: argparse.Namespace, tell: Callable[[Row], None]) -> None:
 
 
 def met(training: Training, row: Row, keep_peak: int, keep: Callable[[Any], None]) -> Times | None:
-    """What steps took within a row's budget; ``None``, and the row says why, if it could not be met."""
+    """Times within a row's budget. ``None`` if no plan fits; the row has the reason."""
     static = training.static_bytes
     if row.asked != LEAST:
         row.budget_bytes = sized(row.asked, keep_peak, training.options.checkpoint_peak)
-    # What a process has resident grows: on the CPU it is asked for anew.
+    # The resident memory of a process grows: on the CPU it is measured each time.
     if row.asked == LEAST or training.device.type == "cpu":
         static, least = least_of(training, keep)
         if row.asked == LEAST:
             row.budget_bytes = least
     if not row.budget_bytes:
-        row.failed = f"what {row.asked!r} is a share of does not fit, or was not measured"
+        row.failed = f"{row.asked!r} is a share of a step that does not fit, or was not measured"
         return None
     return attempted(row, lambda: planned(training, row, static, keep), raises=row.asked == LEAST)
 
 
 def attempted(row: Row, work: Callable[[], Found], *, raises: bool) -> Found | None:
-    """What work within the row's budget finds; ``None``, and the row says why, if that cannot be met.
+    """The result of some work within the row's budget. ``None`` if no plan fits; the row has the reason.
 
     Args:
         raises: whether the budget may be raised if steps turn out to be larger than their plan, and there is no other.
@@ -270,8 +270,8 @@ def attempted(row: Row, work: Callable[[], Found], *, raises: bool) -> Found | N
 def equal(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -> None:
     """Gradients of a smaller stack by plans and without one, with deterministic algorithms.
 
-    The budgets are the least one, and one half way from there to that of plain steps. What was not recomputed or sent
-    anywhere is not compared: that would be a plain step beside itself.
+    The budgets are the smallest one, and one half-way from there to the baseline's peak. A step that recomputes and
+    offloads nothing is not compared, since it would be compared with itself.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
@@ -280,7 +280,7 @@ def equal(options: argparse.Namespace, tell: Callable[[dict[str, Any]], None]) -
     for _ in range(3):
         loss = training.step()
     expected = [loss, *(gradient.clone() for gradient in training.gradients)]
-    # What is compared with is there all the time, too.
+    # The expected tensors take memory all the time, too.
     training.static_bytes = training.allocated()
     most = training.times(training.step, runs=1, singles=1).peak_bytes
     static, least = least_of(training, lambda profile: None)

@@ -12,7 +12,20 @@ from typing import Any
 GIB = 2**30
 
 Result = dict[str, Any]
-"""What a benchmark wrote: ``date``, ``versions``, ``hardware``, ``options`` and ``rows``."""
+"""The result of a benchmark: ``date``, ``versions``, ``hardware``, ``options`` and ``rows``."""
+
+RENAMED = {
+    "masters": "fp32 master weights",
+    "nothing sent": "nothing offloaded",
+    " sent": " offloaded",
+    "gradients away": "gradients offloaded",
+    "regions": "halves",
+    "keep's peak": "the baseline's peak",
+    "on the device": "on the GPU",
+}
+"""Words in the names of ways, and their replacements. Older files have the former."""
+
+BASELINE = "relative to baseline"
 
 
 def compared(digest: str, plain: str) -> str:
@@ -42,6 +55,13 @@ def counted(numel: int) -> str:
     return f"{numel / 1e9:.2f} G" if numel >= 1e9 else f"{numel / 1e6:.0f} M"
 
 
+def named(way: str) -> str:
+    """The name of a way in today's words."""
+    for old, new in RENAMED.items():
+        way = way.replace(old, new)
+    return way
+
+
 def table(*rows: list[str]) -> list[str]:
     """The first row is the heading."""
     head, *rest = ("| " + " | ".join(cells) + " |" for cells in rows)
@@ -59,14 +79,14 @@ def where_and_when(result: Result) -> str:
 
 def of_steps(result: Result) -> list[str]:
     options = result["options"]
-    window = "" if options["window"] is None else f", window {options['window']}"
+    window = "" if options["window"] is None else f", in-flight limit {options['window']}"
     conditions = (
         f"{options['layers']} layers, {options['seq']} tokens{window}; median of {options['steps']} steps; "
         f"{where_and_when(result)}"
     )
     plain = result["rows"][0]
     in_pairs = any(row.get("paired") for row in result["rows"])
-    heading = ["method", "step", "of keep", *(["paired"] if in_pairs else []), "of the bound", "first step"]
+    heading = ["method", "step", BASELINE, *(["paired"] if in_pairs else []), "relative to the bound", "first step"]
     rows = []
     for row in result["rows"]:
         moved = row["stats"].get("offloaded_bytes", 0)
@@ -83,7 +103,7 @@ def of_steps(result: Result) -> list[str]:
                 compared(row["digest"], plain["digest"]),
             ]
         )
-    return [conditions, "", *table([*heading, "activation peak", "of keep", "identical"], *rows)]
+    return [conditions, "", *table([*heading, "activation peak", BASELINE, "identical"], *rows)]
 
 
 # parallel.py: one way a row, of a pipeline or of FSDP2.
@@ -103,7 +123,7 @@ def of_ranks(result: Result) -> list[str]:
         plain = ways[0]
         rows = [
             [
-                row["way"],
+                named(row["way"]),
                 ranged(row),
                 ratio(row["step_seconds"], plain["step_seconds"]),
                 gib(row["peak_bytes"]),
@@ -112,7 +132,7 @@ def of_ranks(result: Result) -> list[str]:
             ]
             for row in ways
         ]
-        heading = ["way", "step", "of keep", "activation peak of rank 0", "of keep", "identical"]
+        heading = ["way", "step", BASELINE, "activation peak of rank 0", BASELINE, "identical"]
         made += [f"{size[part]}; {where}", "", *table(heading, *rows)]
     return made
 
@@ -122,10 +142,10 @@ def of_ranks(result: Result) -> list[str]:
 
 def of_optimizers(result: Result) -> list[str]:
     options, rates = result["options"], result["host_gigabytes_a_second"]
-    memory = "the host's memory not measured"
+    memory = "CPU memory not measured"
     if rates["stream"]:
         memory = (
-            f"the host's memory {rates['stream']:.0f} GB/s, in place {rates['stream_in_place']:.0f}, "
+            f"CPU memory {rates['stream']:.0f} GB/s, in place {rates['stream_in_place']:.0f}, "
             f"a step of `float32` {rates['step']:.0f}"
         )
     micro = "one micro-batch" if options["micro"] == 1 else f"{options['micro']} micro-batches"
@@ -135,10 +155,10 @@ def of_optimizers(result: Result) -> list[str]:
         f"{options['seq']} tokens; {runs} of {options['together']} steps; {memory}; {where_and_when(result)}"
     )
     present = [row for row in result["rows"] if not row["absent"]]
-    device = next((row for row in present if row["way"] == "on the device"), None)
+    device = next((row for row in present if named(row["way"]) == "on the GPU"), None)
     rows = [
         [
-            row["way"],
+            named(row["way"]),
             ranged(row),
             f"{row['step_seconds'] / device['step_seconds']:.2f}" if device else "-",
             ratio(row["step_seconds"], row["bound_seconds"]) if row["bound_seconds"] else "-",
@@ -147,7 +167,7 @@ def of_optimizers(result: Result) -> list[str]:
         ]
         for row in present
     ]
-    heading = ["way", "step", "of the device", "of the bound", "device peak", "pinned by Spillway"]
+    heading = ["way", "step", "relative to the GPU", "relative to the bound", "GPU peak", "pinned by Spillway"]
     return [conditions, "", *table(heading, *rows)]
 
 
@@ -179,7 +199,16 @@ def of_budgets(result: Result) -> list[str]:
                 f"{plan['solving_seconds']:.1f} s, {plan['steps_until_holding']} steps" if plan else "-",
             ]
         )
-    heading = ["way", "step", "of keep", "of the best other", "activation peak", "of keep", "budget", "predicted"]
+    heading = [
+        "way",
+        "step",
+        BASELINE,
+        "relative to the best other",
+        "activation peak",
+        BASELINE,
+        "budget",
+        "predicted",
+    ]
     return [conditions, "", *table([*heading, "found in"], *rows)]
 
 
@@ -187,8 +216,8 @@ def of_budgets(result: Result) -> list[str]:
 
 
 def of_pairs(result: Result) -> list[str]:
-    """Of each model, what came of its budgets."""
-    rows = [["model", "budgets", "kept to", "peak off by, median", "at most", "step off by, median"]]
+    """Peaks and errors of the budgets of each model."""
+    rows = [["model", "budgets", "within budget", "error of the peak, median", "at most", "error of the step, median"]]
     for model in dict.fromkeys(row["model"] for row in result["rows"]):
         its = [row for row in result["rows"] if row["model"] == model]
         peaks, steps = (
@@ -222,7 +251,7 @@ def of_ratios(result: Result) -> list[str]:
         ]
         for row in result["rows"]
     ]
-    return [conditions, "", *table(["ratio", "step", "of plain", "peak", "of plain", "left", "identical"], *rows)]
+    return [conditions, "", *table(["ratio", "step", BASELINE, "peak", BASELINE, "offloaded", "identical"], *rows)]
 
 
 # spillway demo: one way a row.
@@ -237,7 +266,7 @@ def of_ways(result: Result) -> list[str]:
     plain = result["rows"][0]
     rows = [
         [
-            row["way"],
+            named(row["way"]),
             f"{row['step_seconds'] * 1e3:.0f} ms",
             f"{row['step_seconds'] / plain['step_seconds']:.2f}",
             gib(row["activation_peak_bytes"]),
@@ -250,7 +279,7 @@ def of_ways(result: Result) -> list[str]:
     return [
         conditions,
         "",
-        *table(["way", "step", "of keep", "activation peak", "of keep", "moved", "identical"], *rows),
+        *table(["way", "step", BASELINE, "activation peak", BASELINE, "offloaded", "identical"], *rows),
     ]
 
 
@@ -266,7 +295,7 @@ def of_trainers(result: Result) -> list[str]:
     plain = result["rows"][0]
     rows = [
         [
-            row["way"],
+            named(row["way"]),
             f"{row['step_seconds'] * 1e3:.0f} ms ({row['step_min'] * 1e3:.0f} to {row['step_max'] * 1e3:.0f})",
             f"{row['step_seconds'] / plain['step_seconds']:.3f}",
             gib(row["peak_bytes"]),
@@ -277,7 +306,7 @@ def of_trainers(result: Result) -> list[str]:
         ]
         for row in result["rows"]
     ]
-    heads = ["way", "step", "of keep", "peak", "of keep", "budget", "predicted", "identical"]
+    heads = ["way", "step", BASELINE, "peak", BASELINE, "budget", "predicted", "identical"]
     return [conditions, "", *table(heads, *rows)]
 
 

@@ -1,4 +1,4 @@
-"""Training steps of a Llama stack, timed: a method between two looks at plain steps, in one process."""
+"""Times training steps of a Llama stack: a method between two measurements of the baseline, in one process."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ ATTACHED: dict[str, Callable[[], spillway.Recompute]] = {
     "attach(attention kept)": lambda: spillway.Recompute(save="attention", offload="inputs"),
     "attach(mixture)": lambda: spillway.Recompute(offload=MIXTURE),
 }
-"""What is put around the layers by one call. The mixture is the one that ``step.py`` puts there by hand."""
+"""Options of one call that attaches to all layers. The mixture is the one that ``step.py`` applies by hand."""
 
 WARMUP = 3
-"""Steps before the first that count, of a method, and of plain steps when nothing ran before."""
+"""Steps before the first measured one, of a method, and of the baseline when nothing ran before."""
 
 Steps = Callable[[], Any]
 
 
 @dataclass(frozen=True)
 class Times:
-    """What some steps took."""
+    """Times and peak of some steps."""
 
     step_seconds: float
-    """By the step, of steps that are timed together: the median of such runs."""
+    """Seconds of a step, from steps that are timed together: the median of such runs."""
     step_min: float
     step_max: float
     single_seconds: float
-    """Of a step with nothing before and after it: the median."""
+    """Seconds of a step with a synchronisation before and after it: the median."""
     peak_bytes: int
-    """Most that is allocated, beyond parameters and gradients."""
+    """The peak of allocated memory, above parameters and gradients."""
 
 
 class Training:
@@ -116,8 +116,8 @@ class Training:
         return None
 
     def times(self, step: Steps, *, runs: int | None = None, singles: int = 3) -> Times:
-        """What steps take that are warm."""
-        # As trainers do: what lives for good is looked at no more, so that no step pays for a look at all of it.
+        """Measure steps after the warm-up."""
+        # As trainers do: long-lived objects are frozen, so that no step pays for a full collection.
         gc.collect()
         gc.freeze()
         peak = 0
@@ -159,7 +159,7 @@ class Training:
         return int(torch.accelerator.memory_allocated(self.device))
 
     def empty(self) -> None:
-        """What the method before has left goes, so that the next one finds the memory as that one did."""
+        """Free the memory of the last method, so that the next one starts as that one did."""
         gc.collect()
         if self.device.type != "cpu":
             self.synchronize()

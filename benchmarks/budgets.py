@@ -1,14 +1,13 @@
-"""Whether budgets are kept to, and how near predictions are: models of five kinds, eight budgets each.
+"""Peaks within budgets, and errors of predictions: models of five kinds, eight budgets each.
 
-For each model the least budget is asked for, and the peak of plain steps measured; budgets are spread between the two.
-Each one is given to ``spillway.attach``, as a user does; when its plan is held, steps are timed. A row says the budget,
-the peak of the largest of these steps, the predicted one, the time of the median step and the predicted one. At the
-end: how many peaks were within their budget, and the medians of what predictions were off by.
+The budgets of a model are spread between its smallest feasible budget and the baseline's peak. Each one is given to
+``spillway.attach``. Steps are timed once the plan is active. A row has the budget, the largest peak and the median time
+of these steps, and both predictions. The summary has the number of peaks within their budgets, and the median errors.
 
     python benchmarks/budgets.py --json budgets.json
 
-On a CPU what leaves goes to the disk, a peak is that of the step that the plan was checked in, as the meter saw it, and
-models are small; ``--rehearse`` makes them small anywhere.
+On a CPU, tensors are offloaded to the disk, a peak is that of the validating step, and models are small. ``--rehearse``
+makes them small anywhere.
 """
 
 from __future__ import annotations
@@ -174,7 +173,7 @@ class Row:
 
     model: str
     share: float
-    """Of the way from the least budget to what plain steps take."""
+    """Place between the smallest budget (0) and the baseline's peak (1)."""
     budget: int
     peak: int
     predicted_peak: int
@@ -182,11 +181,11 @@ class Row:
     predicted_seconds: float
     keep_seconds: float
     steps: int
-    """To a plan that is held."""
+    """Steps until a plan is active."""
     anew: int
     """Plans after the first."""
     stages_peak: int
-    """Of the steps before."""
+    """Peak of the steps before."""
 
     @property
     def peak_off(self) -> float:
@@ -202,7 +201,7 @@ class Row:
             f"{self.model:9} {self.share:5.2f}: {format_bytes(self.peak):>9} of {format_bytes(self.budget):>9}, "
             f"predicted {format_bytes(self.predicted_peak):>9} ({self.peak_off:5.1%}); x{self.of_keep:5.3f}, "
             f"{self.seconds * 1e3:7.1f} ms, predicted {self.predicted_seconds * 1e3:7.1f} ({self.seconds_off:5.1%}); "
-            f"held after {self.steps}, {self.anew} anew{kept}"
+            f"active after {self.steps}, planned again {self.anew} times{kept}"
         )
 
     @property
@@ -211,7 +210,7 @@ class Row:
 
 
 class Training:
-    """Steps whose gradients stay where they are, and become zero."""
+    """Steps whose gradients stay allocated, and are set to zero."""
 
     def __init__(self, make: Callable[[torch.device], tuple[nn.Module, Tensor]], device: torch.device) -> None:
         self.device = device
@@ -226,7 +225,7 @@ class Training:
         torch._foreach_zero_([parameter.grad for parameter in self.model.parameters() if parameter.grad is not None])
 
     def peak(self) -> int:
-        """Of a step."""
+        """Peak bytes of a step."""
         if self.device.type == "cpu":
             meter = meter_of(self.device)
             meter.mark()
@@ -238,7 +237,7 @@ class Training:
         return int(torch.accelerator.max_memory_allocated(self.device))
 
     def seconds(self, steps: int) -> float:
-        """Of a step among several, the median."""
+        """Median seconds of a step."""
         times = []
         for _ in range(steps):
             self.synchronize()
@@ -286,13 +285,13 @@ def rows_of(name: str, training: Training, options: argparse.Namespace) -> Itera
                 attached.plan.predicted_seconds,
                 keep_seconds,
                 steps,
-                attached.explain().count("planned anew"),
+                sum(note.startswith("planned") for note in attached.notes),
                 highest,
             )
 
 
 def least_of(training: Training) -> int:
-    """What the smallest plan is said to need, by the error that says it."""
+    """The smallest feasible budget, which the error names."""
     with spillway.Session() as session:
         attached = spillway.attach(training.model, budget=1, session=session)
         try:
@@ -328,7 +327,7 @@ def main() -> None:
                 if options.json:
                     write(options, rows)
         except BudgetError as error:
-            # Of a CPU's small models, as what the process has beside the step is not the same each time.
+            # Small models on a CPU: the rest of the process takes other bytes each time.
             print(f"{name}: {error}", flush=True)
         del training
         gc.collect()

@@ -1,8 +1,8 @@
-"""What of a pipeline's chunks is fetched ahead of its backward, and what only when backward asks: counts, no times.
+"""Counts prefetched and late reloads of a pipeline's chunks. It measures no times.
 
     python benchmarks/chunks.py
 
-One process plays one stage of twelve linear layers. The window has room for four of the 24 storages that a chunk saves.
+One process plays one stage of twelve linear layers. The in-flight limit is four of the 24 storages that a chunk saves.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SCHEDULES = {
 
 
 def counts(events: Sequence[Event]) -> tuple[int, int, int]:
-    """How many storages were fetched ahead, on demand, or were still here."""
+    """Storages that were prefetched, reloaded when backward asked, or not offloaded yet."""
     ahead = demand = here = 0
     for before, event in zip([None, *events], events, strict=False):
         if event.kind is EventKind.TAKE:
@@ -39,7 +39,7 @@ def counts(events: Sequence[Event]) -> tuple[int, int, int]:
 def step(
     model: nn.Module, order: Sequence[tuple[str, str]], context: Callable[[str], spillway.offload], events: EventList
 ) -> list[str]:
-    """One step in this order; what each backward found."""
+    """Run one step in this order, and count for each backward."""
     graphs: dict[str, tuple[Tensor, Tensor]] = {}
     weights: dict[str, list[dict[str, object]]] = {}
     lines = []

@@ -1,11 +1,10 @@
-"""How near the times of a profile without the hardware are to measured ones, operator by operator.
+"""Compares the estimated times of a profile without the hardware with measured ones, operator by operator.
 
     python benchmarks/costs.py
     python benchmarks/costs.py --profile profile.json --hardware h100 --tokens 4096
 
-Compares with a measured profile of blocks of Llama-8B's shape, by default that of the tests, of an H200. Operators that
-compute nothing are left out. Of small ones the measured profile has what the host took to launch them: those that are
-worth a look are long.
+The measured profile has blocks of Llama-8B's shape. By default it is the one of the tests, from an H200. Operators that
+compute nothing are left out. The measured times of small operators are launch times, so only long operators matter.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What a recomputed region costs for each operator on the CPU, beside torch's own checkpointing.
+"""CPU overhead of a checkpointed function for each operator, compared with torch's own checkpointing.
 
-The model is four Llama layers of width 256, so small that the host's work is all there is. Each way runs the same
-steps; from its forward and from its backward that of ``torch.utils.checkpoint`` is taken, whose re-run is the same, and
-the rest divided by the number of operators. ``an operator`` is the mean over the operators of both runs. Rounds go
-through all ways in turn, in one thread, and a figure is the median over the rounds.
+The model is four Llama layers of width 256, so small that CPU overhead dominates. All ways run the same steps. The
+times of ``torch.utils.checkpoint``, whose recomputation is the same, are subtracted from those of a way, and the rest
+is divided by the number of operators. ``an operator`` is the mean over forward and recomputation. Rounds go through all
+ways in turn, in one thread, and a figure is the median over the rounds.
 
     python benchmarks/dispatch.py --json dispatch.json
 """
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     options = parser.parse_args()
     rows = measure(options.rounds)
-    print(f"{'':32} us an operator: forward  re-run    mean    step")
+    print(f"{'':32} us an operator: forward  replay    mean    step")
     for row in rows:
         print(
             f"{row.way:32} {row.forward:24.1f} {row.again:7.1f} {row.an_operator:7.1f} {row.step_milliseconds:7.1f} ms",

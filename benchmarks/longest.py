@@ -1,10 +1,10 @@
 """The longest sequence of a whole Llama that trains within the device's memory: checkpointed, and by a plan.
 
-Embedding, layers, norm, and a head whose logits are never there as a whole: the loss is summed over pieces of the
-sequence, each of which is checkpointed, for both. SGD without momentum, which has no state; it takes its step in
-backward, each parameter as soon as its gradient is there, so that gradients are never all there (``--gradients``: at
-the end). Checkpointing's longest is found by real steps: two tell what a token takes, and the sizes that follow are
-run, until one that is 3 % longer fails. The plan's is found by ``spillway.longest``, which runs what it found.
+The model has an embedding, layers, a norm and a head. For both ways, the loss is summed over checkpointed pieces of the
+sequence, so that the logits are never in memory as a whole. SGD without momentum steps each parameter in backward, as
+soon as its gradient is there (``--gradients``: at the end). Checkpointing's longest sequence is found by real steps:
+two predict the bytes of a token, and longer ones are run until one that is 3 % longer fails. ``spillway.longest`` finds
+the plan's, and runs it.
 
     python benchmarks/longest.py --layers 32 --host-budget 120GiB --json longest.json
 """
@@ -32,7 +32,7 @@ from _llama import SHAPES, RMSNorm, Stack, make_stack
 from spillway.units import format_bytes, parse_bytes
 
 PIECE = 2048
-"""Tokens whose logits are there at once."""
+"""Tokens whose logits are in memory at the same time."""
 SLACK = 1.03
 RATE = 1e-6
 
@@ -88,7 +88,7 @@ def step(model: Whole, tokens: Tensor) -> float:
 
 
 def step_at_once(parameter: Tensor) -> None:
-    """SGD, of one parameter, whose gradient is let go of."""
+    """Step one parameter by SGD, and free its gradient."""
     assert parameter.grad is not None
     with torch.no_grad():
         parameter.add_(parameter.grad, alpha=-RATE)
@@ -96,7 +96,7 @@ def step_at_once(parameter: Tensor) -> None:
 
 
 def peak_of(model: Whole, options: argparse.Namespace, tokens: int) -> int | None:
-    """Of two steps; ``None``: memory did not last."""
+    """Peak of two steps. ``None``: out of memory."""
     gc.collect()
     try:
         positions(model, tokens, options)
@@ -138,7 +138,7 @@ def longest_of(peak_of: Callable[[int], int | None], budget: int) -> int:
         if beyond is not None:
             (before, low), (last, high) = (last, high), (min(over), beyond)
         units = int(before + (budget - low) * (last - before) / max(high - low, 1))
-        # Where the peak is not yet a line, that may be far off.
+        # This may be far off while the peak does not grow linearly.
         units = max(min(units, 4 * max(fits)), int(max(fits) * SLACK), max(fits) + 1)
         if over:
             units = (max(fits) + min(over)) // 2 if beyond is None else min(units, min(over) - 1)

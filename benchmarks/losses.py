@@ -5,8 +5,7 @@
 
 Logits are in bfloat16, and cast to float32 for the loss, as the models of transformers do. *In rows* is
 ``spillway.cross_entropy(logits, target, dtype=torch.float32)``. A time is that of a forward and a backward, the median
-of several runs of ten each. The peak is above the logits, which are there all the time; their gradient is in it. On a
-CPU there is no peak.
+of several runs of ten each. The peak is above the logits, and has their gradient. A CPU has no figure for it.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ WAYS: dict[str, Loss] = {"torch's own": plain, "in rows": in_rows}
 
 @dataclass
 class Row:
-    """What one way did with one vocabulary."""
+    """One way with one vocabulary."""
 
     loss_of: str
     classes: int

@@ -1,19 +1,19 @@
-"""Training steps with the optimizer's state on the device and on the host, each way in a process of its own.
+"""Training steps with the optimizer's state on the GPU and on the CPU, each way in a process of its own.
 
     python benchmarks/optimizer.py --json optimizer.json      # 973 M parameters, 8192 tokens
     python benchmarks/optimizer.py --micro 8
-    python benchmarks/optimizer.py --shape 8b --layers 32 --ways "masters, clipped, overlapping"
+    python benchmarks/optimizer.py --shape 8b --layers 32 --ways "fp32 master weights, clipped, overlapping"
 
 A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
-the optimizer's step. Several steps are timed together, since the end of one may run beside the begin of the next: the
-median of such runs, by the step, and their range. *peak* is the device's, all included: where no gradients are kept,
-that of parameters and activations, to which gradients that are on their way add a window. *bound* is what a way with
-the same work comes to: the time without an optimizer, plus what the host's step takes at the rate of the host's memory
-(32 bytes a parameter with masters, 14 without; the rate is that of STREAM's Add, measured in the same run, which a
-step can exceed) beyond what can run at the same time: the next forward where it is overlapped, and the backward where
-nothing is clipped.
+the optimizer's step. Several steps are timed together, since the end of one may overlap the begin of the next. A row
+has the median of such runs for one step, and their range. *peak* is all memory that is allocated on the GPU.
 
-Peers are measured where they can be imported, and named as absent where not.
+*bound* is an estimate for the same work: the time without an optimizer, plus the time of the CPU's step that nothing
+hides. The CPU's step moves 32 bytes a parameter with fp32 master weights, and 14 without, at the bandwidth of STREAM's
+Add, measured in the same run. A step can exceed this bandwidth. The next forward hides it where it is overlapped, and
+the backward where nothing is clipped.
+
+Other systems are measured if they can be imported, and named as absent if not.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}
 MAX_NORM = 1.0
 
 Update = Callable[[], Any]
-"""What follows the last backward of a step."""
+"""The part of a step after its last backward."""
 
 
 @dataclass
 class Row:
-    """What one way did."""
+    """One way."""
 
     way: str
     absent: str = ""
@@ -59,7 +59,7 @@ class Row:
     step_max: float = 0.0
     first_seconds: float = 0.0
     forward_seconds: float = 0.0
-    """Of one micro-batch, where there is no optimizer."""
+    """Seconds of one micro-batch's forward, without an optimizer."""
     peak_bytes: int = 0
     parameters: int = 0
     bound_seconds: float = 0.0
@@ -74,7 +74,7 @@ def nothing(stack: Stack, options: argparse.Namespace) -> Update:
 
 
 def none_kept(stack: Stack, options: argparse.Namespace) -> Update:
-    """Parameters and activations are all that is there."""
+    """Only parameters and activations are in memory."""
 
     def drop(parameter: torch.Tensor) -> None:
         parameter.grad = None
@@ -123,21 +123,23 @@ NOTHING = "no optimizer"
 WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     NOTHING: nothing,
     "no gradients kept": none_kept,
-    "on the device": on_device,
-    "on the device, clipped": partial(on_device, clipped=True),
+    "on the GPU": on_device,
+    "on the GPU, clipped": partial(on_device, clipped=True),
     "torchao": partial(torchao, gradients=False),
-    "torchao, gradients away": partial(torchao, gradients=True),
-    "no masters": partial(offloaded, master_dtype=None),
-    "no masters, overlapping": partial(offloaded, master_dtype=None, overlap=True),
-    "no masters, in backward, overlapping": partial(offloaded, master_dtype=None, step_in_backward=True, overlap=True),
-    "masters": offloaded,
-    "masters, in backward, overlapping": partial(offloaded, step_in_backward=True, overlap=True),
-    "masters, streamed": partial(offloaded, clipped=True, step_on="device"),
-    "masters, clipped": partial(offloaded, clipped=True),
-    "masters, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
-    "masters, clipped, all on the device": partial(offloaded, clipped=True, fraction=0.0),
-    "masters, clipped, overlapping, half": partial(offloaded, clipped=True, overlap=True, fraction=0.5),
-    "masters, clipped, overlapping, auto": partial(offloaded, clipped=True, overlap=True, fraction="auto"),
+    "torchao, gradients offloaded": partial(torchao, gradients=True),
+    "no fp32 master weights": partial(offloaded, master_dtype=None),
+    "no fp32 master weights, overlapping": partial(offloaded, master_dtype=None, overlap=True),
+    "no fp32 master weights, in backward, overlapping": partial(
+        offloaded, master_dtype=None, step_in_backward=True, overlap=True
+    ),
+    "fp32 master weights": offloaded,
+    "fp32 master weights, in backward, overlapping": partial(offloaded, step_in_backward=True, overlap=True),
+    "fp32 master weights, streamed": partial(offloaded, clipped=True, step_on="device"),
+    "fp32 master weights, clipped": partial(offloaded, clipped=True),
+    "fp32 master weights, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
+    "fp32 master weights, clipped, all on the GPU": partial(offloaded, clipped=True, fraction=0.0),
+    "fp32 master weights, clipped, overlapping, half": partial(offloaded, clipped=True, overlap=True, fraction=0.5),
+    "fp32 master weights, clipped, overlapping, auto": partial(offloaded, clipped=True, overlap=True, fraction="auto"),
 }
 
 
@@ -244,13 +246,13 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
 
 
 def bound(row: Row, plain: Row, rate: float, options: argparse.Namespace) -> float:
-    """What a way with the same work on the host comes to, by the rate of additions."""
-    elsewhere = any(word in row.way for word in ("auto", "streamed", "all on the device"))
-    if "masters" not in row.way or elsewhere or not plain.step_seconds or not rate:
+    """Seconds of a step with the same work on the CPU, by the bandwidth of additions."""
+    elsewhere = any(word in row.way for word in ("auto", "streamed", "all on the GPU"))
+    if "master weights" not in row.way or elsewhere or not plain.step_seconds or not rate:
         return 0.0
-    masters = "no masters" not in row.way
+    with_masters = "no fp32 master weights" not in row.way
     share = 0.5 if "half" in row.way else 1.0
-    host = (32 if masters else 14) * row.parameters * share / (rate * 1e9)
+    host = (32 if with_masters else 14) * row.parameters * share / (rate * 1e9)
     backward = plain.step_seconds / options.micro - plain.forward_seconds
     hidden = plain.forward_seconds if "overlapping" in row.way else 0.0
     if "clipped" not in row.way:
@@ -325,7 +327,7 @@ def main() -> None:
         row = run_child(way, options)
         rows.append(row)
         row.bound_seconds = bound(row, rows[0], rates["stream"], options)
-        device = next((one for one in rows if one.way == "on the device"), None)
+        device = next((one for one in rows if one.way == "on the GPU"), None)
         print(line(row, rows[0], device), flush=True)
         if options.json:
             write(options, rates, rows)

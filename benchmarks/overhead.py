@@ -1,20 +1,21 @@
-"""What Spillway itself costs for one saved tensor on the CPU, the copies left out.
+"""CPU overhead of Spillway for one saved tensor, without the copies.
 
 The model is a chain of small operators, each of which saves one tensor. A way's figure is its step (forward, backward
 and the death of the graph) less the plain step of the same round, over the number of tensors: so it holds packing,
 unpacking and the death of the handle. Rounds go through all ways in turn, and a figure is the median over the rounds.
 
-Three ways show Spillway's engine at work without a copy in it:
+Three ways run Spillway's engine without copies:
 
-* ``moved``: every tensor leaves for host memory and returns. The backend's lanes do nothing, at the public seam
-  ``Session(backend=...)``; slots, windows, prefetching and destinations are the real ones.
-* ``caught``: the same in a window that holds the whole step, so that backward finds every tensor before it has left.
+* ``moved``: every tensor is offloaded to CPU memory and reloaded. The streams of a backend for ``Session(backend=...)``
+  do nothing. Slots, in-flight limits, prefetching and destinations are the real ones.
+* ``caught``: the same with an in-flight limit that holds the whole step, so that backward asks before a tensor is
+  offloaded.
 * ``kept``: a policy that keeps everything is asked for each tensor.
 
 The clock is that of the calling thread, which a busy machine disturbs less; waiting for another thread is not in it.
 
-``moved by threads`` is ``moved`` with the lanes of the CPU's own backend: two threads that copy tensors of 4 KiB. What
-it costs more is the price of handing work to a thread, which an accelerator's streams do not have.
+``moved by threads`` is ``moved`` with the streams of the CPU's own backend: two threads that copy tensors of 4 KiB. The
+difference is the cost of handing work to a thread, which an accelerator's streams do not have.
 
 Run it on a quiet machine: ``python benchmarks/overhead.py --json overhead.json``.
 """
@@ -49,12 +50,12 @@ from spillway.runtime.cpu import CpuBackend
 
 TARGET_MICROSECONDS = 15.0
 _BYTES = 4096
-# As many tensors of the least size that moves by default as fit into the CPU's default window.
+# As many tensors of the smallest default size as the CPU's default in-flight limit holds.
 _WINDOW = 64 * _BYTES
 
 
 class Reached:
-    """A lane on which nothing is ever queued, and its only event."""
+    """A stream that does nothing, and its only event."""
 
     def query(self) -> bool:
         return True
@@ -64,7 +65,7 @@ class Reached:
 
 
 class IdleBackend(CpuBackend):
-    """Copies nothing, so that what is left is Spillway's own time. What comes back is whatever was there."""
+    """Copies nothing, so that only Spillway's own time is left. Reloaded tensors have undefined content."""
 
     _reached = Reached()
 
@@ -121,7 +122,7 @@ def seconds(model: nn.Module, x: Tensor, way: Way, steps: int) -> float:
 
 
 def ways(idle: spillway.Session, wide: spillway.Session, threaded: spillway.Session) -> dict[str, tuple[Way, bool]]:
-    """What is measured, by name, and whether the target holds for it."""
+    """Ways by name, and whether the target is for them."""
 
     def offload(session: spillway.Session, policy: Any = None) -> Way:
         return lambda: spillway.offload(min_bytes=0, tier="host", policy=policy, session=session)

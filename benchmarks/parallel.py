@@ -1,10 +1,15 @@
-"""Training steps over several devices: a pipeline, FSDP2, and the rate of each device's link while others use theirs.
+"""Training steps on several GPUs: a pipeline, FSDP2, and the PCIe bandwidth of each GPU while others copy.
 
-Each rank has one accelerator, or a CPU. A step is as in ``step.py``: forward, backward, gradients accumulate. For each
-way, after a warm-up and ``gc.freeze()``: the median step of the slowest rank and its range, how long the host of rank 0
-queues a step, the activation peak of each rank above weights and gradients, what was moved, and whether the gradients
-of each rank are bit for bit those of ``keep`` (a smaller run with deterministic algorithms). If a way fails, its error
-is told and the others are gone on with; what was measured until then has been printed and written.
+Each rank has one accelerator, or a CPU. A step is as in ``step.py``: forward and backward; gradients accumulate. Each
+way is measured after a warm-up and ``gc.freeze()``:
+
+* the median step of the slowest rank, and its range;
+* the time in which the CPU of rank 0 queues a step;
+* the activation peak of each rank, above weights and gradients;
+* offloaded bytes and stalls;
+* whether the gradients of each rank are bit for bit those of ``keep`` (a smaller run with deterministic algorithms).
+
+If a way fails, its error is printed, and the others are measured.
 
     python benchmarks/parallel.py --ranks 4 --parts link pipeline fsdp --json parallel.json
 """
@@ -47,18 +52,18 @@ from step import NORM_STATISTIC, allocated
 
 @dataclass
 class Training:
-    """What is trained in one way."""
+    """A way to train."""
 
     stack: Stack
     step: Callable[[], None]
     stats: Callable[[], spillway.StepStats]
     attached: spillway.Attached | OffloadedStages | None = None
-    """Of a way that plans: it is warm when the plan is held."""
+    """For a way with a plan: it is warm when the plan is active."""
 
 
 @dataclass
 class Row:
-    """What one way did."""
+    """One way."""
 
     part: str
     way: str
@@ -66,13 +71,13 @@ class Row:
     step_min: float
     step_max: float
     host_seconds: float
-    """Until the host of rank 0 had queued a step."""
+    """Seconds until the CPU of rank 0 had queued a step."""
     peak_bytes: int
-    """Of rank 0, above weights, gradients and inputs."""
+    """Peak of rank 0, above weights, gradients and inputs."""
     peaks: list[int]
     """The same of each rank."""
     whole_bytes: int
-    """All that was allocated at the peak of the fullest rank."""
+    """Allocated bytes at the peak of the fullest rank."""
     digest: str = ""
     stats: list[dict[str, Any]] = field(default_factory=list)
     """Spillway's own, of each rank."""
@@ -84,19 +89,19 @@ def checkpointed(stack: Stack) -> None:
 
 ATTENTION, INPUTS, PROJECTIONS = spillway.saved_by("attention"), "inputs", ("*gate", "*up")
 HALVES: dict[str, tuple[Any, ...]] = {"attend": (INPUTS, ATTENTION), "feed": (INPUTS, *PROJECTIONS)}
-"""The halves of a layer, and what of each costs much to compute again, or cannot be."""
+"""The halves of a layer, with the tensors of each that are expensive to recompute, and its inputs."""
 
 
-def make_regions(layer: Layer, *, kept: Sequence[Any] = (), sent: Sequence[Any] = ()) -> None:
-    """The two halves of a layer are regions: see ``step.py``. The layer is called as ever, also by FSDP2's hooks."""
+def checkpoint_halves(layer: Layer, *, kept: Sequence[Any] = (), sent: Sequence[Any] = ()) -> None:
+    """Checkpoint the two halves of a layer: see ``step.py``. FSDP2's hooks run around the layer as before."""
     for half, has in HALVES.items():
         save, offload = ([each for each in given if each in has] for given in (kept, sent))
-        region = spillway.Recompute(save=(NORM_STATISTIC, *save), offload=offload)
-        setattr(layer, half, partial(region, getattr(layer, half)))
+        how = spillway.Recompute(save=(NORM_STATISTIC, *save), offload=offload)
+        setattr(layer, half, partial(how, getattr(layer, half)))
 
 
 def spread(layers: Sequence[Layer], share: float) -> list[Layer]:
-    """A share of the layers, evenly, rounded up. The last is only among them if all are: backward begins there."""
+    """A share of the layers, evenly spread, rounded up. Backward begins at the last one, so it comes last."""
     count = math.ceil(len(layers) * share)
     return [layers[place * len(layers) // count] for place in range(count)]
 
@@ -106,38 +111,38 @@ def spread(layers: Sequence[Layer], share: float) -> list[Layer]:
 
 @dataclass(frozen=True)
 class Staged:
-    """What is done with some layers of each stage, spread evenly; the others are plain."""
+    """Treatment of some layers of each stage, evenly spread. The others are plain."""
 
     shares: tuple[float, float, float, float]
-    """Of the layers, in each quarter of the pipeline. Of four stages, the first has four chunks alive, the last one."""
-    kinds: tuple[str, ...] = ("regions",)
-    """What they are, in turn: ``"regions"``, by halves, or ``"wide"``: what is as wide as the feed-forward network
-    leaves, and nothing is computed again."""
+    """Share of the layers in each quarter of the pipeline. The first stage has most chunks alive."""
+    kinds: tuple[str, ...] = ("halves",)
+    """Their kinds, in turn. ``"halves"`` are checkpointed by halves. ``"wide"`` layers offload tensors as wide as the
+    feed-forward network, and recompute nothing."""
     kept: tuple[Any, ...] = ()
-    """What stays of regions."""
+    """Tensors that checkpointed halves keep."""
     sent: tuple[Any, ...] = ()
-    """What leaves of regions."""
+    """Tensors that checkpointed halves offload."""
     window: str | None = None
-    """Of the session."""
+    """The session's in-flight limit."""
 
 
 PIPELINE: dict[str, Staged | Callable[[Stack], Any] | None] = {
     "keep": None,
     "checkpoint": checkpointed,
-    "halves, nothing sent": Staged((1, 6 / 8, 1 / 8, 0), kept=(INPUTS, ATTENTION, *PROJECTIONS)),
-    "halves, inputs and attention sent": Staged(
+    "halves, nothing offloaded": Staged((1, 6 / 8, 1 / 8, 0), kept=(INPUTS, ATTENTION, *PROJECTIONS)),
+    "halves, inputs and attention offloaded": Staged(
         (7 / 8, 4 / 8, 1 / 8, 0), kept=PROJECTIONS, sent=(INPUTS, ATTENTION), window="1GiB"
     ),
-    "halves and wide sent, in turn": Staged(
-        (1, 6 / 8, 1 / 8, 0), ("regions", "wide"), kept=(INPUTS, ATTENTION, *PROJECTIONS), window="1GiB"
+    "halves and wide offloaded, in turn": Staged(
+        (1, 6 / 8, 1 / 8, 0), ("halves", "wide"), kept=(INPUTS, ATTENTION, *PROJECTIONS), window="1GiB"
     ),
-    "wide sent, no regions": Staged((1, 6 / 8, 1 / 8, 0), ("wide",), window="2GiB"),
+    "wide offloaded, no halves": Staged((1, 6 / 8, 1 / 8, 0), ("wide",), window="2GiB"),
 }
 PLANNED_STAGES = {
-    "planned, half of keep's peak of rank 0": "keep",
+    "planned, half of the baseline's peak of rank 0": "keep",
     "planned, checkpointing's peak of rank 0": "checkpoint",
 }
-"""Ways to plan for a budget, the same on all ranks, and by whose peak it is set."""
+"""Ways with a budget, the same on all ranks, and the way whose peak sets it."""
 
 
 def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, layers: int, seq: int) -> Training:
@@ -146,7 +151,7 @@ def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, lay
     stage = PipelineStage(stack, rank, ranks, device)
     offloaded = None
     if way in PLANNED_STAGES:
-        # In a smaller stack, of which all would fit, nothing stays that can leave or be computed again.
+        # A smaller stack would fit as a whole: so that it offloads and recomputes, keeping is not allowed.
         small = {"allow": {"host", "disk", "recompute"}} if layers != options.layers else {}
         budget = options.budgets[way]
         if isinstance(budget, int):
@@ -174,10 +179,10 @@ def pipeline(options: argparse.Namespace, way: str, device: torch.device, *, lay
 
 
 def treated(stack: Stack, how: Staged, share: float) -> spillway.policies.Policy | None:
-    """Treats a share of the layers. Gives what decides about all that is saved outside of regions, if any may leave."""
+    """Treat a share of the layers. Returns the policy for tensors outside of checkpointed halves, if any is needed."""
     chosen = dict(zip(spread(list(stack.layers), share), itertools.cycle(how.kinds), strict=False))
-    for layer in (layer for layer, kind in chosen.items() if kind == "regions"):
-        make_regions(layer, kept=how.kept, sent=how.sent)
+    for layer in (layer for layer, kind in chosen.items() if kind == "halves"):
+        checkpoint_halves(layer, kept=how.kept, sent=how.sent)
     if "wide" not in chosen.values():
         return Keep() if chosen and how.sent else None
 
@@ -195,38 +200,38 @@ def treated(stack: Stack, how: Staged, share: float) -> spillway.policies.Policy
 
 @dataclass(frozen=True)
 class Sharded:
-    """All layers but the last ones are regions by halves, whose inputs and attention leave."""
+    """All layers but the last ones are checkpointed by halves, and offload inputs and attention."""
 
     plain: int
-    """How many of the last layers are no regions."""
+    """How many of the last layers are plain."""
     kept: float
-    """The share of the layers whose gate and up stay: the last of those that are regions."""
+    """Share of the layers whose gate and up are kept: the last of the checkpointed ones."""
     gates: float
-    """The share of the other regions whose gates leave, spread evenly."""
+    """Share of the other checkpointed layers whose gates are offloaded, evenly spread."""
 
 
 FSDP: dict[str, Sharded | Callable[[Stack], Any] | None] = {
     "keep": None,
     "checkpoint": checkpointed,
-    "halves, last plain, 1/4 of gates sent": Sharded(plain=1, kept=1 / 12, gates=1 / 4),
-    "halves, last plain, 1/2 of gates sent": Sharded(plain=1, kept=1 / 12, gates=1 / 2),
-    "halves, last 3 kept, 1/9 of gates sent": Sharded(plain=0, kept=3 / 12, gates=1 / 9),
-    "halves, last 3 kept, 1/2 of gates sent": Sharded(plain=0, kept=3 / 12, gates=1 / 2),
+    "halves, last plain, 1/4 of gates offloaded": Sharded(plain=1, kept=1 / 12, gates=1 / 4),
+    "halves, last plain, 1/2 of gates offloaded": Sharded(plain=1, kept=1 / 12, gates=1 / 2),
+    "halves, last 3 kept, 1/9 of gates offloaded": Sharded(plain=0, kept=3 / 12, gates=1 / 9),
+    "halves, last 3 kept, 1/2 of gates offloaded": Sharded(plain=0, kept=3 / 12, gates=1 / 2),
 }
 
 
-def make_sharded_regions(stack: Stack, how: Sharded) -> None:
+def checkpoint_sharded(stack: Stack, how: Sharded) -> None:
     layers = list(stack.layers)
-    regions = layers[: len(layers) - how.plain]
-    first = max(0, len(regions) - math.ceil(len(layers) * how.kept))
-    with_gates = set(spread(regions[:first], how.gates))
-    for place, layer in enumerate(regions):
+    some = layers[: len(layers) - how.plain]
+    first = max(0, len(some) - math.ceil(len(layers) * how.kept))
+    with_gates = set(spread(some[:first], how.gates))
+    for place, layer in enumerate(some):
         gate = ("*gate",) if layer in with_gates else ()
-        make_regions(layer, kept=PROJECTIONS if place >= first else (), sent=(INPUTS, ATTENTION, *gate))
+        checkpoint_halves(layer, kept=PROJECTIONS if place >= first else (), sent=(INPUTS, ATTENTION, *gate))
 
 
-PLANNED = {"planned, checkpointing's peak": "checkpoint", "planned, half of keep's peak": "keep"}
-"""Ways to plan for a budget, and by whose peak it is set."""
+PLANNED = {"planned, checkpointing's peak": "checkpoint", "planned, half of the baseline's peak": "keep"}
+"""Ways with a budget, and the way whose peak sets it."""
 MOST_WARMUP = 24
 
 
@@ -238,11 +243,11 @@ def sharded(options: argparse.Namespace, way: str, device: torch.device, *, laye
     fully_shard(stack)
     attached, context = None, None
     if way in PLANNED:
-        # In a smaller stack, of which all would fit, nothing stays that can leave or be computed again.
+        # A smaller stack would fit as a whole: so that it offloads and recomputes, keeping is not allowed.
         small = {"allow": {"host", "disk", "recompute"}} if layers != options.sharded_layers else {}
         attached = spillway.attach(stack, budget=options.budgets[way], blocks="layers.*", **small)
     elif isinstance(how := FSDP[way], Sharded):
-        make_sharded_regions(stack, how)
+        checkpoint_sharded(stack, how)
         context = spillway.offload(policy=Keep())
     elif how is not None:
         how(stack)
@@ -310,14 +315,14 @@ def measure(options: argparse.Namespace, part: str, way: str, device: torch.devi
 
 
 def new_session(options: argparse.Namespace, way: str) -> spillway.Session:
-    """The window is the one asked for, or else the way's own."""
+    """The in-flight limit is the given one, or else the way's own."""
     session = spillway.Session(window=options.window or getattr(PIPELINE.get(way), "window", None))
     session.use_as_default()
     return session
 
 
 def forget(session: spillway.Session, device: torch.device) -> None:
-    """What a way has left goes, so that the next one finds the memory as that one did."""
+    """Free the memory of a way, so that the next one starts as it did."""
     session.close()
     gc.unfreeze()
     gc.collect()
@@ -327,12 +332,12 @@ def forget(session: spillway.Session, device: torch.device) -> None:
 
 def warm(training: Training, least: int) -> None:
     done = 0
-    # A pipeline's ranks hold their plans when they do, and go on together.
+    # A pipeline's ranks have active plans at different steps, and go on together.
     while done < least or any(of_all(training.attached is not None and training.attached.stage != "active")):
         training.step()
         done += 1
         if done > MOST_WARMUP:
-            raise SystemExit(f"no plan is held after {MOST_WARMUP} steps")
+            raise SystemExit(f"no plan is active after {MOST_WARMUP} steps")
 
 
 DIGEST_LAYERS, DIGEST_TOKENS = 3, 2048
@@ -340,7 +345,7 @@ DIGEST_LAYERS, DIGEST_TOKENS = 3, 2048
 
 
 def digest(options: argparse.Namespace, part: str, way: str, device: torch.device) -> str:
-    """Of each rank's gradients after three steps of a smaller stack, with deterministic algorithms."""
+    """A hash of each rank's gradients after three steps of a smaller stack, with deterministic algorithms."""
     torch.use_deterministic_algorithms(True)
     session = new_session(options, way)
     seq = min(options.seq, DIGEST_TOKENS)
@@ -441,17 +446,17 @@ def rank_main(
 
 
 def budgets(rows: list[dict[str, Any]], device: torch.device) -> dict[str, int | str]:
-    """Of the ways that plan, by the peaks of others."""
+    """Budgets of the ways with a plan, from the peaks of others."""
     found: dict[str, int | str] = {}
     for planned, other in PLANNED.items():
         for row in (row for row in rows if (row["part"], row["way"]) == ("fsdp", other)):
-            room = row["whole_bytes"] if other == "checkpoint" else row["whole_bytes"] - row["peak_bytes"] // 2
-            found[planned] = room if device.type != "cpu" else "1TiB"
+            size = row["whole_bytes"] if other == "checkpoint" else row["whole_bytes"] - row["peak_bytes"] // 2
+            found[planned] = size if device.type != "cpu" else "1TiB"
     for planned, other in PLANNED_STAGES.items():
         for row in (row for row in rows if (row["part"], row["way"]) == ("pipeline", other)):
-            # Beyond what is there anyway.
-            room = row["peak_bytes"] if other == "checkpoint" else row["peak_bytes"] // 2
-            found[planned] = room if device.type != "cpu" else "1TiB"
+            # Above weights and gradients.
+            size = row["peak_bytes"] if other == "checkpoint" else row["peak_bytes"] // 2
+            found[planned] = size if device.type != "cpu" else "1TiB"
     return found
 
 
@@ -477,7 +482,7 @@ def line(row: Row, plain: Row) -> str:
 
 
 def write(options: argparse.Namespace, result: dict[str, Any], state: Path) -> None:
-    """What there is by now, for the processes that may have to go on with it, and for those who asked."""
+    """Write the results so far, for processes that continue after a failure, and for the user."""
     state.write_text(json.dumps(result))
     if options.json is None:
         return
@@ -493,7 +498,7 @@ def write(options: argparse.Namespace, result: dict[str, Any], state: Path) -> N
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    """Every way in turn. A rank that fails ends the others: what is left is measured by new processes."""
+    """Measure every way in turn. If a rank fails, all end, and new processes measure the remaining ways."""
     ways = [(part, way) for part, (names, _) in PARTS.items() if part in options.parts for way in names]
     ways = [(part, way) for part, way in ways if chosen(options, way)]
     result: dict[str, Any] = {"rows": [], "failed": {}}
@@ -525,12 +530,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2 if here == "cpu" else torch.accelerator.device_count())
     parser.add_argument("--parts", nargs="*", default=["link", "pipeline", "fsdp"], metavar="PART")
-    parser.add_argument("--ways", nargs="*", default=[], metavar="WAY", help="beside keep; all, if none is named")
+    parser.add_argument("--ways", nargs="*", default=[], metavar="WAY", help="besides keep; by default all")
     parser.add_argument("--shape", default="tiny" if here == "cpu" else "8b", help="tiny, 1b, 8b or 70b")
     parser.add_argument("--layers", type=int, default=2 if here == "cpu" else 8, help="of each stage of a pipeline")
     parser.add_argument("--sharded-layers", type=int, default=2 if here == "cpu" else 12, help="of FSDP2's model")
     parser.add_argument("--seq", type=int, default=64 if here == "cpu" else 8192)
-    parser.add_argument("--window", default=None, help="of the session, in bytes or as 512MiB; instead of a way's own")
+    parser.add_argument("--window", default=None, help="in-flight limit, in bytes or as 512MiB; instead of a way's own")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--device", default=here)

@@ -1,20 +1,20 @@
-"""Seconds over bytes: plans within a sweep of budgets, beside every other way of saving memory.
+"""Step time over peak memory: plans within a sweep of budgets, compared with other ways to save memory.
 
     python benchmarks/pareto.py --json pareto.json --picture pareto.svg     # 16 layers of 8b, 8192 tokens
     python benchmarks/pareto.py --shape tiny --layers 4 --seq 2048 --equality
 
 A step is a forward and a backward over a stack of decoder layers in bfloat16, whose input is no leaf. Gradients stay
-allocated, and are set to zero by each step. ``--together`` steps are timed with nothing waited for between them: the
-median of ``--runs`` such runs, by the step, and their range. *single* is a step with a wait before and after it. *peak*
-is what a step has allocated at most, beyond parameters and gradients.
+allocated, and each step sets them to zero. ``--together`` steps are timed without a synchronisation between them. A row
+has the median of ``--runs`` such runs for one step, and their range. *single* is a step with a synchronisation before
+and after it. *peak* is the memory that a step allocates at most, above parameters and gradients.
 
-Each method has a process of its own, and all budgets have one. A look at plain steps comes before and after each row,
-in its process: *of keep* is a row's step by the mean of these two, so that a clock that drifts is in neither. *of best*
-compares a plan with the fastest of the methods whose peak is within the same budget, or within what the plan took.
+Each method has a process of its own, and all budgets share one. The baseline (*keep*, plain steps) is measured before
+and after each row, in its process. *of keep* is the ratio of a row's step to the mean of these two. *of best* is the
+ratio of a plan to the fastest method whose peak is within the same budget, or within the plan's own peak.
 
-A budget is a share of the peak of plain steps, ``checkpoint`` (the peak of checkpointing each layer), ``least`` (the
-least for which there is a plan that holds), or a size, ``20GiB``; all beyond parameters and gradients. On the CPU, what
-is always there are the process's resident bytes, which move: budgets are met about there, no better.
+A budget is a share of the baseline's peak, ``checkpoint`` (the peak of checkpointing each layer), ``least`` (the
+smallest feasible one), or a size, ``20GiB``; all above parameters and gradients. On the CPU, memory is the resident
+memory of the process, which fluctuates.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ def tell(found: Any) -> None:
     print(TOLD + json.dumps(found if isinstance(found, dict) else asdict(found)), flush=True)
 
 
-# The parent runs the children, compares, and writes down.
+# The parent process runs the children, compares and writes the results.
 
 
 def run_child(child: str, options: argparse.Namespace, **more: Any) -> Iterator[dict[str, Any]]:
-    """What a child tells, as it comes."""
+    """Results of a child process, as they come."""
     names = ("shape", "layers", "seq", "runs", "together", "device", "window", "profile", "traces")
     given = {name: getattr(options, name) for name in names} | more
     words = [f"--{name.replace('_', '-')}={value}" for name, value in given.items() if value is not None]
@@ -152,12 +152,12 @@ def said_of(told: dict[str, Any]) -> str:
     if told["failed"]:
         return str(told["failed"])
     if not told["compared"]:
-        return "not compared: nothing is recomputed or sent"
+        return "not compared: nothing is recomputed or offloaded"
     return f"{told['compared']} tensors, loss and gradients, are {'equal' if told['equal'] else 'NOT EQUAL'}"
 
 
 def summary(rows: list[Row]) -> str:
-    """What counts, in columns."""
+    """A table of all rows."""
     plain = next((row.peak_bytes for row in rows if row.way == KEEP), 0)
     lines = [f"{'way':<32}{'of keep':>9}{'peak GiB':>10}{'of keep':>9}{'within':>8}{'of best':>9}  best"]
     for row in rows:

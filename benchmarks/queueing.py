@@ -6,7 +6,7 @@ keeps only its inputs. *attention kept* keeps the output of attention, too. *not
 that the layer saves, in the order in which it is saved, and recomputes nothing.
 
 Rounds go through all ways in turn, in one thread, and figures are medians over the rounds of the time of a layer; its
-spread is that between the quartiles. What ``x`` says is the ratio to the plain layer of the same round.
+spread is that between the quartiles. ``x`` is the ratio to the plain layer of the same round.
 
     python benchmarks/queueing.py --json queueing.json
     python benchmarks/queueing.py --profile "all recomputed"

@@ -1,15 +1,19 @@
-"""What a ratio of offloading does to the peak and the time of a ResNet-50's step, from 0 to 1.
+"""Peak and time of a ResNet-50's step for offload ratios from 0 to 1.
 
     python benchmarks/resnet.py --json resnet.json
     python benchmarks/resnet.py --images 256            # on an accelerator, with its defaults otherwise
 
 The model is that of ``examples/resnet50.py``, with ``spillway.offload(ratio=...)`` around its four stages, which on an
-accelerator is haiscale's ``CPUOffload(offload_ratio, tag)``. A step is a forward and a backward; gradients accumulate,
-and nothing else is done. ``plain`` has no context at all, and a ratio of 0 one that keeps everything. Each row is a
-process of its own, with malloc set as in the demo: the median step of several and their range in milliseconds, the
-first step, the peak above what was held before it (on a CPU: of the process's resident bytes), what left in the last
-step, and whether losses, gradients and statistics are bit for bit those of ``plain`` (all rows with deterministic
-convolutions). On a CPU, what leaves goes to the disk.
+accelerator is haiscale's ``CPUOffload(offload_ratio, tag)``. A step is a forward and a backward; gradients accumulate.
+``plain`` has no context, and a ratio of 0 one that keeps everything. Each row is a process of its own, with malloc set
+as in the demo and deterministic convolutions. It has:
+
+* the median step and the range, in milliseconds, and the first step;
+* the peak above weights, gradients and a batch (on a CPU: of resident memory);
+* the bytes that the last step offloaded;
+* whether losses, gradients and statistics are bit for bit those of ``plain``.
+
+On a CPU, tensors are offloaded to the disk.
 """
 
 from __future__ import annotations
@@ -42,13 +46,25 @@ from spillway.runtime.process_memory import set_malloc
 PLAIN = "plain"
 RATIOS = ("0", "0.25", "0.5", "0.75", "1")
 EXAMPLE = Path(__file__).parent.parent / "examples" / "resnet50.py"
-HEADINGS = ("ratio", "step", "of plain", "from", "to", "first", "peak", "of plain", "left", "came back", "identical")
+HEADINGS = (
+    "ratio",
+    "step",
+    "of plain",
+    "from",
+    "to",
+    "first",
+    "peak",
+    "of plain",
+    "offloaded",
+    "reloaded",
+    "identical",
+)
 PASSED_ON = ("images", "size", "width", "steps", "warmup", "window", "tier", "device")
 
 
 @dataclass
 class Row:
-    """What one ratio did."""
+    """One ratio."""
 
     ratio: str
     step_seconds: float
@@ -56,14 +72,14 @@ class Row:
     step_max: float
     first_seconds: float
     peak_bytes: int
-    """Above what was held before the first step: weights, gradients and a batch."""
+    """Above weights, gradients and a batch, which the first step begins with."""
     peak_source: str
     offloaded_bytes: int
     reloaded_bytes: int
     stall_seconds: float
     notes: list[str]
     digest: str
-    """Of all losses, and of the gradients and statistics at the end."""
+    """A hash of all losses, and of the gradients and statistics at the end."""
 
 
 def resnet() -> Any:

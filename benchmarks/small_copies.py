@@ -1,6 +1,6 @@
-"""How long a small copy from host memory waits for large ones that another stream has queued before it.
+"""Delay of a small copy from CPU memory behind large ones that another stream has queued before it.
 
-A device has one engine for such copies: see NOTE [ Copies of others ] in ``spillway/runtime/accelerator.py``. Eight
+A GPU has one engine for such copies: see NOTE [ Copies of other code ] in ``spillway/runtime/accelerator.py``. Eight
 storages of 235 MiB are copied whole, in parts by one stream, and in parts by two streams in turn; meanwhile a third one
 copies 0.8 MB twelve times, with pauses. CUDA only.
 
@@ -25,18 +25,18 @@ PARTS = (LARGE, 64 << 20, 32 << 20, 16 << 20, 8 << 20)
 
 
 class Copies:
-    """What is copied, and by whom."""
+    """The copies, and their streams."""
 
     def __init__(self, device: torch.device) -> None:
         self.host = torch.empty(LARGE, dtype=torch.uint8, pin_memory=True)
         self.there = torch.empty(LARGE, dtype=torch.uint8, device=device)
         self.small_host = torch.empty(SMALL, dtype=torch.uint8, pin_memory=True)
         self.small_there = torch.empty(SMALL, dtype=torch.uint8, device=device)
-        self.lane, self.beside, self.compute = (torch.cuda.Stream(device) for _ in range(3))
+        self.stream, self.beside, self.compute = (torch.cuda.Stream(device) for _ in range(3))
 
     def large(self, way: str, part: int) -> None:
-        """All of it, by the lane, or by it and another stream in turn, each of which waits for the other."""
-        turns = itertools.cycle((self.lane, self.beside) if way == "two streams" else (self.lane,))
+        """Copy all, by one stream, or by two in turn, each of which waits for the other."""
+        turns = itertools.cycle((self.stream, self.beside) if way == "two streams" else (self.stream,))
         here = next(turns)
         for start in (start for _ in range(COUNT) for start in range(0, LARGE, part)):
             with torch.cuda.stream(here):
@@ -44,19 +44,19 @@ class Copies:
             before, here = here, next(turns)
             if before is not here:
                 here.wait_event(before.record_event())
-        self.lane.wait_stream(self.beside)
+        self.stream.wait_stream(self.beside)
 
     def measure(self, way: str, part: int) -> tuple[float, list[float]]:
-        """Bytes a second of what is large, and milliseconds of each small copy."""
+        """Bytes a second of the large copies, and milliseconds of each small copy."""
         torch.cuda.synchronize()
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        with torch.cuda.stream(self.lane):
+        with torch.cuda.stream(self.stream):
             # Until all is queued.
             torch.cuda._sleep(20_000_000)
             begin.record()
         self.beside.wait_event(begin)
         self.large(way, part)
-        end.record(self.lane)
+        end.record(self.stream)
         small = []
         with torch.cuda.stream(self.compute):
             torch.cuda._sleep(26_000_000)

@@ -1,17 +1,20 @@
-"""One training step of a Llama stack, each way of saving memory in a process of its own.
+"""One training step of a Llama stack, each way to save memory in a process of its own.
 
-A step is a forward and a backward over a stack of decoder layers; gradients accumulate, nothing else is done. For each
-method, after a warm-up and ``gc.freeze()``: the median step of several, its range, the first step, the peak of the
-device's memory above weights and gradients, what the allocator reserved, what host memory was reserved, what was moved,
-and whether loss and gradients are bit for bit those of ``keep`` (a second, smaller run with deterministic algorithms).
+A step is a forward and a backward over a stack of decoder layers; gradients accumulate. Each method is measured after a
+warm-up and ``gc.freeze()``:
 
-The *bound* is the least that a step can take which moves that many bytes over this link and computes no faster than
-``keep``: max(plain forward, bytes out / rate out) + max(plain backward, bytes back / rate back). All is measured in the
-same run.
+* the median step, its range, and the first step;
+* the peak of GPU memory above weights and gradients, and the allocator's reserved memory;
+* reserved CPU memory, and offloaded bytes;
+* whether loss and gradients are bit for bit those of ``keep`` (a second, smaller run with deterministic algorithms).
+
+The *bound* is the least time of a step that moves as many bytes over this PCIe link and computes no faster than
+``keep``: max(plain forward, bytes out / rate out) + max(plain backward, bytes back / rate back). The same run measures
+all of it.
 
     python benchmarks/step.py --shape 8b --layers 16 --seq 8192 --json step.json
 
-Peers are measured where they can be imported, and named as absent where not.
+Other systems are measured if they can be imported, and named as absent if not.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ ABSENT = 3
 
 @dataclass
 class Row:
-    """What one method did."""
+    """One method."""
 
     method: str
     step_seconds: float
@@ -61,21 +64,21 @@ class Row:
     forward_seconds: float
     backward_seconds: float
     host_seconds: float
-    """Until the host had queued a step."""
+    """Seconds until the CPU had queued a step."""
     peak_bytes: int
     """Allocated, above weights, gradients and input."""
     reserved_bytes: int
     host_bytes: int
-    """Host memory that the process gained."""
+    """CPU memory that the process gained."""
     digest: str = ""
-    """Of loss and gradients in the deterministic run; empty if nothing was compared."""
+    """A hash of loss and gradients in the deterministic run; empty if nothing was compared."""
     paired: list[float] = field(default_factory=list)
     """Quartiles of the ratio of its step to a plain one right before it, in the same process."""
     stats: dict[str, Any] = field(default_factory=dict)
     """Spillway's own, of the last step."""
 
 
-# The methods. Each gives the context of a forward, after having changed what it must in the stack.
+# The methods. Each changes the stack, and returns the context of a forward.
 
 
 def keep(stack: Stack, options: argparse.Namespace) -> Way:
@@ -83,7 +86,7 @@ def keep(stack: Stack, options: argparse.Namespace) -> Way:
 
 
 def grouped(stack: Stack, options: argparse.Namespace) -> Way:
-    """What each layer saves leaves together when the layer has run."""
+    """Offload the tensors of each layer together when the layer has run."""
     session = spillway.Session(window=options.window)
     session.use_as_default()
 
@@ -132,19 +135,18 @@ def offloaded(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
 
 
 def recomputed(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
-    """Each layer a region; what is saved between layers stays, unless the region says otherwise."""
+    """Checkpoint each layer, and keep tensors that are saved between layers."""
     session = spillway.Session(window=options.window)
     session.use_as_default()
-    region = spillway.Recompute(**how)
-    stack.call = region
+    stack.call = spillway.Recompute(**how)
     return Spilled(partial(spillway.offload, session=session, policy=spillway.policies.Keep()))
 
 
 def recomputed_halves(stack: Stack, options: argparse.Namespace, **how: Any) -> Way:
-    """The two halves of each layer are regions."""
+    """Checkpoint the two halves of each layer."""
     way = recomputed(stack, options)
-    region = spillway.Recompute(**how)
-    stack.call = lambda layer, x, cos, sin: region(layer.feed, region(layer.attend, x, cos, sin))
+    call = spillway.Recompute(**how)
+    stack.call = lambda layer, x, cos, sin: call(layer.feed, call(layer.attend, x, cos, sin))
     return way
 
 
@@ -154,11 +156,11 @@ def is_residual(call: spillway.OperatorCall) -> bool:
 
 
 def mixed(stack: Stack, options: argparse.Namespace) -> Way:
-    """The mixture, and the gate of every second layer with it: what the link carries beside the forward."""
+    """The mixture, and with it the gate of every second layer: as many bytes as PCIe carries during forward."""
     way = recomputed(stack, options)
-    regions = (spillway.Recompute(offload=(*MIXTURE, "*gate")), spillway.Recompute(offload=MIXTURE))
+    ways = (spillway.Recompute(offload=(*MIXTURE, "*gate")), spillway.Recompute(offload=MIXTURE))
     places = {layer: place for place, layer in enumerate(stack.layers)}
-    stack.call = lambda layer, *args: regions[places[layer] % 2](layer, *args)
+    stack.call = lambda layer, *args: ways[places[layer] % 2](layer, *args)
     return way
 
 
@@ -171,13 +173,13 @@ def halves(
     plain: int = 0,
     kept: tuple[str, ...] = (),
 ) -> Way:
-    """The two halves of each layer are a region each, so that backward has only one of them on the device at a time.
+    """Checkpoint the two halves of each layer apart, so that backward has only one of them on the GPU at a time.
 
     Args:
-        gates: the share of the layers whose gates leave, spread evenly.
-        ups: the share of the layers whose other projections leave.
-        plain: how many of the last halves are no regions: backward begins with them, and they are there anyway.
-        kept: what stays of the second half.
+        gates: the share of the layers whose gates are offloaded, evenly spread.
+        ups: the share of the layers whose other projections are offloaded.
+        plain: how many of the last halves are plain, since backward begins with them.
+        kept: tensors that the second half keeps.
     """
     way = recomputed(stack, options)
     first = spillway.Recompute(save=NORM_STATISTIC, offload=("inputs", spillway.saved_by("attention")))
@@ -199,10 +201,10 @@ def halves(
 
 
 NORM_STATISTIC = "aten::rsqrt"
-"""Four bytes a token, and with it the norm's mean need not be computed again."""
+"""Four bytes a token, with which the norm's mean need not be recomputed."""
 
 MIXTURE = ("inputs", spillway.saved_by("attention"), is_residual)
-"""What costs much to compute again, by its bytes: the layer's input, roped queries and keys, values, attention."""
+"""Tensors that are expensive to recompute for their bytes: the input, roped queries and keys, values, attention."""
 
 
 class Spilled:
@@ -392,9 +394,9 @@ def write_trace(file: Path, step: Callable[[], object]) -> None:
 
 
 def digest(options: argparse.Namespace, device: torch.device) -> str:
-    """Of loss and gradients of the third step of a smaller stack, with deterministic algorithms.
+    """A hash of loss and gradients of the third step of a smaller stack, with deterministic algorithms.
 
-    Empty where Spillway moved nothing in it: that would compare a plain step with itself.
+    Empty if Spillway offloaded nothing in it, since that would compare a plain step with itself.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)

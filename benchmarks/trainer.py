@@ -1,13 +1,15 @@
 """transformers' own Llama under its own Trainer: plain, with gradient checkpointing, and with our callback.
 
-Each way is a process of its own. A step's time is between two ends of steps, as the device comes to them. The trainer
-logs as it does by default, and waits for the device between steps, to see whether a loss is a number and to copy the
-next inputs; with --ahead it does neither, so that the host runs ahead from step to step; with --waiting it logs each
-step, and its end is waited for. Medians of the last steps. The callback's budget is the peak of gradient checkpointing,
-of all that is allocated; a second one is half-way between that and the plain peak. Losses are compared bit for bit with
-the plain ones in shorter runs of two layers, by deterministic algorithms: by the others, no two runs of plain PyTorch
-have the same. Of the phases of a step it is written down how long the host and the device took for each, by hooks of
-the embedding and of the last norm, since those of a block would make its call another one.
+Each way is a process of its own. A step's time is between two ends of steps, by events of the GPU: the median of the
+last steps. By default the trainer stalls between steps, to check the loss for NaN and to copy the next inputs. With
+--ahead it does neither, so that the CPU runs ahead from step to step. With --waiting it logs and synchronises in each
+step.
+
+The callback's first budget is the peak of gradient checkpointing, of all allocated memory. The second one is half-way
+between that and the plain peak. Shorter runs of two layers with deterministic algorithms compare losses bit for bit
+with the plain ones: without these algorithms, no two runs of plain PyTorch have the same losses. The results have the
+times of CPU and GPU for each phase of a step, by hooks of the embedding and of the last norm. Hooks of a block would
+change it.
 
     python benchmarks/trainer.py --json trainer.json                       # 1B width, 8192 tokens
     python benchmarks/trainer.py --layers 2 --hidden 64 --tokens 128       # a rehearsal
@@ -43,23 +45,23 @@ class Phase:
     """A part of a step: medians in seconds."""
 
     host: float
-    """In which the host queued it."""
+    """In which the CPU queued it."""
     device: float
-    """In which the device came through."""
+    """In which the GPU ran it."""
     lead: float
-    """By which the host was ahead of the device at its end."""
+    """By which the CPU was ahead of the GPU at its end."""
 
 
 @dataclass
 class Row:
-    """What one way did."""
+    """One way."""
 
     way: str
     step_seconds: float = 0.0
     step_min: float = 0.0
     step_max: float = 0.0
     all_seconds: list[float] = field(default_factory=list)
-    """Of each step but the first, those of the search among them."""
+    """Seconds of each step but the first, with those of the search."""
     peak_bytes: int = 0
     budget: int | None = None
     predicted_peak: int | None = None
@@ -67,16 +69,16 @@ class Row:
     stage: str | None = None
     plan: str | None = None
     notes: list[str] = field(default_factory=list)
-    """What was said of the search for it."""
+    """Notes on the search for it."""
     profile: dict[str, Any] | None = None
-    """What the plan was made of, in short."""
+    """The profile of the plan, in short."""
     losses: list[str] = field(default_factory=list)
     identical: bool | None = None
     """Whether a smaller run has the plain one's losses."""
     lead: float | None = None
-    """Seconds by which the host was ahead of the device where forward began, the median of the steps that count."""
+    """Seconds by which the CPU was ahead of the GPU when forward began, the median of the measured steps."""
     phases: dict[str, Phase] = field(default_factory=dict)
-    """Of the steps that count."""
+    """Medians of the measured steps."""
 
 
 def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any) -> None:
@@ -87,7 +89,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
     device = torch.device("cpu") if options.device == "cpu" else torch.device(options.device, 0)
 
     class Clock(TrainerCallback):
-        """Ends of steps, and the peak of those that count."""
+        """Ends of steps, and the peak of the measured ones."""
 
         def __init__(self) -> None:
             self._ends: list[Any] = []
@@ -109,14 +111,14 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
                 marks.end()
 
         def seconds(self) -> list[float]:
-            """Of each step but the first."""
+            """Seconds of each step but the first."""
             if device.type == "cpu":
                 return [end - begin for begin, end in pairwise(self._ends)]
             torch.accelerator.synchronize()
             return [begin.elapsed_time(end) / 1e3 for begin, end in pairwise(self._ends)]
 
     class Marks:
-        """When the host and the device came to the ends of a step's phases."""
+        """Times of CPU and GPU at the ends of a step's phases."""
 
         def __init__(self, model: LlamaForCausalLM) -> None:
             self._steps: list[dict[str, tuple[float, Any]]] = [{}]
@@ -146,7 +148,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
             self._steps.append({})
 
         def phases(self, count: int) -> tuple[float, dict[str, Phase]]:
-            """Of the last steps, and the host's lead where they begin."""
+            """The CPU's lead at the begin of the last steps, and their phases."""
             torch.accelerator.synchronize()
             start, since = self._begin
             leads: list[float] = []
@@ -168,7 +170,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
 
         def __init__(self, after: int) -> None:
             self._after = after
-            # What the host does is seen by its launches: to see its operators, too, makes it twice as slow.
+            # The CPU's work shows in its launches: tracing its operators, too, makes it twice as slow.
             device_only = [torch.profiler.ProfilerActivity.CUDA] if device.type == "cuda" else None
             self.profile = torch.profiler.profile(activities=device_only)
 
@@ -223,7 +225,7 @@ def measure(way: str, budget: int | None, options: argparse.Namespace, pipe: Any
         if ours is not None:
 
             class Keep(TrainerCallback):
-                """What is attached, before it is taken off."""
+                """Keeps the result of attaching, before it is removed."""
 
                 def on_step_end(self, *_: Any, **__: Any) -> None:
                     nonlocal attached
@@ -284,7 +286,7 @@ def sweep(options: argparse.Namespace, identical: dict[str, bool] | None = None)
         row = in_a_process(way, budgets[way], options)
         rows.append(row)
         if way == CHECKPOINT:
-            # Of the smaller run, whose peak is that of the head, a little more.
+            # The smaller run's peak is that of the head, so it gets a little more.
             small = (row.peak_bytes if identical is not None else row.peak_bytes * 5 // 4) or 16 << 30
             budgets |= {WITHIN: small, BETWEEN: (small + rows[0].peak_bytes) // 2 or small}
         if identical is None:
@@ -297,7 +299,7 @@ def sweep(options: argparse.Namespace, identical: dict[str, bool] | None = None)
             flush=True,
         )
         if row.lead is not None:
-            print(f"  where forward begins, the host is ahead by {row.lead * 1e3:.1f} ms", flush=True)
+            print(f"  when forward begins, the CPU is ahead by {row.lead * 1e3:.1f} ms", flush=True)
         for name, phase in row.phases.items():
             print(
                 f"  {name:13} device {phase.device * 1e3:6.1f} ms, host {phase.host * 1e3:6.1f}, "

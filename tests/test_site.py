@@ -78,12 +78,12 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 def test_the_pictures_are_what_the_script_draws() -> None:
     drawn = module(PICTURES / "draw.py").PICTURES
-    assert set(drawn) >= {"step", "entry", "lanes", "plan"}
+    assert set(drawn) >= {"step", "entry", "streams", "plan"}
     for name, draw in drawn.items():
         assert (PICTURES / f"{name}.svg").read_text(encoding="utf-8") == draw()
 
 
-@pytest.mark.parametrize("name", ["step", "entry", "lanes", "plan"])
+@pytest.mark.parametrize("name", ["step", "entry", "streams", "plan"])
 def test_a_picture_holds_all_of_its_words_and_takes_the_colour_around_it(name: str) -> None:
     root = ElementTree.parse(PICTURES / f"{name}.svg").getroot()
     _, _, width, height = map(float, root.attrib["viewBox"].split())

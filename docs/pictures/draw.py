@@ -1,7 +1,7 @@
 """Draws the pictures of the pages: ``python docs/pictures/draw.py`` writes the SVG files beside it.
 
 Ink is the colour of the text around a picture, and all other colours are of middle lightness, so that a picture is
-right on a light page and on a dark one. Where it stands alone, it asks the system which of the two it is.
+right on a light page and on a dark one. A picture that is opened alone asks the system which of the two it is.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from html import escape
 from pathlib import Path
 
 BLUE, GREEN, ORANGE, GREY = "#3b82d6", "#2e9d5b", "#d07a1f", "#8a8f98"
-"""Compute and what is on the device; what leaves; what comes back; what is neither."""
+"""Compute and GPU memory; offloading; reloading; everything else."""
 
 STYLE = (
     ".picture{color:#24292f;max-width:100%;height:auto}"
@@ -57,7 +57,7 @@ def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 
 
 def step() -> str:
-    """What becomes of what autograd saves in a step."""
+    """The way of saved tensors in a step."""
 
     def parts() -> Iterator[str]:
         blocks = ("block 1", "block 2", "block n")
@@ -74,22 +74,20 @@ def step() -> str:
         yield words(700, 30, "loss")
         yield words(16, 47, "forward", at="start", bold=True)
         yield words(16, 323, "backward", at="start", bold=True)
-        yield from box(130, 100, 450, 42, "lane out", "copies in order, a window of bytes at once", colour=GREEN)
+        yield from box(130, 100, 450, 42, "offload stream", "copies in order, up to the in-flight limit", colour=GREEN)
         yield from box(
-            130, 160, 450, 42, "host memory or disk", "pinned, in exact sizes; an anonymous file", colour=GREY
+            130, 160, 450, 42, "CPU memory or disk", "pinned, in exact sizes; an anonymous file", colour=GREY
         )
         yield from box(
-            130, 220, 450, 40, "lane back", "fetched ahead, in the order of the last backward", colour=ORANGE
+            130, 220, 450, 40, "reload stream", "prefetches in the order of the last backward", colour=ORANGE
         )
         yield from arrow((355, 142), (355, 160), colour=GREEN)
         yield from arrow((355, 202), (355, 220), colour=ORANGE)
-        # What is saved last is let go last, and is still there.
+        # The last saved tensor is still on the GPU.
         yield from arrow((608, 60), (608, 300), dashed=True)
-        yield words(
-            16, 366, "Dashed: what has not left when backward asks for it is used as it is.", at="start", faint=True
-        )
+        yield words(16, 366, "Dashed: a tensor that is still on the GPU is used as it is.", at="start", faint=True)
 
-    return picture(740, 378, "A step: what is saved leaves in forward, and is back in time for backward", parts())
+    return picture(740, 378, "A step: saved tensors are offloaded in forward, and prefetched for backward", parts())
 
 
 def entry() -> str:
@@ -97,10 +95,10 @@ def entry() -> str:
 
     def parts() -> Iterator[str]:
         states = (
-            (20, "RESIDENT", "on the device", BLUE),
-            (210, "LEAVING", "in the window", GREEN),
-            (420, "AWAY", "in a tier", GREY),
-            (610, "RETURNING", "fetched, or asked for", ORANGE),
+            (20, "RESIDENT", "on the GPU", BLUE),
+            (210, "LEAVING", "being offloaded", GREEN),
+            (420, "AWAY", "offloaded", GREY),
+            (610, "RETURNING", "being reloaded", ORANGE),
         )
         widths = (130, 160, 130, 150)
         for (x, name, what, colour), width in zip(states, widths, strict=True):
@@ -108,22 +106,20 @@ def entry() -> str:
         yield from arrow((150, 115), (210, 115), colour=GREEN)
         yield from arrow((370, 115), (420, 115), colour=GREEN)
         yield from arrow((550, 115), (610, 115), colour=ORANGE)
-        yield words(180, 82, "sent", faint=True)
-        yield words(395, 82, "copied, let go", faint=True)
-        yield words(580, 82, "wanted next", faint=True)
+        yield words(180, 82, "queued", faint=True)
+        yield words(395, 82, "copied, freed", faint=True)
+        yield words(580, 82, "needed next", faint=True)
         yield from arrow((290, 90), (290, 40), (100, 40), (100, 90), colour=BLUE)
         yield words(195, 32, "backward asked for it first: used as it is", faint=True)
         yield from arrow((685, 140), (685, 190), (60, 190), (60, 140), colour=BLUE)
-        yield words(372, 183, "here again: backward uses it", faint=True)
-        yield words(
-            372, 222, "When autograd drops the last handle, in any state, all that the entry holds is given back."
-        )
+        yield words(372, 183, "on the GPU: backward uses it", faint=True)
+        yield words(372, 222, "When autograd drops the last handle, in any state, all memory of the entry is freed.")
 
-    return picture(780, 236, "An entry: resident, leaving, away, returning, resident", parts())
+    return picture(780, 236, "An entry: resident, being offloaded, offloaded, being reloaded, resident", parts())
 
 
-def lanes() -> str:
-    """The lanes over one step of four blocks: drawn, not measured."""
+def streams() -> str:
+    """The streams over one step of four blocks: drawn, not measured."""
 
     def bar(x: float, y: float, width: float, text: str, colour: str) -> Iterator[str]:
         yield from box(x, y, width, 30, text, colour=colour)
@@ -135,7 +131,7 @@ def lanes() -> str:
             yield f'<path d="M90 {y + 36}H764" stroke="{GREY}" stroke-opacity="0.35"/>'
         for number in range(4):
             yield from bar(90 + 66 * number, 40, 62, f"F{number + 1}", BLUE)
-        # Of the last block nothing leaves, and of the second its inputs alone.
+        # The last block offloads nothing, and the second only its inputs.
         for x, width, text in ((152, 52, "1"), (218, 26, "2"), (284, 52, "3")):
             yield from bar(x, 90, width, text, GREEN)
         for x, width, text in ((354, 86, "B4"), (444, 86, "B3"), (568, 86, "B2"), (658, 86, "B1")):
@@ -147,44 +143,44 @@ def lanes() -> str:
         yield words(220, 26, "forward", faint=True)
         yield words(556, 26, "backward", faint=True)
         notes = (
-            "F1 to F4, B4 to B1: blocks. R2: block 2 is computed again before its backward, from its inputs.",
-            "What block 4 saves stays, since backward asks for it at once. The others come back in order.",
-            "A gap in compute would be a stall: a copy that has not come yet.",
+            "F1 to F4, B4 to B1: blocks. R2: block 2 is recomputed from its inputs before its backward.",
+            "Block 4 keeps its tensors, since backward needs them at once. The others are reloaded in order.",
+            "A gap in compute would be a stall: a copy that is not done yet.",
         )
         for number, line in enumerate(notes):
             yield words(90, 212 + 19 * number, line, at="start", faint=True)
 
-    return picture(780, 262, "The lanes compute, out and back over one step", parts())
+    return picture(780, 262, "The streams compute, out and back over one step", parts())
 
 
 def plan() -> str:
-    """From the first steps to a plan that is held."""
+    """From the first steps to an active plan."""
 
     def parts() -> Iterator[str]:
         top = (
-            (10, 165, "profile", "two steps, traced:", "operators, bytes, times"),
-            (205, 165, "options", "for each kind of block,", "what is worth choosing"),
-            (400, 165, "solver", "one choice a block,", "by simulated steps"),
+            (10, 165, "profile", "three steps:", "operators, bytes, times"),
+            (205, 165, "options", "a few for each", "kind of block"),
+            (400, 165, "solver", "one option a block,", "by simulated steps"),
             (595, 175, "plan", "a decision for each value,", "peak and seconds"),
         )
         for number, (x, width, *lines) in enumerate(top):
             yield from box(x, 60, width, 66, *lines, colour=(ORANGE, GREY, GREY, BLUE)[number])
             if number < 3:
                 yield from arrow((x + width, 93), (x + 195, 93))
-        yield from box(205, 8, 360, 30, "the machine's rates, the budget, what is allowed", colour=GREY)
+        yield from box(205, 8, 360, 30, "bandwidths, the budget, allowed means", colour=GREY)
         yield from arrow((288, 38), (288, 60))
         yield from arrow((482, 38), (482, 60))
-        yield from box(605, 170, 160, 46, "try, then check", "a real step's peak", colour=BLUE)
+        yield from box(605, 170, 160, 46, "validate", "the peak of a real step", colour=BLUE)
         yield from arrow((685, 126), (685, 170))
-        yield from box(410, 170, 160, 46, "over the budget", "plan for less", colour=GREEN)
+        yield from box(410, 170, 160, 46, "above the budget", "plan for less", colour=GREEN)
         yield from arrow((605, 193), (570, 193))
         yield from arrow((490, 170), (490, 126))
-        yield from box(605, 260, 160, 46, "hold", "the peak is watched", colour=BLUE)
+        yield from box(605, 260, 160, 46, "active", "the peak is measured", colour=BLUE)
         yield from arrow((685, 216), (685, 260))
         yield from arrow((605, 283), (100, 283), (100, 126), dashed=True)
-        yield words(352, 276, "a larger input than ever: begin anew", faint=True)
+        yield words(352, 276, "inputs are much larger: profile again", faint=True)
 
-    return picture(785, 318, "How a plan is found: profile, options, solver, plan, check, hold", parts())
+    return picture(785, 318, "How a plan is found: profile, options, solver, plan, validation", parts())
 
 
 def icon() -> str:
@@ -196,7 +192,7 @@ def icon() -> str:
     return "\n".join(['<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 16 18">', *parts, "</svg>"]) + "\n"
 
 
-PICTURES = {"step": step, "entry": entry, "lanes": lanes, "plan": plan, "favicon": icon}
+PICTURES = {"step": step, "entry": entry, "streams": streams, "plan": plan, "favicon": icon}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
