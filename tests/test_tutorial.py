@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -21,10 +23,11 @@ EXAMPLES = ROOT / "examples" / "tutorial"
 PAGES = ROOT / "docs"
 
 
-def python(*arguments: str) -> str:
-    """What a process of its own prints. One thread: a test shares its cores with others."""
+def python(*arguments: str, cwd: Path | None = None) -> str:
+    """The output of a process of its own. One thread: a test shares its cores with others."""
     done = subprocess.run(
         [sys.executable, *arguments],
+        cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
@@ -32,6 +35,24 @@ def python(*arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+Lines = Callable[[object], list[str]]
+"""Runs a program, and returns the lines that it prints."""
+
+
+@pytest.fixture
+def lines_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Lines]:
+    """Runs a program as ``python`` would, in a session of its own, and returns the lines that it prints."""
+    with spillway.Session() as session:
+        monkeypatch.setattr(spillway.Session, "default", classmethod(lambda cls: session))
+
+        def run(program: object) -> list[str]:
+            capsys.readouterr()
+            runpy.run_path(str(program), run_name="__main__")
+            return capsys.readouterr().out.splitlines()
+
+        yield run
 
 
 def example(name: str) -> ModuleType:
@@ -61,9 +82,9 @@ def known_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(100, marks=pytest.mark.long)])
-def test_the_layer_trains_to_the_same_losses_in_every_way(steps: int, tmp_path: Path) -> None:
+def test_the_layer_trains_to_the_same_losses_in_every_way(steps: int, tmp_path: Path, lines_of: Lines) -> None:
     program = shortened("recompute", "\nSTEPS = 100\n", f"\nSTEPS = {steps}\n", tmp_path)
-    lines = python(program).splitlines()
+    lines = lines_of(program)
     assert lines[-1] == f"all {steps} losses are equal"
     rows = {line[:32].strip(): line[32:].split() for line in lines[2:-1]}
     assert list(rows) == ["plain", "attention away", "products kept"]
@@ -76,8 +97,8 @@ def test_the_layer_trains_to_the_same_losses_in_every_way(steps: int, tmp_path: 
     assert last < first - steps / 100
 
 
-def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right() -> None:
-    lines = python(str(EXAMPLES / "offload_simple.py")).splitlines()
+def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right(lines_of: Lines) -> None:
+    lines = lines_of(EXAMPLES / "offload_simple.py")
     assert lines[0].endswith("tensor([1., 1., 1.]), through the toy: tensor([2., 2., 2.])")
     rows = {line.split()[0]: line.split(maxsplit=7)[1:] for line in lines[3:]}
     hidden, kept, away = ({name: int(row[place]) for name, row in rows.items()} for place in (0, 2, 4))
@@ -90,8 +111,8 @@ def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right() -> None:
     assert verdicts == {"plain": right, "offload_tensor": right, "recompute": right}
 
 
-def test_the_optimizer_on_the_host_computes_what_the_loop_written_out_does() -> None:
-    lines = python(str(EXAMPLES / "optimizer_offload.py")).splitlines()
+def test_the_optimizer_on_the_host_computes_what_the_loop_written_out_does(lines_of: Lines) -> None:
+    lines = lines_of(EXAMPLES / "optimizer_offload.py")
     rows = {line[:24].strip(): line[24:].split() for line in lines[2:6]}
     assert list(rows) == ["on the device", "on the host, by hand", "OffloadedOptimizer", "half of it"]
     count = int(lines[0].split()[0])
@@ -147,8 +168,8 @@ def test_the_layer_is_the_same_however_it_is_called() -> None:
     assert all(torch.equal(*pair) for other in results[1:] for pair in zip(results[0], other, strict=True))
 
 
-def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not() -> None:
-    lines = python("-W", "error", str(EXAMPLES / "gradient_accumulation.py")).splitlines()
+def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not(lines_of: Lines) -> None:
+    lines = lines_of(EXAMPLES / "gradient_accumulation.py")
     off = {line[2:26].strip(): float(line[26:].split()[2]) for line in lines[1:3]}
     assert off["loss / steps"] > 0.1 and off["spillway.Accumulator"] < 1e-6
     said = {line[2:26].strip(): line[26:] for line in lines[4:6]}
@@ -161,11 +182,11 @@ def test_a_window_is_the_whole_batch_and_a_mean_of_means_is_not() -> None:
 
 
 @pytest.mark.parametrize("windows", [2, pytest.param(6, marks=pytest.mark.long)])
-def test_all_of_it_together_trains_to_the_same_weights(windows: int, tmp_path: Path) -> None:
+def test_all_of_it_together_trains_to_the_same_weights(windows: int, tmp_path: Path, lines_of: Lines) -> None:
     program = shortened(
         "all_together", "WINDOWS, MAX_NORM = 4, 6, 1.0\n", f"WINDOWS, MAX_NORM = 4, {windows}, 1.0\n", tmp_path
     )
-    lines = python("-W", "error", program).splitlines()
+    lines = lines_of(program)
     assert [line[:20].strip() for line in lines[:3]] == ["plain", "saved tensors away", "all together"]
     assert len({line[20:] for line in lines[:3]}) == 1
     assert lines[3] == "all losses and weights are equal"
@@ -194,25 +215,63 @@ def test_the_budget_of_the_example_is_between_keeping_all_and_keeping_least(know
     assert refused.value.least < found == (refused.value.least + most) // 2 < most
 
 
-@pytest.mark.parametrize(
-    "page",
-    [
-        "compat/checkpoint.md",
-        "start.md",
-        "accumulation.md",
-        "optimizer.md",
-        "planning.md",
-        "recompute.md",
-        "tutorial.md",
-    ],
-)
-def test_the_snippets_of_a_page_run_one_after_the_other(page: str, tmp_path: Path, known_machine: None) -> None:
-    text = (PAGES / page).read_text(encoding="utf-8")
+CODE = [
+    "accumulation",
+    "compat/checkpoint",
+    "groups",
+    "howto-long-context",
+    "howto-stalls",
+    "losses",
+    "optimizer",
+    "planning",
+    "policies",
+    "recompute",
+    "replays",
+    "several",
+    "start",
+    "testing",
+    "tutorial",
+]
+"""Pages whose snippets make a program each."""
+
+RUN_PAGES = """
+import pathlib, re, sys, traceback
+failed = []
+for name in sys.argv[1:]:
+    text = pathlib.Path(name).read_text(encoding="utf-8")
+    code = "\\n\\n".join(re.findall(r"^```python\\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    try:
+        assert code, "no snippet"
+        exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    except BaseException:
+        traceback.print_exc()
+        failed.append(name)
+sys.exit(f"snippets of {failed} failed" if failed else 0)
+"""
+
+
+def test_the_snippets_of_each_page_run_one_after_the_other(tmp_path: Path, known_machine: None) -> None:
+    pages = [str(PAGES / f"{page}.md") for page in CODE]
+    python("-W", "error", "-c", RUN_PAGES, *pages, cwd=tmp_path)
+
+
+@pytest.mark.long
+def test_the_snippets_on_adapters_run(tmp_path: Path, known_machine: None) -> None:
+    for library in ("trl", "peft", "transformers", "datasets"):
+        pytest.importorskip(library, reason=f"{library} is not installed")
+    python("-c", RUN_PAGES, str(PAGES / "howto-lora.md"), cwd=tmp_path)
+
+
+def test_the_snippets_of_the_readme_run_each_by_itself(known_machine: None) -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     snippets = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert snippets
-    script = tmp_path / "snippets.py"
-    script.write_text("\n\n".join(snippets), encoding="utf-8")
-    python("-W", "error", str(script))
+    for snippet in snippets:
+        if "Trainer(" in snippet:
+            continue  # the trainers' own pages show it, and are run
+        blocks = (torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3))
+        model = torch.nn.Sequential(*blocks, torch.nn.Linear(8, 1))  # of one row, one number: a loss
+        exec(snippet, {"torch": torch, "spillway": spillway, "model": model, "batch": torch.randn(1, 8)})
+    assert len(snippets) == 3
 
 
 def test_the_page_shows_the_programs_as_they_are() -> None:
