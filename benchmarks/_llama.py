@@ -101,7 +101,7 @@ class Stack(nn.Module):
 
 
 def make_stack(name: str, layers: int, tokens: int, device: torch.device, dtype: torch.dtype) -> Stack:
-    """On the device from the start: building on the host takes longer than the measurement."""
+    """A stack that is made on its device: building it on the CPU takes longer than the measurement."""
     torch.manual_seed(0)
     with device:
         stack = Stack(SHAPES[name], layers, tokens).to(dtype)

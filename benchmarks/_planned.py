@@ -122,7 +122,7 @@ def held(training: Training, attached: spillway.Attached) -> int:
         training.step()
         if attached.stage == HELD:
             return count
-    raise BudgetError(f"no plan held after {MOST_STEPS} steps", budget=0, least=0)
+    raise BudgetError(f"no plan is active after {MOST_STEPS} steps", budget=0, least=0)
 
 
 def planned(training: Training, row: Row, static: int, keep: Callable[[Any], None]) -> Times:

@@ -22,7 +22,7 @@ from step import METHODS, MIXTURE, Way
 
 KEEP = "keep"
 ATTACHED: dict[str, Callable[[], spillway.Recompute]] = {
-    "attach(inputs away)": lambda: spillway.Recompute(offload="inputs"),
+    "attach(inputs offloaded)": lambda: spillway.Recompute(offload="inputs"),
     "attach(attention kept)": lambda: spillway.Recompute(save="attention", offload="inputs"),
     "attach(mixture)": lambda: spillway.Recompute(offload=MIXTURE),
 }
@@ -105,7 +105,7 @@ class Training:
             self.stack.call = call
 
     def plain(self, warmup: int = 1) -> Times | None:
-        """A short look at steps that keep everything, after others; ``None`` if they do not fit."""
+        """Measure a few baseline steps, after others. ``None`` if they do not fit."""
         try:
             for _ in range(warmup):
                 self.step()

@@ -270,7 +270,7 @@ def rows_of(name: str, training: Training, options: argparse.Namespace) -> Itera
                     training.step()
                 steps += 1
                 if steps > MOST_STEPS:
-                    raise SystemExit(f"{name}, {share}: no plan is held after {MOST_STEPS} steps")
+                    raise SystemExit(f"{name}, {share}: no plan is active after {MOST_STEPS} steps")
             assert attached.plan is not None
             peaks = [training.peak() for _ in range(3)] if training.device.type != "cpu" else [0]
             if training.device.type == "cpu" and attached.measured is not None:

@@ -211,7 +211,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def host_rates(options: argparse.Namespace) -> dict[str, float]:
-    """GB/s of the host's memory (additions, as STREAM counts them), and of a step of float32 parameters."""
+    """GB/s of CPU memory (additions, as STREAM counts them), and of a step of float32 parameters."""
     from spillway.runtime.cpu import anonymous_pages
 
     numel = options.host_elements
@@ -281,8 +281,8 @@ def line(row: Row, plain: Row, device: Row | None) -> str:
         f"peak {row.peak_bytes / GIB:.2f} GiB",
     ]
     if row.stats:
-        cells.append(f"host {row.stats['host_seconds'] * 1e3:.0f} ms, stall {row.stats['stall_seconds'] * 1e3:.0f} ms")
-        cells.append(f"on the host {row.stats['stepped_on_host'] / row.parameters:.0%}")
+        cells.append(f"CPU {row.stats['host_seconds'] * 1e3:.0f} ms, stall {row.stats['stall_seconds'] * 1e3:.0f} ms")
+        cells.append(f"on the CPU {row.stats['stepped_on_host'] / row.parameters:.0%}")
         cells.append(f"pinned {row.stats['host_bytes'] / GIB:.2f} GiB")
     return f"{row.way:<38}" + "  ".join(cells)
 
@@ -299,7 +299,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--runs", type=int, default=5, help="such runs, to take the median of")
     parser.add_argument("--threads", type=int, help="of the host's step")
     parser.add_argument(
-        "--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the host's rates; 0 for none"
+        "--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the CPU's bandwidths; 0 for none"
     )
     parser.add_argument("--device", default="cpu" if accelerator is None else accelerator.type)
     parser.add_argument("--ways", nargs="*", default=list(WAYS), metavar="WAY")
@@ -318,7 +318,7 @@ def main() -> None:
         return
     rates = host(options) if options.host_elements else {"stream": 0.0, "stream_in_place": 0.0, "step": 0.0}
     print(
-        f"host memory {rates['stream']:.1f} GB/s, in place {rates['stream_in_place']:.1f}; "
+        f"CPU memory {rates['stream']:.1f} GB/s, in place {rates['stream_in_place']:.1f}; "
         f"step of float32, transfers and all, {rates['step']:.1f} GB/s of 28 bytes a parameter",
         flush=True,
     )

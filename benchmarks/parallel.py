@@ -471,10 +471,10 @@ def line(row: Row, plain: Row) -> str:
         (
             f"{row.part:9} {row.way:38} {row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to "
             f"{row.step_max * 1e3:.1f})  x{row.step_seconds / plain.step_seconds:5.3f}",
-            f"host {row.host_seconds * 1e3:7.1f} ms",
+            f"CPU {row.host_seconds * 1e3:7.1f} ms",
             f"peak of rank 0 {row.peak_bytes / 2**30:6.2f} GiB ({row.peak_bytes / max(plain.peak_bytes, 1):6.1%})",
             "of each " + " ".join(f"{each / 2**30:.2f}" for each in row.peaks),
-            "out " + " ".join(f"{each:.2f}" for each in moved) + " GiB",
+            "offloaded " + " ".join(f"{each:.2f}" for each in moved) + " GiB",
             "stalls " + " ".join(f"{each['stall_seconds'] * 1e3:.0f}" for each in row.stats) + " ms",
             "identical" if row.digest == plain.digest else "DIFFERENT",
         )

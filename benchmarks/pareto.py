@@ -9,7 +9,7 @@ has the median of ``--runs`` such runs for one step, and their range. *single* i
 and after it. *peak* is the memory that a step allocates at most, above parameters and gradients.
 
 Each method has a process of its own, and all budgets share one. The baseline (*keep*, plain steps) is measured before
-and after each row, in its process. *of keep* is the ratio of a row's step to the mean of these two. *of best* is the
+and after each row, in its process. *ratio* is that of a row's step to the mean of these two. *of best* is the
 ratio of a plan to the fastest method whose peak is within the same budget, or within the plan's own peak.
 
 A budget is a share of the baseline's peak, ``checkpoint`` (the peak of checkpointing each layer), ``least`` (the
@@ -41,7 +41,7 @@ from spillway.units import format_bytes
 from step import METHODS
 
 GIB = 2**30
-DEFAULT = [CHECKPOINT, "spillway.offload()", "attach(inputs away)", "attach(mixture)"]
+DEFAULT = [CHECKPOINT, "spillway.offload()", "attach(inputs offloaded)", "attach(mixture)"]
 GIVES_BACK = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 """Has glibc give memory back when it is freed, so that what a process has resident between steps moves less."""
 BROKEN = "its process ended with"
@@ -129,7 +129,7 @@ def line(row: Row) -> str:
     cells = [
         f"{row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})",
         f"single {row.single_seconds * 1e3:.1f}",
-        f"x{row.of_keep:.3f} of keep" if row.of_keep else "keep does not fit",
+        f"x{row.of_keep:.3f} of the baseline" if row.of_keep else "the baseline does not fit",
         f"peak {row.peak_bytes / GIB:.3f} GiB",
     ]
     if row.plan:
@@ -138,11 +138,11 @@ def line(row: Row) -> str:
             f"{'within' if row.within else 'OVER'} {row.budget_bytes / GIB:.3f}",
             f"x{row.of_best:.3f} of {row.best}" if row.best else "no method as small",
             f"predicted {plan['predicted_seconds'] * 1e3:.1f} ms, {plan['predicted_peak_bytes'] / GIB:.3f} GiB",
-            f"sent {format_bytes(plan['sent_bytes'])}, again {format_bytes(plan['recomputed_bytes'])}",
+            f"offloaded {format_bytes(plan['sent_bytes'])}, recomputed {format_bytes(plan['recomputed_bytes'])}",
             f"stalls {plan['out_stall_seconds'] * 1e3:.1f} + {plan['back_stall_seconds'] * 1e3:.1f} ms",
             f"window {plan['window_bytes'] >> 20} MiB",
             f"{plan['plans']} plans in {plan['solving_seconds']:.1f} s, {plan['steps_until_holding']} steps",
-            *([] if plan["held"] else ["NOT HOLDING"]),
+            *([] if plan["held"] else ["NOT ACTIVE"]),
         ]
     return f"{name_of(row):<26}" + "  ".join(cells)
 
@@ -159,7 +159,7 @@ def said_of(told: dict[str, Any]) -> str:
 def summary(rows: list[Row]) -> str:
     """A table of all rows."""
     plain = next((row.peak_bytes for row in rows if row.way == KEEP), 0)
-    lines = [f"{'way':<32}{'of keep':>9}{'peak GiB':>10}{'of keep':>9}{'within':>8}{'of best':>9}  best"]
+    lines = [f"{'way':<32}{'ratio':>9}{'peak GiB':>10}{'ratio':>9}{'within':>8}{'of best':>9}  best"]
     for row in rows:
         if row.failed:
             lines.append(f"{name_of(row):<32}{'-':>9}")
@@ -238,7 +238,7 @@ def parser() -> argparse.ArgumentParser:
         nargs="*",
         default=["0.3", "0.5", CHECKPOINT, "1.1", LEAST],
         metavar="BUDGET",
-        help="shares of keep's peak, checkpoint, least, or sizes",
+        help="shares of the baseline's peak, checkpoint, least, or sizes",
     )
     parser.add_argument("--equality", action="store_true", help="compare gradients of a smaller stack, too")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")

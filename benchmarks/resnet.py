@@ -128,7 +128,7 @@ def measure(options: argparse.Namespace) -> Row:
     meter = PeakMeter(device)
     held = meter.start()
     first = step()
-    # The first pass sends all away, and counts; the second learns what need not leave; the third is like all others.
+    # The first pass offloads all, and counts. The second learns which tensors can stay. The third is like all others.
     for _ in range(options.warmup):
         step()
     meter.start()

@@ -260,12 +260,12 @@ METHODS: dict[str, Callable[[Stack, argparse.Namespace], Way]] = {
     "spillway.group(), one a layer": grouped,
     "spillway.compat.megatron, one group a layer": by_megatrons_names,
     "spillway.recompute()": recomputed,
-    "spillway.recompute(inputs away)": partial(recomputed, offload="inputs"),
+    "spillway.recompute(inputs offloaded)": partial(recomputed, offload="inputs"),
     "spillway.recompute(mixture)": partial(recomputed, offload=MIXTURE),
     "spillway.recompute(mixture, half of the gates)": mixed,
     "spillway.recompute(mixture, all gates)": partial(recomputed, offload=(*MIXTURE, "*gate")),
     "spillway.recompute(mixture, gate and up kept)": partial(recomputed, save=("*gate", "*up"), offload=MIXTURE),
-    "spillway.recompute(halves, inputs away)": partial(recomputed_halves, offload="inputs"),
+    "spillway.recompute(halves, inputs offloaded)": partial(recomputed_halves, offload="inputs"),
     "spillway.recompute(halves, mixture, half of the gates)": partial(halves, gates=0.5),
     "spillway.recompute(halves, mixture, gates, last plain)": partial(halves, gates=0.67, plain=2),
     "spillway.recompute(halves, mixture, all gates, some ups)": partial(halves, gates=1.0, ups=0.25),
@@ -453,7 +453,7 @@ def host_memory() -> int:
 
 
 def link_rates(device: torch.device) -> tuple[float, float]:
-    """Bytes a second out and back, each alone, between pinned host memory and the device."""
+    """Bytes a second out and back, each alone, between pinned CPU memory and the GPU."""
     if device.type == "cpu":
         return float("inf"), float("inf")
     host = torch.empty(1 << 30, dtype=torch.uint8, pin_memory=True)
@@ -505,7 +505,7 @@ def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
         f"x{row.step_seconds / plain.step_seconds:5.2f}",
         "bound      " if least is None else f"bound x{row.step_seconds / least:5.3f}",
         f"first {row.first_seconds / row.step_seconds:5.1f} steps",
-        f"host {row.host_seconds * 1e3:6.1f} ms",
+        f"CPU {row.host_seconds * 1e3:6.1f} ms",
         f"peak {row.peak_bytes / 2**30:6.2f} GiB ({row.peak_bytes / max(plain.peak_bytes, 1):6.1%})",
         f"reserved {row.reserved_bytes / 2**30:6.2f}",
     ]
@@ -513,7 +513,7 @@ def line(row: Row, plain: Row, rates: tuple[float, float]) -> str:
         moved = row.stats["offloaded_bytes"] + row.stats["reloaded_bytes"]
         figures.append(
             f"out {row.stats['offloaded_bytes'] / 2**30:6.2f} reused {row.stats['reused_bytes'] / 2**30:5.2f} of "
-            f"{row.stats['saved_bytes'] / 2**30:6.2f} GiB, {moved / row.step_seconds / 1e9:5.1f} GB/s, host "
+            f"{row.stats['saved_bytes'] / 2**30:6.2f} GiB, {moved / row.step_seconds / 1e9:5.1f} GB/s, CPU "
             f"{row.stats['host_bytes'] / 2**30:6.2f} GiB, stall {row.stats['stall_seconds'] * 1e3:.0f} ms, again "
             f"{row.stats['recomputed_bytes'] / 2**30:5.2f} GiB"
         )
@@ -562,7 +562,7 @@ def main() -> None:
     rates = link_rates(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    print(f"link: {rates[0] / 1e9:.1f} GB/s out, {rates[1] / 1e9:.1f} back", flush=True)
+    print(f"PCIe: {rates[0] / 1e9:.1f} GB/s out, {rates[1] / 1e9:.1f} back", flush=True)
     methods = ["keep", *(method for method in options.methods if method != "keep")]
     rows: list[Row] = []
     absent: list[str] = []

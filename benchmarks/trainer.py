@@ -302,7 +302,7 @@ def sweep(options: argparse.Namespace, identical: dict[str, bool] | None = None)
             print(f"  when forward begins, the CPU is ahead by {row.lead * 1e3:.1f} ms", flush=True)
         for name, phase in row.phases.items():
             print(
-                f"  {name:13} device {phase.device * 1e3:6.1f} ms, host {phase.host * 1e3:6.1f}, "
+                f"  {name:13} GPU {phase.device * 1e3:6.1f} ms, CPU {phase.host * 1e3:6.1f}, "
                 f"at its end ahead by {phase.lead * 1e3:.1f}",
                 flush=True,
             )
