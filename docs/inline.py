@@ -1,4 +1,4 @@
-"""What the site does beyond MkDocs: pictures stand in the page itself, so that they have its colours."""
+"""Puts pictures into the page itself, so that they take its colours."""
 
 from __future__ import annotations
 

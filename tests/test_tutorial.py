@@ -220,6 +220,7 @@ CODE = [
     "compat/checkpoint",
     "groups",
     "howto-long-context",
+    "howto-plan",
     "howto-stalls",
     "losses",
     "optimizer",
