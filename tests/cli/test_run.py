@@ -12,8 +12,8 @@ import pytest
 import spillway
 from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
 from spillway.cli.app import main
-from spillway.cli.running.bench import ANSWER, ORDER, Answer, Bench, Order, Row
-from spillway.cli.running.script import Script, numbered, rank_of
+from spillway.cli.bench import Result, to_text
+from spillway.cli.running.script import numbered, rank_of
 
 STEPS = 7
 COMMANDS = ["run", "profile", "plan", "report", "bench", "demo", "doctor"]
@@ -112,46 +112,43 @@ def test_without_a_profile_it_is_an_error(options: list[str], steps: int, server
 
 
 def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder) -> None:
-    answers = {}
-    script = Script("train.py", ("1000000",))
-    for name in ("keep", "recompute", "budget=1KiB"):
-        order = Order(script=script, way=name, steps=5, warm_up=1, answer=Path("answer.json"))
-        code = "from spillway.cli.running.bench import main; main()"
-        done = server.run(folder.path, code, "measured", ORDER.dump_json(order).decode())
+    results = {}
+    for way in ("baseline", "recompute", "budget=1KiB"):
+        words = ["result.json", way, "5", "train.py", "1000000"]
+        done = server.run(folder.path, "from spillway.cli.bench import main; main()", "bench", *words)
         assert done.code == 0, done.err
-        answers[name] = ANSWER.validate_json((folder.path / "answer.json").read_bytes())
-    for name in ("keep", "recompute"):
+        results[way] = Result(**json.loads((folder.path / "result.json").read_bytes()))
+    for way in ("baseline", "recompute"):
         # One step warms up.
-        assert len(answers[name].seconds) == 4
-        assert answers[name].peak_bytes > 0
-        assert answers[name].error is None
-    assert answers["keep"].outcome is None
-    assert answers["recompute"].outcome.roots[0].stats.recomputed_bytes > 0
-    assert answers["budget=1KiB"].error.startswith("no choice of options")
-    rows = tuple(Row(name, answer) for name, answer in answers.items())
-    text = Bench(script=script, steps=5, rows=rows).to_text().splitlines()
+        assert len(results[way].seconds) == 4
+        assert results[way].peak_bytes > 0
+        assert results[way].error is None
+    assert results["baseline"].outcome is None
+    assert results["recompute"].outcome["roots"][0]["stats"]["recomputed_bytes"] > 0
+    assert results["budget=1KiB"].error.startswith("no choice of options")
+    text = to_text(results).splitlines()
     assert max(map(len, text)) <= 80
-    assert text[1].split()[0] == "keep"
+    assert text[1].split()[0] == "baseline"
     assert "1.00" in text[1]
     assert text[3].split() == ["budget=1KiB", *"-" * 6]
 
 
 def test_a_row_has_the_median_and_the_quartiles() -> None:
-    row = Row("keep", Answer(seconds=(1.0, 2.0, 3.0, 4.0, 50.0)))
-    assert (row.median, row.quartiles) == (3.0, (2.0, 4.0))
-    assert Row("keep", Answer(error="no")).median is None
+    result = Result(seconds=[1.0, 2.0, 3.0, 4.0, 50.0])
+    assert (result.median, result.quartiles) == (3.0, (2.0, 4.0))
+    assert Result(error="no").median is None
 
 
 @pytest.mark.long
 def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
     folder.write("ends.py", "import sys; sys.stdin.read(); raise SystemExit(5)")
-    done = folder.spillway("bench", "--ways", "keep,recompute", "--json", "bench.json", "train.py", 1000000)
+    done = folder.spillway("bench", "--ways", "baseline,recompute", "--json", "bench.json", "train.py", 1000000)
     assert done.code == 0, done.err
     said = json.loads((folder.path / "bench.json").read_text())
     # Of twelve steps, three warm up.
     assert [len(row["answer"]["seconds"]) for row in said["rows"]] == [9, 9]
-    failed = folder.spillway("bench", "--ways", "keep", "ends.py")
-    assert "keep: the script ended with exit code 5" in failed.out
+    failed = folder.spillway("bench", "--ways", "baseline", "ends.py")
+    assert "baseline: the script ended with exit code 5" in failed.out
     assert failed.code == 1, "no way came to its end"
 
 

@@ -86,7 +86,7 @@ import sys
 import torch._dynamo.decorators
 
 import spillway.attaching.budget
-import spillway.cli.running.bench
+import spillway.cli.bench
 import spillway.cli.running.managed
 
 # Or each child would go through all of it as it ends.

@@ -1,4 +1,4 @@
-"""What a user asks ``spillway run`` and ``spillway bench`` for, and what that is for one model."""
+"""The options of ``spillway run`` and ``spillway bench``, and what they attach to a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spillway.planner.plan import Plan
 
 POLICIES = ("offload", "recompute", "keep")
-PLAIN = "keep"
+BASELINE = "baseline"
 """The way of ``spillway bench`` that attaches nothing."""
 DEFAULT_SHARE = 0.9
 """Share of an accelerator's memory that is the default budget. The rest is for the driver and fragmentation."""
@@ -127,13 +127,13 @@ class RunOptions:
 
 
 def options_of_way(way: str) -> RunOptions | None:
-    """A way of ``spillway bench``, such as ``"ratio=0.5"``, as options; ``None`` for the plain one.
+    """A way of ``spillway bench``, such as ``"ratio=0.5"``, as options; ``None`` for the baseline.
 
     Raises:
         UsageError: for anything that is not a way.
     """
     name, sign, value = way.partition("=")
-    if way == PLAIN:
+    if way == BASELINE:
         return None
     if way in POLICIES:
         return RunOptions(policy=way)
@@ -145,7 +145,9 @@ def options_of_way(way: str) -> RunOptions | None:
         return RunOptions(plan=Plan.load(value))
     if sign and name == "ratio" and value.replace(".", "", 1).isdecimal():
         return RunOptions(ratio=float(value))
-    raise UsageError(f"--ways: got {way!r}, expected keep, recompute, offload, ratio=0.5, budget=20GiB or plan=FILE")
+    raise UsageError(
+        f"--ways: got {way!r}, expected baseline, recompute, offload, ratio=0.5, budget=20GiB or plan=FILE"
+    )
 
 
 def _option(name: str) -> str:
