@@ -258,9 +258,6 @@ def measure(script: Script, way: str, steps: int) -> Result:
     observer = None if options is None else ScriptObserver(attach, stepped)
     try:
         script.run()
-    except SystemExit as ended:
-        if ended.code:
-            raise
     except BudgetError as error:
         return Result(error=str(error))
     peak, outcome = None if meter is None else meter.peak(), None

@@ -28,6 +28,7 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import GraphExecGroup
 
+from spillway._torch import exec_group
 from spillway.attaching import Attached, attach
 from spillway.attaching.model import ModelPass
 from spillway.blocks import Blocks
@@ -380,7 +381,7 @@ class _StageCalls:
 
     def _group(self) -> AbstractContextManager[object]:
         """See NOTE [ Weight gradients on their own ]. The first stage runs its whole backward there, in one piece."""
-        if self._removed or self.stage.is_first or GraphExecGroup._get_current_group() is not None:
+        if self._removed or self.stage.is_first or exec_group() is not None:
             return nullcontext()
         return GraphExecGroup()
 

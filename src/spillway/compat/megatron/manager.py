@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from spillway._torch import base_of
 from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import Chunk, keep_if_counted, keep_tensor
@@ -465,7 +466,7 @@ def _is_marked(tensor: torch.Tensor) -> bool:
         getattr(each, "offloading_activation", None) is False
         or getattr(each, "_TE_do_not_offload", False)
         or getattr(each, "_do_not_offload", False)
-        for each in (tensor, tensor._base)
+        for each in (tensor, base_of(tensor))
     )
 
 
