@@ -51,7 +51,7 @@ def test_losses_within_a_budget_are_bit_for_bit_those_of_the_script_alone(
     assert done.code == 0, done.err
     assert done.out == plain
     said = json.loads((folder.path / "out.json").read_text())
-    [root] = said["roots"]
+    [root] = said["models"]
     assert (root["kind"], root["blocks"], root["way"], root["stage"]) == ("GPT", 4, "budget", "active")
     assert root["budget"] == 3 << 30
     assert 0 < root["peak"] <= 3 << 30
@@ -74,7 +74,7 @@ def test_another_rank_prints_nothing_and_writes_files_of_its_own(server: Server,
     assert not (folder.path / "ranks.json").exists()
     said = json.loads((folder.path / "ranks.rank1.json").read_text())
     assert said["rank"] == 1
-    assert said["roots"][0]["way"] == "ratio 0.5"
+    assert said["models"][0]["way"] == "ratio 0.5"
 
 
 SWALLOWS = TRAINING.replace('finally:\n    print("finally")', 'except Exception:\n    print("went on")')
@@ -124,7 +124,7 @@ def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder
         assert results[way].peak_bytes > 0
         assert results[way].error is None
     assert results["baseline"].outcome is None
-    assert results["recompute"].outcome["roots"][0]["stats"]["recomputed_bytes"] > 0
+    assert results["recompute"].outcome["models"][0]["stats"]["recomputed_bytes"] > 0
     assert results["budget=1KiB"].error.startswith("no choice of options")
     text = to_text(results).splitlines()
     assert max(map(len, text)) <= 80
@@ -189,7 +189,7 @@ def test_ranks_of_ddp_train_bit_for_bit_under_torchrun(command: list[str], folde
         assert losses[0] == losses[1]
         assert losses[0].count("\n") == 7
         name = "ddp.json" if rank == 0 else "ddp.rank1.json"
-        [root] = json.loads((folder.path / name).read_text())["roots"]
+        [root] = json.loads((folder.path / name).read_text())["models"]
         assert (root["kind"], root["stage"]) == ("GPT", "active")
     assert done.err.count("spillway: 1 model attached") == 1
 

@@ -169,11 +169,7 @@ def _run(script: Script, way: str, steps: int) -> Result:
 
 
 class PeakMeter:
-    """Measures peak memory from :meth:`start` on: torch's allocator counts it, or on the CPU it is resident memory.
-
-    Args:
-        device: the device that it measures.
-    """
+    """Measures peak memory from :meth:`start` on: torch's allocator counts it, or on the CPU it is resident memory."""
 
     def __init__(self, device: torch.device) -> None:
         from torch import accelerator
@@ -268,7 +264,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
         result = result_of(observer)
         outcome = json_module.loads(result.to_json())
         observer.models.close()
-        if not result.roots:
+        if not result.models:
             return Result(error=f"nothing was attached: {result.reasons}", outcome=outcome)
     if meter is None or len(ends) < 2:
         return Result(

@@ -114,9 +114,6 @@ def choose_ways(names: str | None, device: str, steps: int) -> list[str]:
     """Ways by their names with commas between, in the order of the table.
 
     ``None``: those for which so many steps are enough. On the CPU, ``optimizer`` is not among them: it gains nothing.
-
-    Raises:
-        UsageError: for an unknown name, or none at all.
     """
     from spillway.cli.training import WAYS
 
@@ -137,9 +134,6 @@ def compare(
 
     ``planned`` runs first, since it may need more steps; the others then make as many. If all of it would take longer
     than ``seconds``, fewer are made; 0: no limit. ``said`` is called with a line for each step.
-
-    Raises:
-        SpillwayError: what Spillway raises in a way; :class:`DemoError` if a process ends early.
     """
     rows: dict[str, Row] = {}
     limit = seconds / len(ways) - _START_SECONDS if seconds else None

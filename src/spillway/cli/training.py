@@ -41,11 +41,7 @@ _NO_TEXT = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One training, the same in every way.
-
-    Raises:
-        UsageError: for a shape that no model can have, or for an invalid size.
-    """
+    """One training, the same in every way."""
 
     device: str
     layers: int
@@ -88,7 +84,6 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, sequence, width)`` to the same."""
         batch, sequence, width = x.shape
         parts = self.project_in(self.attention_norm(x)).chunk(3, dim=-1)
         query, key, value = (part.view(batch, sequence, self.heads, -1).transpose(1, 2) for part in parts)
@@ -122,11 +117,7 @@ class GPT(nn.Module):
 
 
 def load_text(path: Path | None = None) -> bytes:
-    """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library.
-
-    Raises:
-        UsageError: if there is no text.
-    """
+    """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library."""
     root = path or Path(sysconfig.get_path("stdlib"))
     if not root.exists():
         raise UsageError(f"data: {root} is neither a file nor a folder; give one with --data")
@@ -146,11 +137,7 @@ def load_text(path: Path | None = None) -> bytes:
 
 
 def batches(text: bytes, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and the tokens that follow them, drawn at random: the same ones for the same seed.
-
-    Raises:
-        UsageError: if the text is not longer than one sequence.
-    """
+    """Tokens and the tokens that follow them, drawn at random: the same ones for the same seed."""
     if len(text) <= settings.sequence:
         raise UsageError(
             f"data: got {format_bytes(len(text))} of text, expected more than a sequence of {settings.sequence} bytes; "

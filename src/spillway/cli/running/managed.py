@@ -43,11 +43,8 @@ class Files:
     """Files to write when the script has ended. Ranks other than the first add ``.rankN`` before the suffix."""
 
     profile: Path | None = None
-    """The profile of each model."""
     report: Path | None = None
-    """A page for each model."""
     json: Path | None = None
-    """The result, for programs."""
 
     def check(self, options: RunOptions) -> None:
         """Raise :class:`~spillway.errors.UsageError` for a file that cannot be written, before hours of training."""
@@ -71,17 +68,10 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
 
     The result is printed and written when the process ends, after the script's threads and its own exit handlers.
 
-    Args:
-        script: to run.
-        options: for each model.
-        files: to write in the end.
-        quiet: whether to print nothing.
-        best_effort: whether it is fine that nothing could be attached.
-
     Raises:
         UsageError: for a missing script, or files that cannot be written.
         BudgetError: if no plan fits a model's budget.
-        UnmetError: if the command line asked for something, and no model was treated so.
+        UnmetError: without ``best_effort``, if no model was treated as asked.
         BaseException: what the script raises.
     """
     script.check()
@@ -194,10 +184,7 @@ def _write(model: ManagedModel, number: int, files: Files, rank: int) -> Iterato
 def run_profiled(script: Script, path: Path, *, steps: int) -> None:
     """Run a script until the first of its models is profiled, write the profile, and end the script there.
 
-    Args:
-        script: to run.
-        path: of the profile.
-        steps: optimizer steps to wait for, at most.
+    It also ends after so many optimizer steps without a profile.
 
     Raises:
         UsageError: for a missing script, or a file that cannot be written.

@@ -76,18 +76,13 @@ class Role(enum.Enum):
 
 
 class ModuleCalls:
-    """Observes calls of modules in training. See NOTE [ How calls are observed ].
-
-    Args:
-        judge: tells a module's role.
-    """
+    """Observes calls of modules in training. See NOTE [ How calls are observed ]. ``judge`` tells a module's role."""
 
     def __init__(self, judge: Callable[[Module], Role]) -> None:
         self._judge = judge
         self._thread = _Thread()
         self._lock = threading.Lock()
         self.on = False
-        """Whether calls are observed."""
         self.starts = 0
         """How often observing began."""
 
@@ -164,11 +159,7 @@ class _Known:
 
 
 class ModelRegistry:
-    """The models of a script. See the notes at the top of this file.
-
-    Args:
-        attach: attaches to a model and names the way, or raises.
-    """
+    """The models of a script. ``attach`` attaches to a model and names the way, or raises."""
 
     def __init__(self, attach: Callable[[Module], tuple[Attached, str]]) -> None:
         self._attach = attach

@@ -34,17 +34,13 @@ class RunOptions:
     """
 
     budget: str | None = None
-    """A size, or a share like ``"60%"``."""
     policy: str | None = None
-    """One of :data:`POLICIES`."""
     ratio: float | None = None
-    """Share of the saved bytes that is offloaded."""
     plan: Plan | None = None
     host_budget: str | None = None
     disk_budget: str | None = None
     allow: Sequence[str] | None = None
     hardware: str | None = None
-    """Name of a GPU, or a file of ``Hardware.save()``."""
 
     def __post_init__(self) -> None:
         given = self._given(_WAYS)
@@ -105,11 +101,7 @@ class RunOptions:
         return int(memory(device)[1] * DEFAULT_SHARE)
 
     def attach(self, model: Module) -> tuple[Attached, str]:
-        """Attach to a model, and name the way. The default: 90 % of a GPU's memory, or ``offload`` on the CPU.
-
-        Raises:
-            SpillwayError: as :func:`spillway.attach` does.
-        """
+        """Attach to a model, and name the way. The default: 90 % of a GPU's memory, or ``offload`` on the CPU."""
         from spillway import policies
         from spillway.attaching import attach
         from spillway.attaching.measure import device_of
@@ -127,11 +119,7 @@ class RunOptions:
 
 
 def options_of_way(way: str) -> RunOptions | None:
-    """A way of ``spillway bench``, such as ``"ratio=0.5"``, as options; ``None`` for the baseline.
-
-    Raises:
-        UsageError: for anything that is not a way.
-    """
+    """A way of ``spillway bench``, such as ``"ratio=0.5"``, as options; ``None`` for the baseline."""
     name, sign, value = way.partition("=")
     if way == BASELINE:
         return None

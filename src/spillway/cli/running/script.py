@@ -35,11 +35,7 @@ class ScriptExit(SystemExit):
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
-    """The rank that the launcher gave this process; 0 without a launcher.
-
-    Raises:
-        UsageError: if the launcher's variable holds something else.
-    """
+    """The rank that the launcher gave this process; 0 without a launcher."""
     for name in _RANKS:
         rank = environment.get(name)
         if rank is not None:
@@ -85,11 +81,7 @@ class Script:
             )
 
     def run(self) -> None:
-        """Run it, until it ends or exits with code 0. See NOTE [ As Python would ].
-
-        Raises:
-            BaseException: what it raises.
-        """
+        """Run it, until it ends, exits with code 0, or raises. See NOTE [ As Python would ]."""
         main = ModuleType("__main__")
         before, sys.modules["__main__"] = sys.modules["__main__"], main
         # Multiprocessing gave the module this name. Children find what the script defines by it.

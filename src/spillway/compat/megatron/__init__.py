@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from spillway.compat import current_device
 from spillway.compat.megatron.manager import (
     ChunkOffloadHandler,
     OffloadTensorGroup,
@@ -148,7 +149,7 @@ def fine_grained_offloading_forward_record(event: Any = None) -> None:
 
 def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
     """An identity whose backward records an event, as in forward, on a stream which then waits for reloading."""
-    return tensor if _instance()._is_on_cpu() else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
+    return tensor if current_device().type == "cpu" else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
 
 
 class _BackwardRecord(torch.autograd.Function):

@@ -238,20 +238,17 @@ class PipelineOffloadManager:
         """Contexts that the calling thread has entered, the innermost last."""
         return vars(self._of_thread).setdefault("stacks", [])  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _is_on_cpu() -> bool:
-        return current_device().type == "cpu"
-
-    def _record(self, event: Any, lane: int) -> None:
-        """Record the event, or that for graphs, on the current stream, which then waits for one of the lanes."""
-        if self._is_on_cpu():
+    def _record(self, event: Any, number: int) -> None:
+        """Record the event, or that for graphs, on the current stream, which then waits for a stream of the mover."""
+        device = current_device()
+        if device.type == "cpu":
             return
         event = self._graph_event if event is None else event
         if event is not None:
             event.record()
-        runtime = self._session.runtime(current_device())
-        # The lane joins a capture only if it was used within the capture; the backend knows.
-        runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[lane]))
+        runtime = self._session.runtime(device)
+        # The mover's stream joins a capture only if it was used within the capture; the backend knows.
+        runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[number]))
 
     def _live_chunk(self) -> Chunk | None:
         return self._forward._chunk if self._forward is not None and self._forward._chunk.is_live else None
