@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,13 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     folder = Folder(path, keep_hardware(path / "cache"))
     folder.write("train.py", TRAINING)
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Folder) -> Iterator[Server]:
-    server = Server(folder.environment())
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -270,21 +262,25 @@ def test_names_of_files_have_the_rank_before_their_suffix() -> None:
 
 IMPORTED = """
 import contextlib, io, json, sys
-sys.argv = ["spillway", *sys.argv[1:]]
 from spillway.cli.app import main
-said = io.StringIO()
-with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
-    main()
-print(json.dumps({"said": said.getvalue(), "imported": sorted(name.partition(".")[0] for name in sys.modules)}))
+said = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["spillway", *words, "--help"]
+    text = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
+        main()
+    said.append(text.getvalue())
+print(json.dumps({"said": said, "imported": sorted(name.partition(".")[0] for name in sys.modules)}))
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_waits_for_nothing_that_is_slow(arguments: list[str], folder: Folder) -> None:
+def test_help_waits_for_nothing_that_is_slow(folder: Folder) -> None:
     folder.write("imported.py", IMPORTED)
-    done = folder.python("imported.py", *arguments)
-    found = json.loads(done.out)
-    assert "Usage: spillway" in found["said"]
+    words = [[], *([name] for name in COMMANDS)]
+    found = json.loads(folder.python("imported.py", json.dumps(words)).out)
+    assert len(found["said"]) == len(words)
+    for each, said in zip(words, found["said"], strict=True):
+        assert f"Usage: {' '.join(['spillway', *each])}" in said
     # Typer looks for pydantic itself.
     assert not {"torch", "numpy", "scipy", "psutil"} & set(found["imported"])
 

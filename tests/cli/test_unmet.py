@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,13 +74,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     folder = Folder(path, keep_hardware(path / "cache"))
     folder.write("train.py", TRAINING)
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Folder) -> Iterator[Server]:
-    server = Server(folder.environment())
-    yield server
-    server.close()
 
 
 UNMET = [

@@ -202,10 +202,38 @@ class PeakMeter:
         return self._accelerator.max_memory_allocated()
 
 
+class Stopwatch:
+    """Times the steps after the warm-up and the search for plans, and ends the script after the last one."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.warm_up = steps, max(1, steps // 4)
+        self.attached: list[Attached] = []
+        """Their plans have to be active before steps are timed."""
+        self.meter: PeakMeter | None = None
+        self.ends: list[float] = []
+        """Times of the end of each step."""
+
+    def stepped(self, count: int) -> None:
+        """An optimizer has made a step."""
+        import torch
+
+        from spillway.cli.running.script import ScriptExit
+
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        now = time.perf_counter()
+        if self.ends:
+            self.ends.append(now)
+        elif count >= self.warm_up and all(each.stage in (None, "active") for each in self.attached):
+            self.meter = PeakMeter(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
+            self.meter.start()
+            self.ends.append(time.perf_counter())
+        if count >= self.steps:
+            raise ScriptExit
+
+
 def measure(script: Script, way: str, steps: int) -> Result:
     """Run the script in one way, in this process, and end it after so many optimizer steps.
-
-    Steps of the first quarter are not measured. Nor are those that look for a plan.
 
     Raises:
         BaseException: what the script raises, except errors of a budget.
@@ -215,67 +243,44 @@ def measure(script: Script, way: str, steps: int) -> Result:
     from spillway.cli.running.observer import ScriptObserver, StepClock
     from spillway.cli.running.options import options_of_way
     from spillway.cli.running.result import result_of
-    from spillway.cli.running.script import ScriptExit
     from spillway.runtime.process_memory import set_malloc
 
     options = options_of_way(way)
     if torch.accelerator.current_accelerator() is None:
         # In every way, before the script makes a model.
         set_malloc()
-    warm_up = max(1, steps // 4)
-    searching: list[Attached] = []
-    """Their plans have to be active before steps are timed."""
-    ends: list[float] = []
-    meter, count = None, 0
+    watch = Stopwatch(steps)
 
     def attach(model: Module) -> tuple[Attached, str]:
         assert options is not None
         attached, name = options.attach(model)
-        searching.append(attached)
+        watch.attached.append(attached)
         return attached, name
 
-    def stepped(number: int) -> None:
-        nonlocal count, meter
-        count = number
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()
-        now = time.perf_counter()
-        if ends:
-            ends.append(now)
-        elif count >= warm_up and all(each.stage in (None, "active") for each in searching):
-            meter = PeakMeter(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
-            meter.start()
-            ends.append(time.perf_counter())
-        if count >= steps:
-            raise ScriptExit
-
     # The baseline is only timed.
-    clock = StepClock(stepped) if options is None else None
-    observer = None if options is None else ScriptObserver(attach, stepped)
+    clock = StepClock(watch.stepped) if options is None else ScriptObserver(attach, watch.stepped)
     try:
         script.run()
     except BudgetError as error:
         return Result(error=str(error))
-    peak, outcome = None if meter is None else meter.peak(), None
-    if clock is not None:
-        clock.close()
-    if observer is not None:
-        observer.end()
-        result = result_of(observer)
+    peak, outcome = None if watch.meter is None else watch.meter.peak(), None
+    clock.end()
+    if isinstance(clock, ScriptObserver):
+        result = result_of(clock)
         outcome = json_module.loads(result.to_json())
-        observer.models.close()
+        clock.models.close()
         if not result.models:
             return Result(error=f"nothing was attached: {result.reasons}", outcome=outcome)
-    if meter is None or len(ends) < 2:
+    if watch.meter is None or len(watch.ends) < 2:
         return Result(
-            error=f"no step was measured in {count} optimizer steps: the first {warm_up} are not, nor those in which a "
-            f"plan is looked for; give more --steps, or a script that has as many",
+            error=f"no step was measured in {clock.count} optimizer steps: the first {watch.warm_up} are not, nor "
+            f"those in which a plan is looked for; give more --steps, or a script that has as many",
             outcome=outcome,
         )
     return Result(
-        seconds=[end - begin for begin, end in itertools.pairwise(ends)],
+        seconds=[end - begin for begin, end in itertools.pairwise(watch.ends)],
         peak_bytes=peak,
-        peak_source=meter.source,
+        peak_source=watch.meter.source,
         reserved_bytes=torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else None,
         outcome=outcome,
     )

@@ -55,7 +55,7 @@ class StepClock:
         times = list(self._times)
         return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Observe no more steps."""
         self._hook.remove()
 
@@ -70,7 +70,7 @@ class StepClock:
                 self._told(self.count)
 
 
-class ScriptObserver:
+class ScriptObserver(StepClock):
     """Observes from now on, in this process and not in forked children. See NOTE [ Unobserved calls ].
 
     ``attach`` attaches to a model, and names the way. ``told`` is called after each step, with their number.
@@ -79,8 +79,8 @@ class ScriptObserver:
     def __init__(
         self, attach: Callable[[Module], tuple[Attached, str]], told: Callable[[int], None] | None = None
     ) -> None:
+        super().__init__(told)
         self.models = ModelRegistry(attach)
-        self.clock = StepClock(told)
         self._lock = threading.RLock()
         self._settled: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = weakref.WeakKeyDictionary()
         """For each optimizer whose models are known: its number of parameters, and those without a gradient so far."""
@@ -89,7 +89,6 @@ class ScriptObserver:
         self._unseen: list[weakref.ref[Tensor]] = []
         """Parameters of the last step that were in no observed call."""
         self._in_no_module: dict[int, weakref.ref[Tensor]] = {}
-        self._hook = register_optimizer_step_post_hook(self._stepped)
         os.register_at_fork(after_in_child=self._stop)
         self.models.calls.start()
 
@@ -106,11 +105,11 @@ class ScriptObserver:
         self._stop()
 
     def _stop(self) -> None:
-        self.clock.close()
-        self._hook.remove()
+        super().end()
         self.models.calls.stop()
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._stepped(optimizer, args, kwargs)
         self.models.check()
         count, sleeping = self._settled.get(optimizer, (-1, []))
         is_settled = count == sum(len(group["params"]) for group in optimizer.param_groups)

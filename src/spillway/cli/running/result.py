@@ -97,8 +97,8 @@ def result_of(observer: ScriptObserver, *, rank: int = 0) -> RunResult:
         not_attached.append(NotAttached("Parameter", observer.parameters_in_no_module, "in no module"))
     return RunResult(
         rank=rank,
-        steps=observer.clock.count,
-        seconds=observer.clock.seconds,
+        steps=observer.count,
+        seconds=observer.seconds,
         models=tuple(map(_model_result, observer.models.managed)),
         not_attached=tuple(not_attached),
     )

@@ -77,7 +77,7 @@ def fine_grained_offloading_group_start(tensor: torch.Tensor, name: str | None =
         >>> fine_grained_offloading_group_start(x, "attn_norm") is x
         True
     """
-    _instance()._start(name)
+    _instance()._iteration.start(name)
     return tensor
 
 
@@ -104,7 +104,7 @@ def fine_grained_offloading_group_commit(
         ()
     """
     if not isinstance(tensor, tuple | list) or tensor:
-        _instance()._commit(name, forced_released_tensors or (), delay_offload)
+        _instance()._iteration.commit(name, forced_released_tensors or (), delay_offload)
     return tensor
 
 
@@ -185,7 +185,7 @@ class FineGrainedActivationOffloadingInterface:
     def __enter__(self) -> torch.Tensor:
         if self.offload:
             manager = _instance()
-            group = manager._start(self.name)
+            group = manager._iteration.start(self.name)
             manager.__enter__()
             self._entered.append((manager, group))
         return self.tensor
@@ -203,7 +203,7 @@ class FineGrainedActivationOffloadingInterface:
             manager.__exit__(kind, error, trace)
         finally:
             if kind is not None:
-                manager._fail(group)
+                manager._iteration.fail(group)
 
     def group_offload(
         self,
