@@ -119,7 +119,7 @@ class GPT(nn.Module):
 def load_text(path: Path | None = None) -> bytes:
     """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library."""
     root = path or Path(sysconfig.get_path("stdlib"))
-    if not root.exists():
+    if not root.is_dir() and not root.is_file():
         raise UsageError(f"data: {root} is neither a file nor a folder; give one with --data")
     text = b""
     for file in sorted(root.rglob("*" if path else "*.py")) if root.is_dir() else [root]:
