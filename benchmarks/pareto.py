@@ -36,7 +36,7 @@ import torch
 from _picture import Point, picture
 from _planned import CHECKPOINT, LEAST, Row, equal, plain_row, sweep
 from _training import ATTACHED, KEEP, WARMUP, Times, Training
-from spillway.cli.running.demo import describe_hardware, describe_versions
+from spillway.cli.demo import describe_hardware, describe_versions
 from spillway.units import format_bytes
 from step import METHODS
 

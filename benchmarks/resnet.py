@@ -39,8 +39,9 @@ import torch
 from torch.nn import functional
 
 import spillway
-from spillway.cli.running.bench import CHILD_ENVIRONMENT, PeakMeter
-from spillway.cli.running.demo import add_to_hash, describe_hardware, describe_versions
+from spillway.cli.bench import CHILD_ENVIRONMENT, PeakMeter
+from spillway.cli.demo import describe_hardware, describe_versions
+from spillway.cli.training import add_to_hash
 from spillway.runtime.process_memory import set_malloc
 
 PLAIN = "plain"

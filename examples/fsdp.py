@@ -1,8 +1,8 @@
-"""A few steps of a small model under FSDP2, whose blocks are regions that send their inputs away.
+"""A few steps of a small model under FSDP2, with checkpointed blocks that offload their inputs.
 
     torchrun --nproc-per-node 2 examples/fsdp.py
 
-It runs on the CPUs of one machine, or on as many accelerators as there are processes. See ``docs/distributed.md``.
+It runs on the CPUs of one machine, or on as many GPUs as there are processes. See ``docs/distributed.md``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Model(nn.Module):
 
 
 def train(device: torch.device, session: spillway.Session | None) -> list[Tensor]:
-    """The losses of some steps: with everything kept, or with a session that moves what leaves."""
+    """The losses of some steps: with everything kept, or with a session that offloads."""
     torch.manual_seed(0)
     model = Model().to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
@@ -55,7 +55,7 @@ def train(device: torch.device, session: spillway.Session | None) -> list[Tensor
     fully_shard(model, mesh=mesh)
     if session is not None:
         policy = spillway.Recompute(offload="inputs")
-        # Tensors here are small: without min_bytes, those under 1 MiB stay.
+        # Tensors here are small: by default, Spillway keeps those under 1 MiB.
         attached = spillway.attach(model, policy=policy, min_bytes="64KiB", session=session)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(dist.get_rank())
@@ -68,7 +68,10 @@ def train(device: torch.device, session: spillway.Session | None) -> list[Tensor
         optimizer.zero_grad()
         losses.append(loss.detach())
     if session is not None:
-        print(f"rank {dist.get_rank()}: {attached.stats().offloaded_bytes >> 10} KiB left in the last step", flush=True)
+        print(
+            f"rank {dist.get_rank()}: {attached.stats().offloaded_bytes >> 10} KiB offloaded in the last step",
+            flush=True,
+        )
     return losses
 
 
@@ -79,7 +82,7 @@ def main() -> None:
         torch.accelerator.set_device_index(device)
     dist.init_process_group()
     plain = train(device, None)
-    # No window: on a CPU, 64 MiB of it would keep all of so small a model.
+    # A limit of 0: the default one of 64 MiB on a CPU would keep all of so small a model.
     with spillway.Session(window=0, host_budget=local_share("2GiB"), disk_budget=local_share("2GiB")) as session:
         ours = train(device, session)
     same = all(map(torch.equal, ours, plain))

@@ -1,10 +1,10 @@
-"""Regions that are halves of what FSDP2 wraps: a block's attention, and its MLP, recomputed one by one.
+"""Two checkpointed modules in each module that FSDP2 wraps: a block's attention and its MLP, recomputed one by one.
 
     torchrun --nproc-per-node 2 examples/fsdp_halves.py
 
-FSDP2 gathers a block's parameters at once, and gives them away after the block's backward: both halves are run again in
-between, and gather nothing. It compares every bit with the same run without regions, on the CPUs of one machine, or on
-as many accelerators as there are processes.
+FSDP2 gathers a block's parameters once, and frees them after the block's backward. Both halves are recomputed in
+between, and gather nothing. Every bit is compared with the same run without checkpointing, on the CPUs of one machine,
+or on as many GPUs as there are processes.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def train(device: torch.device, session: spillway.Session | None) -> list[Tensor
     model = Model().to(device)
     for block in model.blocks:
         fully_shard(block)
-    # FSDP2 gathers where forward is called: of other methods it has to be told.
+    # FSDP2 gathers parameters when forward is called. Other methods have to be registered.
     register_fsdp_forward_method(model.blocks[-1], "scored")
     fully_shard(model)
     if session is not None:
@@ -99,7 +99,7 @@ def train(device: torch.device, session: spillway.Session | None) -> list[Tensor
         losses.append(loss.detach())
     if session is not None:
         left = attached.stats().offloaded_bytes >> 10
-        print(f"rank {dist.get_rank()}: {2 * LAYERS} halves, {left} KiB left in the last step", flush=True)
+        print(f"rank {dist.get_rank()}: {2 * LAYERS} halves, {left} KiB offloaded in the last step", flush=True)
     return [*losses, *(each.to_local().detach() for each in model.parameters())]
 
 
@@ -110,7 +110,7 @@ def main() -> None:
         torch.accelerator.set_device_index(device)
     dist.init_process_group()
     plain = train(device, None)
-    # No window: on a CPU, 64 MiB of it would keep all of so small a model.
+    # A limit of 0: the default one of 64 MiB on a CPU would keep all of so small a model.
     with spillway.Session(window=0, host_budget=local_share("2GiB"), disk_budget=local_share("2GiB")) as session:
         ours = train(device, session)
     same = all(map(torch.equal, ours, plain))

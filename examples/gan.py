@@ -1,10 +1,10 @@
 """A GAN: two models, two optimizers, and a policy for each of them.
 
-    python examples/gan.py                                           # small, on whatever there is
+    python examples/gan.py                                           # small, on the CPU or a GPU
     python examples/gan.py --width 1024 --depth 12 --rows 65536 --window 1GiB
 
-The blocks of the generator are computed again. What the critic saves leaves: it is called three times in a step, so
-that there is time. Losses and weights are compared with those of a plain run, bit for bit.
+The blocks of the generator are recomputed. The critic's saved tensors are offloaded: a step calls it three times, which
+leaves time for the copies. Losses and weights are compared with those of a plain run, bit for bit.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=3, help="blocks of each model")
     parser.add_argument("--rows", type=int, default=1024, help="points in a batch")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--window", default="512KiB", help="bytes that may be on their way at once")
+    parser.add_argument("--window", default="512KiB", help="in-flight limit, in bytes")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     how = {"generator": spillway.Recompute(offload="inputs"), "critic": spillway.policies.Ratio(1)}
@@ -95,8 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, each in attached.items():
             stats = each.stats()
             print(
-                f"{name}: in its last pass {stats.offloaded_bytes / 2**20:.1f} MiB left and "
-                f"{stats.recomputed_bytes / 2**20:.1f} MiB were computed again"
+                f"{name}: in its last pass {stats.offloaded_bytes / 2**20:.1f} MiB were offloaded and "
+                f"{stats.recomputed_bytes / 2**20:.1f} MiB recomputed"
             )
             each.remove()
     same = all(map(torch.equal, *results))

@@ -1,8 +1,8 @@
-"""An optimizer on the host and windows of ragged micro-batches on several ranks, against loops that are written out.
+"""An optimizer on the CPU with accumulated, ragged micro-batches on several ranks, compared with hand-written loops.
 
     torchrun --nproc-per-node 2 examples/host_optimizer_many.py --wrap fsdp  # or ddp
 
-It compares every bit, on the CPUs of one machine, or on as many accelerators as there are processes.
+It compares every bit, on the CPUs of one machine, or on as many GPUs as there are processes.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import spillway
 
 WIDTH, LAYERS, WINDOWS, MICRO, MAX_NORM = 128, 4, 4, 3, 0.5
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
-# By this many words the gradients of a window are divided. What is sharded leaves in backward, its norm is taken before
-# that, and multiplied later: the bits of a norm taken later only if the factor is a power of two.
+# The gradients of a step are divided by this many words. Sharded gradients are offloaded in backward, and their norm is
+# taken before that and scaled later: the bits are those of a norm taken later only if the factor is a power of two.
 WORDS = {"fsdp": 1024, "ddp": 1000}
 
 
@@ -42,12 +42,12 @@ def build(wrap: str, device: torch.device) -> Any:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank has of it."""
+    """This rank's part of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def windows(words: int, device: torch.device) -> list[list[Tensor]]:
-    """This rank's micro-batches: one row each, of a length of its own. Those of all ranks have so many words."""
+    """This rank's micro-batches: one row each, of a length of its own. Those of all ranks together have ``WORDS``."""
     everybody, mine = torch.Generator().manual_seed(0), torch.Generator().manual_seed(1 + dist.get_rank())
     found = []
     for _ in range(WINDOWS):
@@ -59,12 +59,12 @@ def windows(words: int, device: torch.device) -> list[list[Tensor]]:
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Summed, not averaged: how many words the window has is known at its end."""
+    """Summed, not averaged: the number of words is known at the end of the step."""
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
 def rehearse(model: nn.Module, tokens: Tensor) -> None:
-    """A backward without a step. After one norm was asked for, norms are taken on the device, and not by the host."""
+    """A backward without a step. After the first norm, norms are taken on the GPU, not on the CPU."""
     loss_of(model, tokens).backward()
     nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
     model.zero_grad()
@@ -115,7 +115,7 @@ def by_spillway(model: Any, step_on: str, data: list[list[Tensor]], session: spi
             norms.append(window.last.gradient_norm.tensor)
     steps = optimizer.stats()
     if not (attached.stats().offloaded_bytes and (steps.stepped_on_host if step_on == "host" else steps.streamed)):
-        sys.exit("got nothing that left the device, expected inputs of blocks, gradients and states to")
+        sys.exit("nothing was offloaded, expected inputs of blocks, gradients and states")
     window.close()
     optimizer.close()
     return [losses, norms, [local(each).detach() for each in model.parameters()]]

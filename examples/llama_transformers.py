@@ -1,10 +1,10 @@
-"""The Llama of transformers, with random weights: its decoder layers are found and attached by themselves.
+"""The Llama of transformers, with random weights: its decoder layers are found and attached automatically.
 
-    python examples/llama_transformers.py                          # small, on whatever there is
+    python examples/llama_transformers.py                          # small, on the CPU or a GPU
     python examples/llama_transformers.py --budget 60GiB --layers 32 --width 4096 --heads 32 --tokens 8192 --steps 8
 
-Without a budget, each layer keeps its input away, and all else is computed again. Losses and weights are compared with
-those of a plain run, bit for bit; ``--alone`` leaves that run out, where it would not fit.
+Without a budget, each layer offloads its input and recomputes the rest. Losses and weights are compared with those of a
+plain run, bit for bit. ``--alone`` leaves that run out, if it would not fit.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def make_model(options: argparse.Namespace, device: torch.device) -> LlamaForCau
         num_attention_heads=options.heads,
         num_key_value_heads=max(options.heads // 4, 1),
         max_position_embeddings=options.tokens,
-        # A layer that is computed again would write its keys and values into the cache a second time.
+        # A recomputed layer would write its keys and values into the cache a second time.
         use_cache=False,
     )
     with device:
@@ -58,18 +58,18 @@ def train(model: LlamaForCausalLM, *, tokens: int, steps: int) -> list[Tensor]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", help="bytes that a step may have allocated, such as 60GiB")
+    parser.add_argument("--budget", help="memory budget of a step, such as 60GiB")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=512, help="in the one sequence of a batch")
-    parser.add_argument("--steps", type=int, default=3, help="a budget is held from the fifth on")
-    parser.add_argument("--window", default="256KiB", help="bytes that may be on their way at once")
+    parser.add_argument("--steps", type=int, default=3, help="a plan is active from the fifth on")
+    parser.add_argument("--window", default="256KiB", help="in-flight limit, in bytes")
     parser.add_argument("--alone", action="store_true", help="leave out the plain run")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     plain = None
@@ -87,7 +87,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(attached.explain())
     print(
         f"{len(attached.blocks)} layers, {attached.blocks[0]} to {attached.blocks[-1]}: in the last step "
-        f"{stats.offloaded_bytes / 2**20:.1f} MiB left and {stats.recomputed_bytes / 2**20:.1f} MiB were computed again"
+        f"{stats.offloaded_bytes / 2**20:.1f} MiB were offloaded "
+        f"and {stats.recomputed_bytes / 2**20:.1f} MiB recomputed"
     )
     if plain is not None:
         same = all(map(torch.equal, ours, plain))

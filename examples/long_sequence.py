@@ -1,18 +1,18 @@
-"""The longest sequence that a budget allows: it is looked for, and trained within that budget.
+"""The longest sequence that a memory budget allows: find it, and train it within that budget.
 
-    python examples/long_sequence.py                                         # small, on whatever there is
+    python examples/long_sequence.py                                         # small, on the CPU or a GPU
     python examples/long_sequence.py --budget 70GiB --layers 16 --width 4096 --heads 32 --words 128256 \\
         --least 8192 --most 262144 --piece 4096 --steps 8 --alone
 
-The loss goes over the sequence in pieces, and each piece is a region: of the logits, which for a long sequence are more
-than all else, no more than a piece exists at any time.
+The loss is computed in pieces of the sequence, and each piece is a checkpointed function. For a long sequence, logits
+are larger than all other activations. Here they exist for one piece at a time.
 
-Without ``--budget``, it is what a plain step of twice the shortest sequence takes. On an accelerator the budget is all
-that ``spillway.attach`` is told. On the CPU, where it is of the process's resident bytes, of which this small model has
-the lesser part, the plan is made beforehand, and given.
+The default budget is the peak of a plain step with twice the shortest sequence. On a GPU, ``spillway.attach`` gets only
+the budget. On the CPU a budget counts the process's resident bytes, and this small model is the lesser part of them. So
+the plan is made beforehand.
 
-The losses of the first steps, and all weights after them, are compared with those of plain steps, bit for bit;
-``--alone`` leaves those out, since what fits within the budget may not fit without.
+The losses of the first steps, and all weights after them, are compared with those of plain steps, bit for bit.
+``--alone`` leaves the plain steps out, since they may not fit.
 """
 
 from __future__ import annotations
@@ -90,22 +90,22 @@ def train(model: Model, tokens: Tensor, steps: int) -> list[Tensor]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--budget", help="bytes that a step may have allocated, such as 70GiB")
+    parser.add_argument("--budget", help="memory budget of a step, such as 70GiB")
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--words", type=int, default=512, help="of the vocabulary")
-    parser.add_argument("--piece", type=int, default=512, help="tokens of which logits exist at a time")
+    parser.add_argument("--piece", type=int, default=512, help="tokens whose logits exist at a time")
     parser.add_argument("--least", type=int, default=1024, help="tokens of the shortest sequence that is tried")
     parser.add_argument("--most", type=int, default=4096, help="tokens of the longest one")
     parser.add_argument(
-        "--steps", type=int, default=3, help="with a budget of a device, give eight: a plan is held from the fifth on"
+        "--steps", type=int, default=3, help="with a GPU's budget, give eight: a plan is active from the fifth on"
     )
     parser.add_argument("--alone", action="store_true", help="leave out the plain run")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         profile = spillway.profile(*make(2 * options.least))
         budget = spillway.plan(profile, budget="1TiB", allow={"keep"}).predicted_peak
         print(f"a plain step of {2 * options.least} tokens takes {budget / 2**20:.1f} MiB, which is the budget")
-    # A little less: what is measured again later is not the same to the byte.
+    # A little less, since a later measurement differs by some bytes.
     searched = parse_bytes(budget) * 49 // 50
     length = spillway.longest(
         make, budget=searched, at_least=options.least, multiple_of=options.least, most=options.most

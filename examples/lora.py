@@ -1,10 +1,10 @@
-"""Low-rank adapters on a frozen model: only what the adapters need is saved, and of that the most is computed again.
+"""Low-rank adapters on a frozen model, in checkpointed blocks.
 
-    python examples/lora.py                                          # small, on whatever there is
+    python examples/lora.py                                          # small, on the CPU or a GPU
     python examples/lora.py --layers 32 --width 4096 --tokens 16384 --rank 16 --window 1GiB
 
-A frozen weight needs no input for its gradient, so a plain step saves less than that of a model which is all trained;
-the table shows both. Losses and adapters are compared with those of a plain run, bit for bit.
+A frozen weight needs no input for its gradient. So a plain step saves less than one in which all weights are trained,
+and the table shows both. Losses and adapters are compared with those of a plain run, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import spillway
 
 
 class LoRA(nn.Module):
-    """A frozen linear layer, and a product of two thin matrices beside it, which is nothing at first.
+    """A frozen linear layer, plus a product of two thin matrices, which is 0 at first.
 
     Args:
         frozen: the layer.
-        rank: how thin.
+        rank: of the product.
     """
 
     def __init__(self, frozen: nn.Linear, rank: int) -> None:
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 def make_model(options: argparse.Namespace, device: torch.device, *, adapters: bool) -> nn.Sequential:
-    """Blocks with the same weights each time: all trained, or frozen with adapters on what goes up."""
+    """Blocks with the same weights each time: all trained, or frozen with adapters on the ``up`` layers."""
     torch.manual_seed(0)
     blocks = [Block(options.width) for _ in range(options.layers)]
     if adapters:
@@ -64,7 +64,7 @@ def make_model(options: argparse.Namespace, device: torch.device, *, adapters: b
 
 
 def train(model: nn.Module, options: argparse.Namespace, device: torch.device) -> list[Tensor]:
-    """Some steps towards a rotation of the input: the losses, and what is trained after them."""
+    """Some steps towards a rotation of the input: the losses, and the trained weights."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)
     generator = torch.Generator().manual_seed(0)
@@ -86,21 +86,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     parser.add_argument("--rank", type=int, default=8)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--window", default="512KiB", help="bytes that may be on their way at once")
+    parser.add_argument("--window", default="512KiB", help="in-flight limit, in bytes")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    keep, regions = spillway.policies.Keep(), spillway.Recompute(offload="inputs")
+    keep, recompute = spillway.policies.Keep(), spillway.Recompute(offload="inputs")
     results = {}
-    print(f"{'':<20} {'trained':>12} {'saved':>12} {'left':>12} {'again':>12}")
+    print(f"{'':<20} {'trained':>12} {'saved':>12} {'offloaded':>12} {'recomputed':>12}")
     with spillway.Session(window=options.window) as session:
         for name, adapters, policy in (
             ("all, plain", False, keep),
             ("adapters, plain", True, keep),
-            ("adapters, regions", True, regions),
+            ("adapters, recompute", True, recompute),
         ):
             model = make_model(options, device, adapters=adapters)
             count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -109,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 stats = attached.stats()
             figures = [stats.saved_bytes, stats.offloaded_bytes, stats.recomputed_bytes]
             print(f"{name:<20} {count:>12}", *(f"{number / 2**20:>8.1f} MiB" for number in figures))
-    same = all(map(torch.equal, results["adapters, plain"], results["adapters, regions"]))
+    same = all(map(torch.equal, results["adapters, plain"], results["adapters, recompute"]))
     print(f"losses and adapters are {'equal, bit for bit' if same else 'DIFFERENT'}")
 
 

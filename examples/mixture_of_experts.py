@@ -1,11 +1,11 @@
-"""A mixture of experts whose blocks are computed again: each token meets the experts again that it was sent to.
+"""A mixture of experts with checkpointed blocks: in recomputation, each token is routed to the same experts.
 
-    python examples/mixture_of_experts.py                            # small, on whatever there is
+    python examples/mixture_of_experts.py                            # small, on the CPU or a GPU
     python examples/mixture_of_experts.py --layers 24 --width 2048 --experts 64 --tokens 16384 --window 1GiB
 
-How many tokens an expert gets is another number in each step and layer, and so are the sizes of what is saved. Results
-on which sizes depend, as those of the router, are kept without a word; the input of a block leaves; the rest is
-computed again. Losses, weights and counts of tokens are compared with those of a plain run, bit for bit.
+The number of tokens of an expert differs in each step and layer, and so do the sizes of saved tensors. Spillway keeps
+results that determine sizes, such as the router's. It offloads the input of each block and recomputes the rest. Losses,
+weights and counts of tokens are compared with those of a plain run, bit for bit.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Expert(nn.Module):
 
 
 class Block(nn.Module):
-    """Sends each token to two of its experts, and adds what they make of it, weighted, to the token.
+    """Sends each token to two of its experts, and adds their weighted outputs to the token.
 
     Args:
         width: of a token.
@@ -79,11 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--window", default="64KiB", help="bytes that may be on their way at once")
+    parser.add_argument("--window", default="64KiB", help="in-flight limit, in bytes")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     how = spillway.Recompute(offload="inputs")
@@ -93,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             torch.manual_seed(0)
             model = nn.Sequential(*(Block(options.width, options.experts) for _ in range(options.layers))).to(device)
             if attaches:
-                # By class: experts repeat, too, and are not to be regions of their own.
+                # By class: experts repeat, too, but are not checkpointed by themselves.
                 attached = spillway.attach(model, policy=how, blocks=Block, min_bytes="64KiB", session=session)
             results.append(train(model, options, device))
         stats = attached.stats()
@@ -102,8 +102,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name, block in model.named_children():
         print(f"tokens of each expert of block {name}: {block.counts.tolist()}")
     print(
-        f"in the last step {stats.kept_bytes / 2**10:.0f} KiB were kept, {stats.offloaded_bytes / 2**10:.0f} KiB left "
-        f"and {stats.recomputed_bytes / 2**10:.0f} KiB were computed again; losses, weights and counts are "
+        f"in the last step {stats.kept_bytes / 2**10:.0f} KiB were kept, {stats.offloaded_bytes / 2**10:.0f} KiB "
+        f"offloaded and {stats.recomputed_bytes / 2**10:.0f} KiB recomputed; losses, weights and counts are "
         f"{'equal, bit for bit' if same else 'DIFFERENT'}"
     )
 

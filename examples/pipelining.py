@@ -1,10 +1,10 @@
-"""A pipeline of two or more processes, plainly and under Spillway: losses and weights compared, and what was moved.
+"""A pipeline of two or more processes, with and without Spillway: losses and weights compared, offloaded bytes shown.
 
     torchrun --nproc-per-node 2 examples/pipelining.py
     torchrun --nproc-per-node 4 examples/pipelining.py --schedule Interleaved1F1B
     torchrun --nproc-per-node 2 examples/pipelining.py --budget 1GiB --steps 7
 
-On accelerators each process takes one, and what leaves goes to host memory; on a CPU, it goes to the disk.
+Each process uses one GPU, which offloads to CPU memory, or the CPU, which offloads to disk.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Block(nn.Module):
 
 
 def make_stages(schedule: str, device: torch.device) -> list[PipelineStage]:
-    """This rank's stages, as the schedule wants them to lie, with the same weights each time."""
+    """This rank's stages, in the schedule's order, with the same weights each time."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     indices, count = [rank], ranks
     if schedule in IN_A_LOOP:
@@ -57,7 +57,7 @@ def make_stages(schedule: str, device: torch.device) -> list[PipelineStage]:
 
 
 def train(name: str, stages: list[PipelineStage], micro_batches: int, steps: int) -> list[Tensor]:
-    """A few steps: this rank's weights after them, and the losses where the last stage is."""
+    """A few steps: this rank's weights after them, and the losses on the last stage."""
     kind: Any = getattr(schedules, f"Schedule{name}")
     single = issubclass(kind, pipelining.schedules.PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, micro_batches, loss_fn=functional.mse_loss)
@@ -68,7 +68,7 @@ def train(name: str, stages: list[PipelineStage], micro_batches: int, steps: int
     for step in range(steps):
         torch.manual_seed(step)
         batch, target = torch.randn(2, micro_batches * ROWS, WIDTH, device=stages[0].device)
-        # On one rank of the pipeline these are given, on another the losses are wanted.
+        # The first stage gets the inputs, the last one the targets and the losses.
         losses: list[Tensor] = []
         more = {"target": target, "losses": losses} if last else {}
         schedule.step(*((batch,) if first else ()), **more)
@@ -82,8 +82,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--schedule", default="1F1B", help="as in ScheduleGPipe, Schedule1F1B, ScheduleZBVZeroBubble")
     parser.add_argument("--micro-batches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=2, help="the sixth is the first that holds a plan")
-    parser.add_argument("--budget", help="of each rank, as 1GiB, and everything is decided")
+    parser.add_argument("--steps", type=int, default=2, help="the sixth is the first with a plan")
+    parser.add_argument("--budget", help="memory budget of each rank, such as 1GiB")
     arguments = parser.parse_args()
     device = torch.device("cpu")
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -99,7 +99,7 @@ def main() -> None:
         if ours and arguments.budget is not None:
             context = offload_stages(stages, budget=arguments.budget)
         elif ours:
-            # The first rank has the most chunks waiting for their backward, and sends the most of each away.
+            # The first rank has the most chunks before their backward, and offloads the most of each.
             context = offload_stages(stages, nbytes=("16MiB", "8MiB"), window="2MiB")
         with context as offloaded:
             results.append(train(arguments.schedule, stages, arguments.micro_batches, arguments.steps))
@@ -109,7 +109,7 @@ def main() -> None:
         print(f"rank {dist.get_rank()} ({offloaded.stage}): {offloaded.explain()}", flush=True)
     print(
         f"rank {dist.get_rank()}: of {stats.saved_bytes >> 20} MiB that the last step saved, "
-        f"{stats.offloaded_bytes >> 20} MiB left and {stats.reloaded_bytes >> 20} MiB came back; "
+        f"{stats.offloaded_bytes >> 20} MiB were offloaded and {stats.reloaded_bytes >> 20} MiB reloaded; "
         f"losses and weights are {'equal' if same else 'DIFFERENT'}",
         flush=True,
     )

@@ -1,11 +1,11 @@
-"""ResNet-50, of whose saved tensors a ratio leaves the device: losses and weights compared with those of a plain run.
+"""ResNet-50 that offloads a ratio of its saved tensors: losses and weights compared with those of a plain run.
 
-    python examples/resnet50.py                       # on an accelerator, if there is one
+    python examples/resnet50.py                       # on a GPU, if there is one
     python examples/resnet50.py --ratio 0.75 --haiscale
     python examples/resnet50.py --images 8 --size 64 --width 16   # small enough for a CPU
 
-What leaves an accelerator goes to host memory, what leaves a CPU to the disk. With ``--haiscale`` it is haiscale's
-``CPUOffload`` that says so, which knows host memory only.
+A GPU offloads to CPU memory, and the CPU to disk. ``--haiscale`` uses haiscale's ``CPUOffload``, which offloads to CPU
+memory only.
 """
 
 from __future__ import annotations
@@ -108,8 +108,8 @@ def train(model: ResNet, *, images: int, size: int, steps: int) -> list[Tensor]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ratio", type=float, default=0.5, help="of the stages' bytes: 0 is none, 1 is all")
-    parser.add_argument("--haiscale", action="store_true", help="say it in haiscale's words")
+    parser.add_argument("--ratio", type=float, default=0.5, help="share of the stages' bytes, from 0 to 1")
+    parser.add_argument("--haiscale", action="store_true", help="use haiscale's CPUOffload")
     parser.add_argument("--images", type=int, default=32, help="in a batch")
     parser.add_argument("--size", type=int, default=224, help="pixels of a side")
     parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
@@ -125,7 +125,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         last[:] = [context.hook if isinstance(context, CPUOffload) else context]
         return context
 
-    # Deterministic, or two plain runs would differ from each other, too.
+    # Without this, two plain runs would differ.
     with torch.backends.cudnn.flags(deterministic=True), spillway.Session(window=options.window) as session:
         session.use_as_default()
         results = []
@@ -137,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     same = all(map(torch.equal, *results))
     print(
         f"of {stats.saved_bytes / 2**20:.1f} MiB that the stages saved in the last step, "
-        f"{stats.offloaded_bytes / 2**20:.1f} MiB left and {stats.reloaded_bytes / 2**20:.1f} MiB came back; "
+        f"{stats.offloaded_bytes / 2**20:.1f} MiB were offloaded and {stats.reloaded_bytes / 2**20:.1f} MiB reloaded; "
         f"losses, weights and statistics are {'equal, bit for bit' if same else 'DIFFERENT'}"
     )
     for note in stats.notes:

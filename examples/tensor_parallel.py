@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 examples/tensor_parallel.py
 
-It runs on the CPUs of one machine, or on as many accelerators as there are processes. See ``docs/distributed.md``.
+It runs on the CPUs of one machine, or on as many GPUs as there are processes. See ``docs/distributed.md``.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def train(device: torch.device, attach: Attach | None) -> list[Tensor]:
         found.append(loss.detach())
     if attached is not None:
         stats = attached.stats()
-        done = f"{stats.offloaded_bytes >> 10} KiB left, {stats.recomputed_bytes >> 10} KiB were computed again"
+        done = f"{stats.offloaded_bytes >> 10} KiB offloaded, {stats.recomputed_bytes >> 10} KiB recomputed"
         print(f"rank {dist.get_rank()}: {done} in the last step", flush=True)
     weights = [each.to_local() if isinstance(each, DTensor) else each for each in model.parameters()]
     return [*found, *(weight.detach() for weight in weights)]
@@ -100,9 +100,9 @@ def main() -> None:
         torch.accelerator.set_device_index(device)
     dist.init_process_group()
     plain = train(device, None)
-    # No window: on a CPU, 64 MiB of it would keep all of so small a model.
+    # A limit of 0: the default one of 64 MiB on a CPU would keep all of so small a model.
     with spillway.Session(window=0) as session:
-        # Tensors here are small: without min_bytes, those under 1 MiB stay.
+        # Tensors here are small: by default, Spillway keeps those under 1 MiB.
         attach = partial(spillway.attach, min_bytes="32KiB", session=session)
         ways = {
             "offloaded": partial(attach, policy=spillway.policies.Offload()),

@@ -1,6 +1,6 @@
-"""A vision transformer whose blocks are computed again, but for attention, whose results leave until backward.
+"""A vision transformer with checkpointed blocks, which offload attention's saved tensors and recompute the rest.
 
-    python examples/vit.py                                                       # small, on whatever there is
+    python examples/vit.py                                                       # small, on the CPU or a GPU
     python examples/vit.py --images 256 --size 224 --patch 16 --width 1024 --depth 24 --heads 16 --window 1GiB
 
 Losses and weights are compared with those of a plain run, bit for bit.
@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    """Patches, their places, blocks, and a head over the mean of all patches.
+    """Patches, position embeddings, blocks, and a head over the mean of all patches.
 
     Args:
         size: pixels of a side.
@@ -88,11 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--window", default="1MiB", help="bytes that may be on their way at once")
+    parser.add_argument("--window", default="1MiB", help="in-flight limit, in bytes")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     how = spillway.Recompute(offload=["inputs", spillway.saved_by("attention")])
@@ -104,15 +104,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 size=options.size, patch=options.patch, width=options.width, depth=options.depth, heads=options.heads
             ).to(device)
             if attaches:
-                # What is small is worth no copy, but all is small here: without min_bytes, what is under 1 MiB stays.
+                # Tensors here are small: by default, Spillway keeps those under 1 MiB.
                 attached = spillway.attach(model, policy=how, min_bytes="64KiB", session=session)
             results.append(train(model, images=options.images, size=options.size, steps=options.steps))
         stats = attached.stats()
         attached.remove()
     same = all(map(torch.equal, *results))
     print(
-        f"{len(attached.blocks)} blocks: in the last step {stats.offloaded_bytes / 2**20:.1f} MiB left and "
-        f"{stats.recomputed_bytes / 2**20:.1f} MiB were computed again; "
+        f"{len(attached.blocks)} blocks: in the last step {stats.offloaded_bytes / 2**20:.1f} MiB were offloaded and "
+        f"{stats.recomputed_bytes / 2**20:.1f} MiB recomputed; "
         f"losses and weights are {'equal, bit for bit' if same else 'DIFFERENT'}"
     )
 

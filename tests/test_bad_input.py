@@ -27,7 +27,6 @@ from spillway import (
     offload,
 )
 from spillway.policies import Keep, MinBytes, Offload, Ratio
-from spillway.requirements import require_torch
 from spillway.runtime.spill_file import Mount, SpillFile, SystemCalls
 from spillway.testing import AdversaryBackend
 from steps import MiB, assert_no_hook, assert_nothing_left, failing, small_batch, small_model, step
@@ -292,7 +291,7 @@ def test_meta_tensors_stay() -> None:
 
 @pytest.mark.parametrize("version", ["2.10.1", "2.4.0+cu121", "1.13.1", "unknown"])
 def test_a_torch_that_is_too_old_is_refused_by_name(version: str) -> None:
-    message = failing(UnsupportedError, lambda: require_torch(version))
+    message = failing(UnsupportedError, lambda: spillway._require_torch(version))
     for part in (f"got torch {version}", "expected", "2.11", "pip install"):
         assert part in message
 

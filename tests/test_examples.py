@@ -76,7 +76,7 @@ def test_an_example_is_short(name: str) -> None:
 def test_a_vision_transformer_sends_inputs_and_attention_away(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("vit", capsys, "--images", "4", "--width", "64", "--depth", "3", "--window", "64KiB")
     found = re.fullmatch(
-        r"3 blocks: in the last step ([\d.]+) MiB left and ([\d.]+) MiB were computed again; "
+        r"3 blocks: in the last step ([\d.]+) MiB were offloaded and ([\d.]+) MiB recomputed; "
         r"losses and weights are equal, bit for bit",
         lines[0],
     )
@@ -89,7 +89,7 @@ def test_a_vision_transformer_sends_inputs_and_attention_away(capsys: pytest.Cap
 def test_a_llama_of_transformers_has_its_layers_found(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("llama_transformers", capsys, "--layers", "3", "--width", "64", "--tokens", "256", "--window", "64KiB")
     found = re.fullmatch(
-        r"3 layers, model.layers.0 to model.layers.2: in the last step ([\d.]+) MiB left and ([\d.]+) MiB were .*",
+        r"3 layers, model.layers.0 to model.layers.2: in the last step ([\d.]+) MiB were offloaded and ([\d.]+) MiB .*",
         lines[0],
     )
     assert found is not None, lines
@@ -100,7 +100,7 @@ def test_a_llama_of_transformers_has_its_layers_found(capsys: pytest.CaptureFixt
 def test_adapters_save_less_and_with_regions_nearly_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("lora", capsys, "--tokens", "512", "--width", "64", "--window", "128KiB")
     rows = {line[:20].strip(): line[20:].replace("MiB", "").split() for line in lines[1:4]}
-    assert list(rows) == ["all, plain", "adapters, plain", "adapters, regions"]
+    assert list(rows) == ["all, plain", "adapters, plain", "adapters, recompute"]
     trained, saved, left, again = ([float(row[place]) for row in rows.values()] for place in range(4))
     # Two thin matrices on each of two layers, 64 to 192, of four blocks.
     assert trained[1] == trained[2] == 4 * 2 * 8 * (64 + 192) < trained[0]
@@ -117,7 +117,7 @@ def test_each_token_meets_its_experts_again(capsys: pytest.CaptureFixture[str]) 
         assert counts is not None
         # Two experts for each token of three steps, and no token twice.
         assert sum(map(int, counts[1].split(","))) == 3 * 2 * 256
-    found = re.search(r"(\d+) KiB were kept, (\d+) KiB left and (\d+) KiB were computed again", lines[2])
+    found = re.search(r"(\d+) KiB were kept, (\d+) KiB offloaded and (\d+) KiB recomputed", lines[2])
     assert found is not None
     kept, left, again = map(int, found.groups())
     assert kept == 0 < min(left, again)
@@ -126,7 +126,7 @@ def test_each_token_meets_its_experts_again(capsys: pytest.CaptureFixture[str]) 
 
 def test_two_models_have_a_policy_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("gan", capsys, "--rows", "512", "--width", "64", "--window", "128KiB")
-    pattern = r"(\w+): in its last pass ([\d.]+) MiB left and ([\d.]+) MiB were computed again"
+    pattern = r"(\w+): in its last pass ([\d.]+) MiB were offloaded and ([\d.]+) MiB recomputed"
     rows = {
         found[1]: (float(found[2]), float(found[3])) for line in lines[:2] if (found := re.fullmatch(pattern, line))
     }

@@ -7,8 +7,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pytest
-
 SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
@@ -30,7 +28,6 @@ LIBRARY = SERVICES | {"optim", "accumulate"}
 # Which packages and modules one may import, beside itself. Each is a file or a folder right under src/spillway.
 ALLOWED: dict[str, set[str]] = {
     "errors": set(),
-    "requirements": {"errors"},
     "units": {"errors"},
     "types": {"errors", "units"},
     "_torch": {"errors"},
@@ -55,8 +52,8 @@ ALLOWED: dict[str, set[str]] = {
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},
     "compat": LIBRARY - {"testing"} | {"__init__"},
-    "__init__": LIBRARY - {"testing"} | {"requirements"},
-    "cli": LIBRARY - {"testing"} | {"__init__", "requirements", "integrations", "compat"},
+    "__init__": LIBRARY - {"testing"},
+    "cli": LIBRARY - {"testing"} | {"__init__", "integrations", "compat"},
     "__main__": {"cli"},
 }
 
@@ -132,42 +129,43 @@ def imported_file(module: str) -> Path | None:
     return None
 
 
-def room_of(file: Path) -> str:
+def package_of(file: Path) -> str:
     """The file or folder right under the package."""
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+IMPORTS = {file: list(imports_of(file)) for file in FILES}
 
 
 def where(file: Path, line: int) -> str:
     return f"{file.relative_to(SOURCE.parent)}:{line}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_belongs_to_a_room_of_the_table(name: str) -> None:
-    assert room_of(NAMES[name]) in ALLOWED, f"{name}: say in ALLOWED what this room may import"
+def test_each_file_belongs_to_a_package_of_the_table() -> None:
+    unknown = [name for name, file in NAMES.items() if package_of(file) not in ALLOWED]
+    assert not unknown, f"say in ALLOWED what these may import: {unknown}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_room_imports_only_rooms_below_it(name: str) -> None:
-    file = NAMES[name]
-    room = room_of(file)
+def test_a_package_imports_only_packages_below_it() -> None:
     wrong = [
-        f"{where(file, found.line)} imports {found.module}: {room} may not know {room_of(target)}"
-        for found in imports_of(file)
+        f"{where(file, found.line)} imports {found.module}: {package_of(file)} may not know {package_of(target)}"
+        for file in FILES
+        for found in IMPORTS[file]
         if (target := imported_file(found.module)) is not None
-        and room_of(target) not in ALLOWED.get(room, set()) | {room}
+        and package_of(target) not in ALLOWED.get(package_of(file), set()) | {package_of(file)}
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_table_itself_has_no_circle() -> None:
-    assert circles({room: set(below) for room, below in ALLOWED.items()}) == []
+    assert circles({name: set(below) for name, below in ALLOWED.items()}) == []
 
 
 def test_files_import_each_other_in_no_circle() -> None:
     graph = {
         str(file.relative_to(PACKAGE)): {
             str(target.relative_to(PACKAGE))
-            for found in imports_of(file)
+            for found in IMPORTS[file]
             if not found.for_types_only and (target := imported_file(found.module)) is not None and target != file
         }
         for file in FILES
@@ -186,35 +184,29 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
     return [f"{node} -> {', '.join(sorted(targets))}" for node, targets in sorted(left.items())]
 
 
-def test_planning_knows_nothing_of_autograd() -> None:
+def test_planner_and_runtime_know_nothing_of_autograd() -> None:
     for file in FILES:
-        if room_of(file) != "planner":
+        if package_of(file) not in ("planner", "runtime"):
             continue
-        tree = ast.parse(file.read_text(encoding="utf-8"))
-        attributes = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
-        modules = [found.module for found in imports_of(file)]
+        nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if package_of(file) == "planner" else ()
+        attributes = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
+        modules = [found.module for found in IMPORTS[file]]
         assert not [name for name in attributes + modules if name.startswith("torch.autograd")], file
 
 
-def test_runtime_knows_nothing_of_autograd() -> None:
-    for file in FILES:
-        if room_of(file) == "runtime":
-            modules = [found.module for found in imports_of(file)]
-            assert not [name for name in modules if name.startswith("torch.autograd")], file
+def test_nothing_below_integrations_knows_a_trainer() -> None:
+    known = [
+        f"{where(file, found.line)} imports {found.module}"
+        for file in FILES
+        if package_of(file) not in MAY_KNOW_TRAINERS
+        for found in IMPORTS[file]
+        if found.module.split(".")[0] in TRAINERS
+    ]
+    assert not known, "\n".join(known)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_nothing_below_integrations_knows_a_trainer(name: str) -> None:
-    file = NAMES[name]
-    if room_of(file) in MAY_KNOW_TRAINERS:
-        return
-    known = [found.module for found in imports_of(file) if found.module.split(".")[0] in TRAINERS]
-    assert not known, f"{name} imports {known}"
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_names_nothing_beside_the_repository(name: str) -> None:
-    assert "../shared" not in NAMES[name].read_text(encoding="utf-8")
+def test_no_file_names_anything_beside_the_repository() -> None:
+    assert not [name for name, file in NAMES.items() if "../shared" in file.read_text(encoding="utf-8")]
 
 
 def test_the_reader_of_imports_sees_what_it_has_to(tmp_path: Path) -> None:

@@ -73,7 +73,8 @@ def test_the_program_says_what_left(resnet50: ModuleType, capsys: pytest.Capture
         resnet50.main([*small, *words])
         said = capsys.readouterr().out
         found = re.fullmatch(
-            r"of (\d+\.\d) MiB that the stages saved in the last step, (\d+\.\d) MiB left and (\d+\.\d) MiB came back; "
+            r"of (\d+\.\d) MiB that the stages saved in the last step, (\d+\.\d) MiB were offloaded and (\d+\.\d) MiB "
+            r"reloaded; "
             r"losses, weights and statistics are equal, bit for bit\n",
             said,
         )

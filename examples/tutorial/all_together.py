@@ -1,14 +1,14 @@
-"""Saved tensors, optimizer state and gradients off the device at once, in a loop that is as long as before.
+"""Offloaded activations, optimizer state and gradients at once, in a loop that is as long as before.
 
     python examples/tutorial/all_together.py
 
 A small language model over bytes is trained three times on the same ragged lines, four micro-batches a step:
 
-* plainly: every saved tensor and AdamW's state on the device, the window's gradients written out,
-* with what autograd saves of each block in host memory (on a CPU: on disk),
-* with that, blocks that run again but for their attention, and AdamW on the host.
+* plainly: all saved tensors and AdamW's state on the GPU, with hand-written accumulation,
+* with the saved tensors of each block in CPU memory (on a CPU: on disk),
+* also with recomputed blocks whose attention is offloaded, and AdamW on the CPU.
 
-Losses and weights of all three are compared bit for bit. On an accelerator the peaks are shown.
+Losses and weights of all three are compared bit for bit. On a GPU the peaks are shown.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def micro_batches(device: torch.device) -> list[Tensor]:
 
 
 def plainly(model: nn.Module, loader: list[Tensor]) -> list[float]:
-    """All of it written out."""
+    """The hand-written loop."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     losses = []
     for first in range(0, len(loader), STEPS):
@@ -106,7 +106,7 @@ def plainly(model: nn.Module, loader: list[Tensor]) -> list[float]:
 def by_spillway(
     model: nn.Module, loader: list[Tensor], optimizer: torch.optim.Optimizer, around: Callable[[], Any] = nullcontext
 ) -> list[float]:
-    """The same window, whatever the optimizer, and wherever saved tensors go."""
+    """The same accumulation step, for any optimizer and any place of saved tensors."""
     window = spillway.Accumulator(model, optimizer, steps=STEPS, max_norm=MAX_NORM)
     losses = []
     for text in window(loader):
@@ -121,13 +121,13 @@ def by_spillway(
 
 
 def away(model: nn.Module, loader: list[Tensor]) -> list[float]:
-    """What is saved leaves."""
+    """Saved tensors are offloaded."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
     return by_spillway(model, loader, optimizer, lambda: spillway.offload(min_bytes=0))
 
 
 def all_together(model: nn.Module, loader: list[Tensor]) -> list[float]:
-    """Blocks run again but for their attention, whose output and inputs leave; the optimizer is on the host."""
+    """Blocks are recomputed, but attention's output and inputs are offloaded; the optimizer is on the CPU."""
     optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, **ADAMW)
     policy = spillway.Recompute(offload=("inputs", spillway.saved_by("attention")))
     attached = spillway.attach(model, blocks=Block, policy=policy, min_bytes=0)
@@ -161,7 +161,7 @@ def main() -> None:
     for name, (other, parameters) in found.items():
         same = other == losses and all(torch.equal(a, b) for a, b in zip(parameters, weights, strict=True))
         if accelerator is not None and name == "all together":
-            # AdamW's arithmetic on a device and on the host differ in the last bits.
+            # AdamW's arithmetic on a GPU and on the CPU differ in the last bits.
             same = max(abs(a - b) for a, b in zip(other, losses, strict=True)) < 1e-3
         assert same, f"{name}: losses or weights differ"
     print("all losses and weights are equal")

@@ -1,14 +1,14 @@
-"""A training within a budget of bytes: nothing is said of what stays, what leaves and what is computed again.
+"""Training within a memory budget: Spillway decides which activations to keep, offload and recompute.
 
     python examples/tutorial/budget.py
 
-A small residual network is trained plainly, and then within a budget that lies half-way between what it needs when it
-keeps all and the least that it can do with. ``spillway.profile`` and ``spillway.plan`` say what these are. Losses and
+A small residual network is trained plainly, and then within a budget: half-way between the peak of a plan that keeps
+everything and the smallest peak of any plan. ``spillway.profile`` and ``spillway.plan`` predict both. Losses and
 weights are compared bit for bit.
 
-On an accelerator the budget is all that ``spillway.attach`` is told: it measures, plans and checks in the first steps.
-On the CPU a budget is of the process's resident bytes, of which this small model has the lesser part. So there the plan
-is made beforehand, and given.
+On a GPU, ``spillway.attach`` gets only the budget: it measures, plans and validates in the first steps. On the CPU a
+budget counts the process's resident bytes, and this small model is the lesser part of them. So the plan is made
+beforehand.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ANY, NOTHING = "1TiB", 1
 
 
 class Block(nn.Module):
-    """Adds to its input what a small network makes of it."""
+    """Adds the output of a small network to its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ def make_model(device: torch.device) -> nn.Sequential:
 
 
 def train(model: nn.Module, batches: list[Tensor]) -> list[float]:
-    """A loop as ever. It does not know whether there is a budget."""
+    """A plain training loop. It does not know whether there is a budget."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     losses = []
     for batch in batches:
@@ -72,7 +72,7 @@ def main() -> None:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = device or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     torch.manual_seed(1)

@@ -1,9 +1,9 @@
-"""Gradient accumulation: the loop that everybody writes, shown to be wrong, and a window that is right.
+"""Gradient accumulation: why the usual loop is wrong, and an accumulation step that is right.
 
     python examples/tutorial/gradient_accumulation.py
 
-A small language model over bytes learns from lines of this file: sequences of very different lengths. A batch of 16 of
-them is to be trained in 4 micro-batches. ``docs/accumulation.md`` goes through it.
+A small language model over bytes learns from lines of this file: sequences of very different lengths. A batch of 16
+lines is trained in 4 micro-batches. ``docs/accumulation.md`` explains it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def loss_sum(model: nn.Module, text: Tensor) -> tuple[Tensor, Tensor]:
 
 
 Train = Callable[[nn.Module, torch.optim.Optimizer, list[Tensor]], None]
-"""Trains a model for one window of micro-batches."""
+"""Trains a model for one accumulation step."""
 
 
 def tutorial(model: nn.Module, optimizer: torch.optim.Optimizer, window: list[Tensor]) -> None:
@@ -66,7 +66,7 @@ def tutorial(model: nn.Module, optimizer: torch.optim.Optimizer, window: list[Te
 
 
 def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, window: list[Tensor]) -> None:
-    """Right: sums, divided by the count of the whole window. Counts are known when each loss is."""
+    """Right: sums, divided by the count of the whole step. A count is known with its loss."""
     accumulator = spillway.Accumulator(model, optimizer, steps=len(window))
     for text in accumulator(window):
         loss, count = loss_sum(model, text)
@@ -74,7 +74,7 @@ def accumulated(model: nn.Module, optimizer: torch.optim.Optimizer, window: list
 
 
 def gradients(train: Train, micro_batches: list[Tensor], device: torch.device) -> list[Tensor]:
-    """What the optimizer is given to step with."""
+    """The gradients that the optimizer gets."""
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -100,7 +100,7 @@ def compare(device: torch.device) -> None:
 
 
 def check(device: torch.device) -> None:
-    """What a test of a training step of your own says."""
+    """The result of testing your own training step."""
     batch = torch.cat(batches(device)[:STEPS])[[0, 1, 5, 6, 10, 12]]
     model = Model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -120,7 +120,7 @@ def ones(grad_dtype: torch.dtype | None) -> float:
     """600 gradients of 1, added up for a bfloat16 weight."""
     weight = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
     nn.init.zeros_(weight.weight)
-    # A step of length 1 downhill: the weight is what the gradients have added up to.
+    # A step of length 1: the weight is minus the sum of the gradients.
     optimizer = torch.optim.SGD(weight.parameters(), lr=1.0)
     window = spillway.Accumulator(weight, optimizer, steps=600, normalize="sum", grad_dtype=grad_dtype)
     for x in window([torch.ones(1, 1, dtype=torch.bfloat16)] * 600):
@@ -129,7 +129,7 @@ def ones(grad_dtype: torch.dtype | None) -> float:
 
 
 def train(device: torch.device) -> None:
-    """The whole of it: a clipped gradient, a schedule, a record of every window."""
+    """All together: a clipped gradient, a schedule, a record of every step."""
     torch.manual_seed(0)
     model = Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

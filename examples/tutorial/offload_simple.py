@@ -1,10 +1,10 @@
-"""Moving hidden states away: the toy that tutorials show, shown to be wrong, and two forms that are right.
+"""Offloading hidden states: the toy that tutorials show, why it is wrong, and two forms that are right.
 
     python examples/tutorial/offload_simple.py
 
-A stack of blocks is run forward and backward. What each block is given, its *hidden state*, is saved by autograd for
-the block's backward, so all of them stay on the device until then. The toy means to move them to the host, and does
-not. It doubles gradients, too. ``docs/tutorial.md`` goes through it.
+A stack of blocks is run forward and backward. Autograd saves the input of each block, its *hidden state*, for the
+block's backward, so all of them stay on the GPU until then. The toy is meant to move them to the CPU, and does not. It
+doubles gradients, too. ``docs/tutorial.md`` explains it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class ToyOffload(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        # Wrong: this copies, and lets nothing go. What comes after is given x itself, and saves it on the device.
+        # Wrong: this copies, and frees nothing. The next operator gets x itself, and saves it on the GPU.
         ctx.on_host = x.detach().to("cpu", copy=True)
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        # Wrong: the forward gives x, so the backward has to give grad. This is twice as much.
+        # Wrong: the forward returns x, so the backward has to return grad. This is twice as much.
         return grad + grad
 
 
@@ -56,13 +56,13 @@ def toy(block: nn.Module, hidden: Tensor, session: spillway.Session) -> Tensor:
 
 
 def marked(block: nn.Module, hidden: Tensor, session: spillway.Session) -> Tensor:
-    """Right: whatever autograd saves of this tensor's storage from here on goes away."""
+    """Right: each later save of this tensor's storage is offloaded."""
     out: Tensor = block(spillway.offload_tensor(hidden, session=session))
     return out
 
 
 def recomputed(block: nn.Module, hidden: Tensor, session: spillway.Session) -> Tensor:
-    """Right, and saves more: the block's input goes away, and what the block computes is computed again."""
+    """Right, and saves more: the block's input is offloaded, and the block is recomputed."""
     out: Tensor = spillway.recompute(block, hidden, offload=["inputs"], session=session)
     return out
 
@@ -72,14 +72,14 @@ WAYS: dict[str, Call] = {"plain": plain, "toy": toy, "offload_tensor": marked, "
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one forward and backward gave."""
+    """The result of one forward and backward."""
 
     alive: int
-    """Bytes of hidden states that are on the device after forward."""
+    """Bytes of hidden states on the GPU after forward."""
     kept: int
-    """Bytes of all that autograd saved and that is to stay there."""
+    """Bytes of saved tensors that stay there."""
     away: int
-    """Bytes that Spillway holds elsewhere after forward."""
+    """Bytes of offloaded tensors after forward."""
     grads: list[Tensor]
     """Gradients of all parameters."""
 
@@ -92,10 +92,10 @@ def step(call: Call, device: torch.device) -> Outcome:
     ).to(device)
     hidden = torch.randn(ROWS, WIDTH, device=device)
     states = []
-    # At most one hidden state is on its way at a time. With the default window (64 MiB on a CPU, 512 MiB on an
-    # accelerator) all eight would be under way, and be caught by backward before they are let go.
+    # At most one hidden state is copied at a time. With the default in-flight limit (64 MiB on a CPU, 512 MiB on an
+    # accelerator) the copies of all eight would be in flight when backward needs them, so none would be freed.
     with spillway.Session(window=HIDDEN_BYTES) as session:
-        # Leaves everything where it is, but for what is marked, and counts.
+        # Keeps all but the marked tensors, and counts.
         context = spillway.offload(policy=spillway.policies.Keep(), session=session)
         with context:
             for block in blocks:

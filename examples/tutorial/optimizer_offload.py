@@ -1,16 +1,16 @@
-"""Mixed-precision training with AdamW on the device, on the host by hand, and by ``spillway.OffloadedOptimizer``.
+"""Mixed-precision training with AdamW on the GPU, on the CPU by hand, and by ``spillway.OffloadedOptimizer``.
 
     python examples/tutorial/optimizer_offload.py
 
-A small network in bfloat16 learns to predict the next byte of this file. AdamW steps float32 masters of its parameters;
-gradients are added up in float32 over two micro-batches, and clipped. There are four ways to that:
+A small network in bfloat16 learns to predict the next byte of this file. AdamW steps fp32 master weights of its
+parameters; gradients are added up in fp32 over two micro-batches, and clipped. There are four ways to do that:
 
-* written out, masters and state on the device,
-* written out, masters and state on the host: each copy is waited for,
-* ``spillway.OffloadedOptimizer``, which computes the same numbers as the second way, and waits for less,
-* the same, with half of the parameters left to the device.
+* by hand, with master weights and state on the GPU,
+* by hand, with master weights and state on the CPU: each copy blocks,
+* ``spillway.OffloadedOptimizer``, which computes the same numbers as the second way, and stalls less,
+* the same, with half of the parameters on the GPU.
 
-``docs/optimizer.md`` goes through it.
+``docs/optimizer.md`` explains it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def make_model(device: torch.device) -> nn.Sequential:
 
 
 class WrittenOut:
-    """Masters on the device or on the host, and torch's own AdamW, which steps them there."""
+    """fp32 master weights on the GPU or on the CPU, and torch's own AdamW, which steps them there."""
 
     def __init__(self, model: nn.Module, *, on_host: bool) -> None:
         self.on_host = on_host
@@ -80,7 +80,7 @@ class WrittenOut:
 
 
 class Offloaded:
-    """The same by Spillway. After backward nothing is to be done: gradients left in it, and were added up."""
+    """The same by Spillway. Backward offloads gradients and adds them up."""
 
     def __init__(self, model: nn.Module, *, fraction: float) -> None:
         self.parameters = list(model.parameters())
@@ -95,7 +95,7 @@ class Offloaded:
         self.optimizer.zero_grad()
 
     def bytes_on_device(self) -> int:
-        # Masters are an entry of a parameter's state.
+        # Master weights are an entry of a parameter's state.
         states = self.optimizer.state
         return sum(nbytes_of(states[each]) for each in self.parameters if not self.optimizer.holds(each))
 
@@ -109,7 +109,7 @@ WAYS: dict[str, Callable[[nn.Module], WrittenOut | Offloaded]] = {
 
 
 def nbytes_of(state: dict[str, Tensor]) -> int:
-    """Bytes of what an optimizer keeps for each element of a parameter."""
+    """Bytes of master weights and state for each element of a parameter."""
     return sum(value.nbytes for value in state.values() if value.ndim > 0)
 
 
@@ -134,7 +134,7 @@ def train(model: nn.Module, way: WrittenOut | Offloaded, first: int = 0, last: i
 
 
 def interrupted(device: torch.device) -> list[float]:
-    """The losses of a training that ends half-way, is saved, and goes on elsewhere."""
+    """The losses of a training that is saved half-way and resumed elsewhere."""
     half = STEPS // 2
     model = make_model(device)
     before = Offloaded(model, fraction=1.0)
@@ -157,7 +157,7 @@ def main() -> None:
     device = device or torch.device("cpu")
     count = sum(parameter.numel() for parameter in make_model(device).parameters())
     print(f"{count} parameters in bfloat16, {STEPS} steps of {MICRO_BATCHES} micro-batches, {device}")
-    print(f"{'masters and state':24}{'bytes on the device':>20}{'first loss':>14}{'last loss':>14}")
+    print(f"{'master weights and state':24}{'bytes on the device':>20}{'first loss':>14}{'last loss':>14}")
     losses = {}
     for name, make in WAYS.items():
         model = make_model(device)

@@ -5,10 +5,10 @@
 The model is a small language model over bytes, and its text is this file. It is trained
 
 * plainly: autograd keeps all that it saves,
-* with ``spillway.recompute`` around every layer, where what attention saved is moved away and the rest computed again,
-* with the outputs of matrix products kept, and the rest computed again.
+* with ``spillway.recompute`` around every layer, which offloads attention's saved tensors and recomputes the rest,
+* with the outputs of matrix products kept, and the rest recomputed.
 
-``docs/tutorial.md`` goes through it. Nothing in the model knows of Spillway: only ``Way.layer`` does.
+``docs/tutorial.md`` explains it. Nothing in the model knows of Spillway: only ``Way.layer`` does.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class SwiGLU(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Norm, attention, norm, SwiGLU. Dropout is here to show that a layer that runs again draws what it drew."""
+    """Norm, attention, norm, SwiGLU. Dropout shows that a recomputed layer draws the same random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,16 +114,16 @@ class Decoder(nn.Module):
 
 
 def plain(layer: nn.Module, x: Tensor) -> Tensor:
-    """Autograd keeps what it saves."""
+    """Autograd keeps all saved tensors."""
     out: Tensor = layer(x)
     return out
 
 
-# What attention saves for its backward leaves: queries, keys, values, its output, its statistics. Of the rest, all is
-# computed again that backward needs; attention itself is not.
+# Attention's saved tensors are offloaded: queries, keys, values, its output, its statistics. The rest is recomputed,
+# attention itself is not.
 attention_away = spillway.Recompute(offload=[spillway.saved_by("attention")])
 
-# Matrix products stay, and are not computed twice.
+# Matrix products are kept, and not recomputed.
 products_kept = spillway.Recompute(save=["matmul"])
 
 WAYS: dict[str, Layer] = {
@@ -135,21 +135,21 @@ WAYS: dict[str, Layer] = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a training gave."""
+    """The result of a training."""
 
     losses: list[float]
     stats: spillway.StepStats
-    """Of its last step."""
+    """The last step's."""
 
 
 def train(call: Layer, device: torch.device, steps: int = STEPS) -> Outcome:
-    """Train from the same seed on the same batches, calling every layer so."""
+    """Train from the same seed on the same batches, calling every layer with ``call``."""
     torch.manual_seed(0)
     text = torch.tensor(list(TEXT), device=device)
     model = Decoder(call).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    # The context keeps all that is outside of the layers, and counts. It also says that small tensors leave, and at
-    # once: by default, those below 1 MiB stay, and the last 64 MiB of a forward (on a CPU) are not worth a journey.
+    # The context keeps all tensors outside of the layers, and counts. It also offloads small tensors, and at
+    # once: by default, those below 1 MiB and the last 64 MiB of a forward (on a CPU) are kept.
     counted = spillway.offload(policy=spillway.policies.Keep(), min_bytes=0, window=0)
     losses = []
     for _ in range(steps):
@@ -169,7 +169,7 @@ def main() -> None:
     device = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     device = device or torch.device("cpu")
     if device.type != "cpu":
-        # There, some backward kernels add in any order, and two plain runs would not agree with each other.
+        # On a GPU, some backward kernels add in any order, so two plain runs would differ.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     print(f"{LAYERS} layers, {STEPS} steps, {device}")

@@ -1,11 +1,11 @@
 """Spillway: the training-memory manager for PyTorch.
 
-Of everything that autograd saves for the backward pass it decides, tensor by tensor, what to keep on the device and
-what to offload to host memory or disk; the gradients are bit for bit those of plain PyTorch. Start with
-:class:`offload`.
+For each tensor that autograd saves, Spillway decides whether to keep it on the GPU, offload it to CPU memory or disk,
+or recompute it. Gradients are bit for bit those of plain PyTorch. Start with :class:`offload` or :func:`attach`.
 """
 
 import importlib
+import re
 from typing import TYPE_CHECKING
 
 from spillway.errors import (
@@ -161,25 +161,34 @@ _MODULES = {
 """Public names by module. A module is imported when one of its names is first used, so that the command line can
 print its help before torch is imported."""
 
-_LATER = {name: room for room, names in _MODULES.items() for name in names}
+_LATER = {name: module for module, names in _MODULES.items() for name in names}
+_OLDEST_TORCH = (2, 11)
 
 
 def __getattr__(name: str) -> object:
-    value: object
-    if name == "policies":
-        _require_torch()
-        return importlib.import_module("spillway.policies")
-    if name not in _LATER:
+    if name != "policies" and name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     _require_torch()
-    value = getattr(importlib.import_module(f"spillway.{_LATER[name]}"), name)
+    if name == "policies":
+        return importlib.import_module("spillway.policies")
+    value: object = getattr(importlib.import_module(f"spillway.{_LATER[name]}"), name)
     globals()[name] = value
     return value
 
 
-def _require_torch() -> None:
-    # First: it says so if torch is too old for what follows.
-    importlib.import_module("spillway.requirements")
+def _require_torch(version: str | None = None) -> None:
+    """Raise :class:`UnsupportedError` if torch is too old. Call this before an import that a newer torch needs."""
+    if version is None:
+        import torch
+
+        version = torch.__version__
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        raise UnsupportedError(
+            f"got torch {version}, expected {oldest} or later, since Spillway needs its saved-tensor hooks and "
+            f"streams; pip install --upgrade torch"
+        )
 
 
 def __dir__() -> list[str]:

@@ -20,14 +20,19 @@ seconds. Disabling Dynamo for a call costs more CPU time than many calls here, s
 from __future__ import annotations
 
 import functools
+import operator
 import sys
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.nn import Module
+from torch.utils import _pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils.checkpoint import GraphExecGroup
 
 from spillway.errors import UnsupportedError
 
@@ -198,3 +203,19 @@ def untraced(function: Function) -> Function:
         return (function if callback() is None else disabled)(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+# cli, integrations, compat
+
+own_call: Callable[[Module], Callable[..., Any]] = operator.attrgetter("_call_impl")
+"""The call of a module with its hooks, whatever replaces ``Module.__call__``."""
+call_code: types.CodeType = Module._call_impl.__code__
+"""The code of :data:`own_call`, whose frame has the called module as ``self``."""
+pre_hooks_of: Callable[[Module], dict[int, Callable[..., Any]]] = operator.attrgetter("_forward_pre_hooks")
+"""The hooks of a module before its forward, by number."""
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""The tensor that a tensor is a view of, or ``None``."""
+exec_group: Callable[[], GraphExecGroup | None] = GraphExecGroup._get_current_group
+"""The ``GraphExecGroup`` that the calling thread is in, or ``None``."""
+tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
+"""The leaves of nested containers, in order."""

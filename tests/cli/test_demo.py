@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,22 +20,18 @@ import torch
 from rich.console import Console
 
 from spillway.cli.app import main
-from spillway.cli.demo import comparison
-from spillway.cli.running.bench import PeakMeter
-from spillway.cli.running.demo import (
+from spillway.cli.bench import PeakMeter
+from spillway.cli.demo import DemoError, choose_ways, compared, comparison, run_way
+from spillway.cli.training import (
     GPT,
     WAYS,
-    DemoError,
     Row,
     Settings,
     Training,
     add_to_hash,
     batches,
-    choose_ways,
-    compared,
     counted_seconds,
     load_text,
-    run_way,
 )
 from spillway.errors import BudgetError, UsageError
 from spillway.profiler.machine import known_hardware
@@ -68,21 +63,23 @@ def spillway(*arguments: str, **environment: str) -> subprocess.CompletedProcess
     )
 
 
-ROW = Row(
-    way="keep",
-    step_seconds=10.04,
-    all_step_seconds=[10.04],
-    tokens_per_second=123_456.0,
-    peak_bytes=1023 << 20,
-    activation_peak_bytes=1023 << 20,
-    baseline_bytes=0,
-    peak_source="",
-    moved_bytes=1023 << 20,
-    loss=5.5451,
-    losses=[5.5451],
-    fingerprint="a",
-    counted_steps=1,
-)
+ROW: Row = {
+    "way": "baseline",
+    "step_seconds": 10.04,
+    "all_step_seconds": [10.04],
+    "tokens_per_second": 123_456.0,
+    "peak_bytes": 1023 << 20,
+    "activation_peak_bytes": 1023 << 20,
+    "baseline_bytes": 0,
+    "peak_source": "",
+    "moved_bytes": 1023 << 20,
+    "loss": 5.5451,
+    "losses": [5.5451],
+    "identical": None,
+    "fingerprint": "a",
+    "counted_steps": 1,
+    "note": "",
+}
 
 
 def table_of(*rows: Row) -> str:
@@ -127,7 +124,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
         patch.setenv("SPILLWAY_CACHE", str(cache))
         known_hardware("cpu", seconds=0.2)
     # Asked for out of order: keep is what the others are compared with, and comes first all the same.
-    ways = "optimizer,planned,offload,checkpoint,keep"
+    ways = "optimizer,planned,offload,checkpoint,baseline"
     arguments = [*TINY, "--steps", "11", "--ways", ways, "--json", str(file)]
     done = spillway("demo", *arguments, SPILLWAY_CACHE=str(cache))
     assert done.returncode == 0, done.stderr
@@ -136,7 +133,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.Compl
 
 def test_every_way_has_a_row_with_the_promised_keys_in_the_order_of_the_registry(finished) -> None:
     rows = finished[1]["rows"]
-    assert [row["way"] for row in rows] == list(WAYS) == ["keep", "checkpoint", "offload", "planned", "optimizer"]
+    assert [row["way"] for row in rows] == list(WAYS) == ["baseline", "checkpoint", "offload", "planned", "optimizer"]
     assert all(row.keys() >= KEYS for row in rows)
     assert all(row["step_seconds"] > 0 and row["tokens_per_second"] > 0 for row in rows)
     assert all(row["peak_bytes"] >= row["activation_peak_bytes"] >= 0 for row in rows)
@@ -172,8 +169,8 @@ def test_progress_and_table_show_every_way(finished) -> None:
 
 
 def test_bytes_that_offload_moved_are_in_its_row() -> None:
-    # Large enough that its tensors pass the 1 MiB below which offload leaves them alone.
-    assert run_way("offload", tiny_settings(sequence=256, batch=16), 1, said=print).moved_bytes > 2**20
+    # Large enough that its tensors pass the 1 MiB below which offload keeps them.
+    assert Training("offload", tiny_settings(sequence=256, batch=16)).run(1)["moved_bytes"] > 2**20
 
 
 def test_gradients_that_left_for_the_hosts_optimizer_are_in_the_table(finished) -> None:
@@ -185,12 +182,12 @@ def test_gradients_that_left_for_the_hosts_optimizer_are_in_the_table(finished) 
 
 
 def test_a_way_that_gains_nothing_on_the_cpu_has_to_be_asked_for_there() -> None:
-    assert choose_ways(None, "cpu", 11) == ["keep", "checkpoint", "offload", "planned"]
+    assert choose_ways(None, "cpu", 11) == ["baseline", "checkpoint", "offload", "planned"]
     assert choose_ways(None, "cuda", 11) == list(WAYS)
 
 
 def test_a_way_for_which_there_are_too_few_steps_does_not_run_unasked() -> None:
-    assert choose_ways(None, "cpu", 5) == choose_ways(None, "cpu", 1) == ["keep", "checkpoint", "offload"]
+    assert choose_ways(None, "cpu", 5) == choose_ways(None, "cpu", 1) == ["baseline", "checkpoint", "offload"]
 
 
 def test_below_the_table_stand_the_budget_and_its_plan(finished) -> None:
@@ -223,7 +220,7 @@ def test_the_time_of_planned_is_of_five_steps_with_its_plan_at_least(finished) -
 
 
 def test_the_table_is_whole_at_80_columns() -> None:
-    text = table_of(replace(ROW, identical=True), replace(ROW, way="checkpoint", identical=False))
+    text = table_of(ROW | {"identical": True}, ROW | {"way": "checkpoint", "identical": False})
     (line,) = (line for line in text.splitlines() if line.startswith("checkpoint"))
     assert line.split()[-1] == "NO"
     assert "5.5451" in line and line.count("1023.0 MiB") == 3
@@ -231,10 +228,10 @@ def test_the_table_is_whole_at_80_columns() -> None:
 
 
 def test_a_budget_that_is_given_is_the_ways_own(known_machine: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("spillway.cli.running.demo._EXTRA_STEPS", 0)
+    monkeypatch.setattr("spillway.cli.training._EXTRA_STEPS", 0)
     row = Training("planned", tiny_settings(budget="2GiB")).run(1)
-    assert row.budget_bytes == 2**31
-    assert row.note == "planned: a budget of 2.0 GiB. 1 steps found no plan; give more --steps."
+    assert row["budget_bytes"] == 2**31
+    assert row["note"] == "planned: a budget of 2.0 GiB. 1 steps found no plan; give more --steps."
 
 
 @pytest.mark.parametrize(
@@ -266,31 +263,29 @@ def test_a_budget_that_nothing_fits_is_one_sentence_that_names_the_least(known_m
 
 
 def test_a_way_that_rounds_differently_on_an_accelerator_is_not_compared_and_the_table_says_why() -> None:
-    other = replace(ROW, way="optimizer", fingerprint="b")
-    assert compared(replace(ROW, way="offload"), ROW, "cuda:0").identical is True
-    assert compared(other, ROW, "cuda:0").identical is None
-    assert compared(other, ROW, "cpu").identical is False
+    other = ROW | {"way": "optimizer", "fingerprint": "b"}
+    assert compared(ROW | {"way": "offload"}, ROW, "cuda:0")["identical"] is True
+    assert compared(other, ROW, "cuda:0")["identical"] is None
+    assert compared(other, ROW, "cpu")["identical"] is False
     text = " ".join(table_of(ROW, other).split())
     assert "optimizer is not compared: the CPU's kernels round differently" in text
 
 
-def test_a_limit_of_time_leaves_three_steps_to_every_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_of_time_leaves_three_steps_to_every_way_and_without_a_baseline_nothing_is_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "demo.json"
-    arguments = [*TINY, "--steps", "50", "--seconds", "0.001", "--ways", "keep,checkpoint", "--json", str(file)]
+    arguments = [*TINY, "--steps", "50", "--seconds", "0.001", "--ways", "checkpoint,offload", "--json", str(file)]
     assert ended_here(monkeypatch, "demo", *arguments) == 0
-    assert [len(row["losses"]) for row in json.loads(file.read_text())["rows"]] == [3, 3]
-
-
-def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "demo.json"
-    assert ended_here(monkeypatch, "demo", *TINY, "--ways", "checkpoint", "--json", str(file)) == 0
-    assert json.loads(file.read_text())["rows"][0]["identical"] is None
+    rows = json.loads(file.read_text())["rows"]
+    assert [len(row["losses"]) for row in rows] == [3, 3]
+    assert [row["identical"] for row in rows] == [None, None]
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--ways", "keep,levitate"], "ways: got levitate"),
+        (["--ways", "baseline,levitate"], "ways: got levitate"),
         (["--width", "200"], "width: got 200"),
         (["--device", "abacus"], "device: got 'abacus'"),
         (["--data", "no/such/place"], "data: no/such/place is neither a file nor a folder"),
@@ -298,38 +293,34 @@ def test_a_way_without_keep_is_compared_with_nothing(tmp_path: Path, monkeypatch
         (["--json", "no/such/folder/demo.json"], "json: got 'no/such/folder/demo.json'"),
         (["--steps", "0"], "--steps"),
         (["--budget", "12 parsecs"], "budget: got '12 parsecs'"),
-        (["--budget", "600MiB"], "budget: got '600MiB', and the ways keep have none. Only planned has a budget"),
-        (["--ways", "keep,planned", "--steps", "5"], "steps: planned needs at least 11, and got 5"),
+        (["--budget", "600MiB"], "budget: got '600MiB', and the ways baseline have none. Only planned has a budget"),
+        (["--ways", "baseline,planned", "--steps", "5"], "steps: planned needs at least 11, and got 5"),
     ],
 )
 def test_a_bad_argument_is_one_sentence_and_exit_code_2(
     arguments: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert ended_here(monkeypatch, "demo", "--ways", "keep", *TINY, *arguments) == 2
+    assert ended_here(monkeypatch, "demo", "--ways", "baseline", *TINY, *arguments) == 2
     errors = capfd.readouterr().err
     assert sentence in errors
     assert "Traceback" not in errors
 
 
-def test_text_that_is_too_short_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "short.txt").write_text("too short")
-    assert ended_here(monkeypatch, "demo", "--ways", "keep", *TINY, "--data", str(tmp_path)) == 2
-    assert "got 9 B of text" in capfd.readouterr().err
+def test_text_that_is_too_short_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="got 9 B of text"):
+        next(batches(b"too short", tiny_settings()))
 
 
 def test_a_way_whose_process_fails_is_named_after_the_traceback(tmp_path: Path) -> None:
     # A module that cannot be imported stands for whatever may be broken in a process.
     (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif '--multiprocessing-fork' in sys.orig_argv:\n"
-        "    sys.modules['spillway.cli.running.demo'] = None\n"
+        "import sys\nif '--multiprocessing-fork' in sys.orig_argv:\n    sys.modules['spillway.cli.training'] = None\n"
     )
     path = os.pathsep.join([str(tmp_path), str(SOURCE)])
-    done = spillway("demo", "--ways", "keep", *TINY, PYTHONPATH=path)
+    done = spillway("demo", "--ways", "baseline", *TINY, PYTHONPATH=path)
     assert done.returncode == 1
     assert "ModuleNotFoundError" in done.stderr
-    assert done.stderr.splitlines()[-1] == "error: keep: its process ended with exit code 1"
+    assert done.stderr.splitlines()[-1] == "error: baseline: its process ended with exit code 1"
 
 
 def test_a_process_that_is_killed_is_told_by_its_signal() -> None:
@@ -340,19 +331,8 @@ def test_a_process_that_is_killed_is_told_by_its_signal() -> None:
         [child] = [each for each in multiprocessing.active_children() if each not in others]
         child.kill()
 
-    with pytest.raises(DemoError, match="keep: its process was ended by signal 9"):
-        run_way("keep", tiny_settings(), 10_000, said=kill)
-
-
-def test_an_error_leaves_no_process_behind() -> None:
-    others = multiprocessing.active_children()
-
-    def interrupt(line: str) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        run_way("keep", tiny_settings(), 10_000, said=interrupt)
-    assert [each for each in multiprocessing.active_children() if each not in others] == []
+    with pytest.raises(DemoError, match="baseline: its process was ended by signal 9"):
+        run_way("baseline", tiny_settings(), 10_000, said=kill)
 
 
 def test_ctrl_c_ends_with_exit_code_130_and_leaves_no_child() -> None:
@@ -364,7 +344,7 @@ def test_ctrl_c_ends_with_exit_code_130_and_leaves_no_child() -> None:
             "demo",
             *TINY,
             "--ways",
-            "keep,offload",
+            "baseline,offload",
             "--steps",
             "100000",
             "--seconds",
@@ -388,7 +368,7 @@ def test_ctrl_c_ends_with_exit_code_130_and_leaves_no_child() -> None:
 
 def test_children_end_when_their_parent_is_killed() -> None:
     running = subprocess.Popen(
-        [sys.executable, "-m", "spillway", "demo", *TINY, "--ways", "keep", "--steps", "100000", "--seconds", "0"],
+        [sys.executable, "-m", "spillway", "demo", *TINY, "--ways", "baseline", "--steps", "100000", "--seconds", "0"],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
@@ -410,21 +390,22 @@ def _all_gone(children: list[psutil.Process]) -> bool:
     return not any(child.is_running() for child in children)
 
 
-def test_version_names_spillway_torch_and_python() -> None:
-    done = spillway("version")
-    assert done.returncode == 0
-    assert f"torch {torch.__version__}" in done.stdout
+def test_version_names_spillway_torch_and_python(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ended_here(monkeypatch, "version") == 0
+    assert f"torch {torch.__version__}, Python 3." in capsys.readouterr().out
 
 
 def test_ways_are_sorted_and_each_counts_once() -> None:
-    assert choose_ways("offload,keep,offload", "cpu", 3) == ["keep", "offload"]
+    assert choose_ways("offload,baseline,offload", "cpu", 3) == ["baseline", "offload"]
     with pytest.raises(UsageError, match="ways: got none"):
         choose_ways(",", "cpu", 3)
 
 
 def test_a_different_fingerprint_is_not_identical() -> None:
-    assert compared(replace(ROW, way="offload"), ROW, "cpu").identical is True
-    assert compared(replace(ROW, way="offload", fingerprint="b"), ROW, "cpu").identical is False
+    assert compared(ROW | {"way": "offload"}, ROW, "cpu")["identical"] is True
+    assert compared(ROW | {"way": "offload", "fingerprint": "b"}, ROW, "cpu")["identical"] is False
 
 
 def test_a_fingerprint_sees_one_bit() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -37,13 +36,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     (path / "loop").symlink_to("loop")
     replace(LLAMA, calls=LLAMA.calls[:2]).save(path / "profile.json")
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Folder) -> Iterator[Server]:
-    server = Server(folder.environment())
-    yield server
-    server.close()
 
 
 # Files.
@@ -115,7 +107,7 @@ def test_a_cache_that_is_a_fifo_is_measured_again_and_replaced(folder: Folder, s
     cache.unlink()
     os.mkfifo(cache)
     assert read_kept(cache) is None
-    done = server.spillway(folder.path, "doctor", "--seconds", "0.1")
+    done = server.spillway(folder.path, "doctor", "--seconds", "0.1", SPILLWAY_CACHE=str(folder.cache))
     assert done.code == 0, done.err
     assert cache.is_file()
     assert Hardware.load(cache).source.startswith("measured")
@@ -124,7 +116,7 @@ def test_a_cache_that_is_a_fifo_is_measured_again_and_replaced(folder: Folder, s
 
 @pytest.mark.timeout(120)
 def test_text_for_the_demo_is_read_from_regular_files_only(folder: Folder, server: Server) -> None:
-    done = server.spillway(folder.path, "demo", "--data", "fifo", "--ways", "keep", "--steps", "3", "--layers", "1")
+    done = server.spillway(folder.path, "demo", "--data", "fifo", "--ways", "baseline", "--steps", "3", "--layers", "1")
     assert done.code == 2
     assert "data: fifo is neither a file nor a folder" in done.err
 

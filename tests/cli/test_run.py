@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,8 @@ import pytest
 import spillway
 from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
 from spillway.cli.app import main
-from spillway.cli.running.bench import ANSWER, ORDER, Answer, Bench, Order, Row
-from spillway.cli.running.script import Script, numbered, rank_of
+from spillway.cli.bench import Result, to_text
+from spillway.cli.running.script import numbered, rank_of
 
 STEPS = 7
 COMMANDS = ["run", "profile", "plan", "report", "bench", "demo", "doctor"]
@@ -25,13 +24,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     folder = Folder(path, keep_hardware(path / "cache"))
     folder.write("train.py", TRAINING)
     return folder
-
-
-@pytest.fixture(scope="module")
-def server(folder: Folder) -> Iterator[Server]:
-    server = Server(folder.environment())
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +43,7 @@ def test_losses_within_a_budget_are_bit_for_bit_those_of_the_script_alone(
     assert done.code == 0, done.err
     assert done.out == plain
     said = json.loads((folder.path / "out.json").read_text())
-    [root] = said["roots"]
+    [root] = said["models"]
     assert (root["kind"], root["blocks"], root["way"], root["stage"]) == ("GPT", 4, "budget", "active")
     assert root["budget"] == 3 << 30
     assert 0 < root["peak"] <= 3 << 30
@@ -74,7 +66,7 @@ def test_another_rank_prints_nothing_and_writes_files_of_its_own(server: Server,
     assert not (folder.path / "ranks.json").exists()
     said = json.loads((folder.path / "ranks.rank1.json").read_text())
     assert said["rank"] == 1
-    assert said["roots"][0]["way"] == "ratio 0.5"
+    assert said["models"][0]["way"] == "ratio 0.5"
 
 
 SWALLOWS = TRAINING.replace('finally:\n    print("finally")', 'except Exception:\n    print("went on")')
@@ -112,46 +104,43 @@ def test_without_a_profile_it_is_an_error(options: list[str], steps: int, server
 
 
 def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder) -> None:
-    answers = {}
-    script = Script("train.py", ("1000000",))
-    for name in ("keep", "recompute", "budget=1KiB"):
-        order = Order(script=script, way=name, steps=5, warm_up=1, answer=Path("answer.json"))
-        code = "from spillway.cli.running.bench import main; main()"
-        done = server.run(folder.path, code, "measured", ORDER.dump_json(order).decode())
+    results = {}
+    for way in ("baseline", "recompute", "budget=1KiB"):
+        words = ["result.json", way, "5", "train.py", "1000000"]
+        done = server.run(folder.path, "from spillway.cli.bench import main; main()", "bench", *words)
         assert done.code == 0, done.err
-        answers[name] = ANSWER.validate_json((folder.path / "answer.json").read_bytes())
-    for name in ("keep", "recompute"):
+        results[way] = Result(**json.loads((folder.path / "result.json").read_bytes()))
+    for way in ("baseline", "recompute"):
         # One step warms up.
-        assert len(answers[name].seconds) == 4
-        assert answers[name].peak_bytes > 0
-        assert answers[name].error is None
-    assert answers["keep"].outcome is None
-    assert answers["recompute"].outcome.roots[0].stats.recomputed_bytes > 0
-    assert answers["budget=1KiB"].error.startswith("no choice of options")
-    rows = tuple(Row(name, answer) for name, answer in answers.items())
-    text = Bench(script=script, steps=5, rows=rows).to_text().splitlines()
+        assert len(results[way].seconds) == 4
+        assert results[way].peak_bytes > 0
+        assert results[way].error is None
+    assert results["baseline"].outcome is None
+    assert results["recompute"].outcome["models"][0]["stats"]["recomputed_bytes"] > 0
+    assert results["budget=1KiB"].error.startswith("no choice of options")
+    text = to_text(results).splitlines()
     assert max(map(len, text)) <= 80
-    assert text[1].split()[0] == "keep"
+    assert text[1].split()[0] == "baseline"
     assert "1.00" in text[1]
     assert text[3].split() == ["budget=1KiB", *"-" * 6]
 
 
 def test_a_row_has_the_median_and_the_quartiles() -> None:
-    row = Row("keep", Answer(seconds=(1.0, 2.0, 3.0, 4.0, 50.0)))
-    assert (row.median, row.quartiles) == (3.0, (2.0, 4.0))
-    assert Row("keep", Answer(error="no")).median is None
+    result = Result(seconds=[1.0, 2.0, 3.0, 4.0, 50.0])
+    assert (result.median, result.quartiles) == (3.0, (2.0, 4.0))
+    assert Result(error="no").median is None
 
 
 @pytest.mark.long
 def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
     folder.write("ends.py", "import sys; sys.stdin.read(); raise SystemExit(5)")
-    done = folder.spillway("bench", "--ways", "keep,recompute", "--json", "bench.json", "train.py", 1000000)
+    done = folder.spillway("bench", "--ways", "baseline,recompute", "--json", "bench.json", "train.py", 1000000)
     assert done.code == 0, done.err
     said = json.loads((folder.path / "bench.json").read_text())
     # Of twelve steps, three warm up.
     assert [len(row["answer"]["seconds"]) for row in said["rows"]] == [9, 9]
-    failed = folder.spillway("bench", "--ways", "keep", "ends.py")
-    assert "keep: the script ended with exit code 5" in failed.out
+    failed = folder.spillway("bench", "--ways", "baseline", "ends.py")
+    assert "baseline: the script ended with exit code 5" in failed.out
     assert failed.code == 1, "no way came to its end"
 
 
@@ -192,7 +181,7 @@ def test_ranks_of_ddp_train_bit_for_bit_under_torchrun(command: list[str], folde
         assert losses[0] == losses[1]
         assert losses[0].count("\n") == 7
         name = "ddp.json" if rank == 0 else "ddp.rank1.json"
-        [root] = json.loads((folder.path / name).read_text())["roots"]
+        [root] = json.loads((folder.path / name).read_text())["models"]
         assert (root["kind"], root["stage"]) == ("GPT", "active")
     assert done.err.count("spillway: 1 model attached") == 1
 
@@ -273,21 +262,25 @@ def test_names_of_files_have_the_rank_before_their_suffix() -> None:
 
 IMPORTED = """
 import contextlib, io, json, sys
-sys.argv = ["spillway", *sys.argv[1:]]
 from spillway.cli.app import main
-said = io.StringIO()
-with contextlib.suppress(SystemExit), contextlib.redirect_stdout(said):
-    main()
-print(json.dumps({"said": said.getvalue(), "imported": sorted(name.partition(".")[0] for name in sys.modules)}))
+said = []
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["spillway", *words, "--help"]
+    text = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
+        main()
+    said.append(text.getvalue())
+print(json.dumps({"said": said, "imported": sorted(name.partition(".")[0] for name in sys.modules)}))
 """
 
 
-@pytest.mark.parametrize("arguments", [["--help"], *([name, "--help"] for name in COMMANDS)])
-def test_help_waits_for_nothing_that_is_slow(arguments: list[str], folder: Folder) -> None:
+def test_help_waits_for_nothing_that_is_slow(folder: Folder) -> None:
     folder.write("imported.py", IMPORTED)
-    done = folder.python("imported.py", *arguments)
-    found = json.loads(done.out)
-    assert "Usage: spillway" in found["said"]
+    words = [[], *([name] for name in COMMANDS)]
+    found = json.loads(folder.python("imported.py", json.dumps(words)).out)
+    assert len(found["said"]) == len(words)
+    for each, said in zip(words, found["said"], strict=True):
+        assert f"Usage: {' '.join(['spillway', *each])}" in said
     # Typer looks for pydantic itself.
     assert not {"torch", "numpy", "scipy", "psutil"} & set(found["imported"])
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,13 +76,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     return folder
 
 
-@pytest.fixture(scope="module")
-def server(folder: Folder) -> Iterator[Server]:
-    server = Server(folder.environment())
-    yield server
-    server.close()
-
-
 UNMET = [
     pytest.param(COMPILED, "compile", id="compiled"),
     pytest.param(BY_HAND, "call model(...)", id="forward"),
@@ -106,7 +98,7 @@ def test_a_budget_with_nothing_attached_ends_with_3(text: str, reason: str, fold
     assert "Traceback" not in done.err
     said = " ".join(done.err[done.err.index("\nspillway: 0 models attached") :].split())
     assert reason in said
-    assert json.loads((folder.path / "out.json").read_text())["roots"] == []
+    assert json.loads((folder.path / "out.json").read_text())["models"] == []
 
 
 @pytest.mark.timeout(120)
@@ -158,7 +150,7 @@ def test_a_script_that_ends_before_there_is_a_plan_is_told_what_it_takes(
     assert done.code == 3
     assert f"the script ended before there was a plan (GPT takes {left}" in done.err
     assert f"no plan yet: it takes {left}" in " ".join(done.err.split())
-    [root] = json.loads((folder.path / "short.json").read_text())["roots"]
+    [root] = json.loads((folder.path / "short.json").read_text())["models"]
     assert left in root["missing"] + " "
 
 
@@ -272,10 +264,10 @@ def test_run_takes_the_words_of_plan(folder: Folder, server: Server) -> None:
     options = ["--budget", "60%", "--hardware", "h100", "--json", "words.json"]
     done = server.spillway(folder.path, "run", *options, script.name, 8)
     assert done.code == 0, done.err
-    [root] = json.loads((folder.path / "words.json").read_text())["roots"]
+    [root] = json.loads((folder.path / "words.json").read_text())["models"]
     assert root["predicted_peak"] <= root["budget"]
     assert root["missing"] is None
     size = server.spillway(folder.path, "run", "--budget", "3G", "--json", "words.json", "train.py", 7)
     assert size.code == 0, size.err
-    [root] = json.loads((folder.path / "words.json").read_text())["roots"]
+    [root] = json.loads((folder.path / "words.json").read_text())["models"]
     assert root["budget"] == 3 << 30

@@ -571,8 +571,10 @@ def test_more_micro_batches_than_in_the_first_iteration_leave_all_the_same(anywh
         plan = one_f_one_b(micro_batches, 2)
         anywhere.events.events.clear()
         assert_identical(iterate(model, plan, anywhere.chunk), iterate(model, plan))
-        assert all(any(g.offload for g in chunk.offload_groups) for chunk in anywhere.manager._chunks.values())
-        assert len(anywhere.manager._chunks) == micro_batches
+        assert all(
+            any(g.offload for g in chunk.offload_groups) for chunk in anywhere.manager._iteration.chunks.values()
+        )
+        assert len(anywhere.manager._iteration.chunks) == micro_batches
         Interface.reset()
 
 
@@ -1092,7 +1094,8 @@ def as_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     """The adversary, whose tensors are taken for those of an accelerator."""
     adversary = AdversaryBackend()
     monkeypatch.setattr(spillway.Session, "_default", None)
-    monkeypatch.setattr(megatron.manager, "current_device", lambda: torch.device("cuda", 0))
+    for module in (megatron, megatron.manager):
+        monkeypatch.setattr(module, "current_device", lambda: torch.device("cuda", 0))
     with spillway.Session(window=64 * KiB, backend=adversary.serve, spill_directory=tmp_path) as session:
         session.use_as_default()
         session._runtimes[torch.device("cuda", 0)] = session.runtime(torch.device("cpu"))  # type: ignore[assignment]

@@ -71,7 +71,7 @@ def assert_halves_equal(told: str, ranks: int) -> None:
     everybody = [str(rank) for rank in range(ranks)]
     assert sorted(re.findall(r"rank (\d): 4 losses and all weights are equal", told)) == everybody
     # Inputs of eight halves, 4 x 64 tokens of 128 floats: 128 KiB each, of which the last is held back.
-    left = re.findall(r"rank (\d): 8 halves, (\d+) KiB left in the last step", told)
+    left = re.findall(r"rank (\d): 8 halves, (\d+) KiB offloaded in the last step", told)
     assert sorted(left) == [(rank, "896") for rank in everybody]
 
 
@@ -87,7 +87,7 @@ def test_halves_of_a_sharded_block_are_regions_of_their_own(world: World) -> Non
 def test_blocks_under_fsdp_train_to_the_same_losses(world: World) -> None:
     told = "".join(world.run(case, "fsdp", ()))
     # Inputs of four blocks, 4 x 128 tokens of 128 floats: 256 KiB each, of which the last is held back.
-    left = re.findall(r"rank (\d): (\d+) KiB left in the last step", told)
+    left = re.findall(r"rank (\d): (\d+) KiB offloaded in the last step", told)
     assert sorted(left) == [("0", "768"), ("1", "768")]
     assert sorted(re.findall(r"rank (\d): 5 losses are equal", told)) == ["0", "1"]
 
@@ -95,7 +95,7 @@ def test_blocks_under_fsdp_train_to_the_same_losses(world: World) -> None:
 def assert_split_equal(told: str, ranks: int) -> None:
     everybody = [(str(rank), way) for rank in range(ranks) for way in ("offloaded", "recomputed")]
     assert sorted(re.findall(r"rank (\d): (\w+), losses and weights are equal", told)) == everybody
-    done = re.findall(r"rank \d: (\d+) KiB left, (\d+) KiB were computed again in the last step", told)
+    done = re.findall(r"rank \d: (\d+) KiB offloaded, (\d+) KiB recomputed in the last step", told)
     assert len(done) == 2 * ranks
     assert all(int(left) > 0 for left, _ in done)
     assert sum(int(again) > 0 for _, again in done) == ranks

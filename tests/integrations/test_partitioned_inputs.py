@@ -322,9 +322,15 @@ def shards_case(reshards: bool, block: type[Block], options: dict[str, Any]) -> 
     compare(build, Way(attached=how), same=True) if options.get("offload") else None
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize("block", [Block, Detaching])
-@pytest.mark.parametrize("options", [{"offload": "inputs"}, {"use_reentrant": True}])
+@pytest.mark.parametrize(
+    ("reshards", "block", "options"),
+    [
+        (True, Block, {"offload": "inputs"}),
+        (True, Detaching, {"use_reentrant": True}),
+        (False, Block, {"use_reentrant": True}),
+        (False, Detaching, {"offload": "inputs"}),
+    ],
+)
 def test_beside_fully_shard(world: World, reshards: bool, block: type[Block], options: dict[str, Any]) -> None:
     world.run(shards_case, reshards, block, options)
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
+from integrations.ranks import World
 from recompute.regions import HiddenAttribute
 from spillway.integrations.pipelining import OffloadedStages, offload_stages
 from support import assert_nothing_left
@@ -244,8 +245,15 @@ def rank(number: int, ranks: int, folder: str, work: Callable[[Path], None]) -> 
         dist.destroy_process_group()
 
 
-def test_every_schedule_on_two_ranks_trains_as_without(tmp_path: Path) -> None:
-    mp.spawn(rank, args=(2, str(tmp_path), two_ranks), nprocs=2)
+def in_folder(folder: str, work: Callable[[Path], None]) -> None:
+    """A case of ranks that are there already."""
+    path = Path(folder) / str(dist.get_rank())
+    path.mkdir()
+    work(path)
+
+
+def test_every_schedule_on_two_ranks_trains_as_without(world: World, tmp_path: Path) -> None:
+    world.run(in_folder, str(tmp_path), two_ranks)
 
 
 def test_schedules_on_four_ranks_train_as_without(tmp_path: Path) -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import platform
 import subprocess
 import sys
+import tempfile
 import textwrap
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +89,7 @@ import sys
 import torch._dynamo.decorators
 
 import spillway.attaching.budget
-import spillway.cli.running.bench
+import spillway.cli.bench
 import spillway.cli.running.managed
 
 # Or each child would go through all of it as it ends.
@@ -140,6 +143,17 @@ class Server:
         self._process.stdin.close()
         self._process.wait(10)
         self._process.stdout.close()
+
+
+@functools.cache
+def shared_server() -> Server:
+    """The server of all test files, which takes long to start. It ends with the tests."""
+    folder = tempfile.TemporaryDirectory(prefix="spillway-server-")
+    path = Path(folder.name)
+    server = Server(Folder(path, keep_hardware(path / "cache")).environment())
+    atexit.register(folder.cleanup)
+    atexit.register(server.close)
+    return server
 
 
 @dataclass(frozen=True)

@@ -411,7 +411,7 @@ def test_blocks_that_are_compiled_later_are_attached_anew(observer: ScriptObserv
     for block in model.blocks:
         block.compile(backend="eager")
     train(model, optimizer, 4)
-    [root] = ended(observer).roots
+    [root] = ended(observer).models
     assert any("attached again" in note for note in root.notes)
     assert root.stats.recomputed_bytes > 0
 

@@ -10,12 +10,11 @@ from typing import Annotated, NoReturn
 import typer
 
 from spillway.cli.bench import bench
-from spillway.cli.demo import demo
+from spillway.cli.demo import demo, describe_versions
 from spillway.cli.doctor import doctor
 from spillway.cli.plan import plan
-from spillway.cli.profile import profile
 from spillway.cli.report import report
-from spillway.cli.run import run
+from spillway.cli.run import profile, run
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
 USAGE_CODE = 2
@@ -64,13 +63,8 @@ app.command()(doctor)
 @app.command()
 def version() -> None:
     """Print the versions of Spillway, torch and Python."""
-    import platform
-
-    import torch
-
-    import spillway
-
-    typer.echo(f"spillway {spillway.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
+    versions = describe_versions()
+    typer.echo(f"spillway {versions['spillway']}, torch {versions['torch']}, Python {versions['python']}")
 
 
 def main() -> None:

@@ -1,15 +1,72 @@
-"""``spillway bench``: a user's own script in several ways, side by side."""
+"""``spillway bench``: a user's own script in several ways, side by side.
+
+The process of a way is ``python -m spillway.cli.bench FILE WAY STEPS SCRIPT ARGUMENTS...``, which writes a
+:class:`Result` to the file.
+"""
 
 from __future__ import annotations
 
+import itertools
+import json as json_module
 import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
-from spillway.errors import UsageError, printable
+from spillway.errors import BudgetError, SpillwayError, UsageError, printable
+from spillway.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    import torch
+    from torch.nn import Module
+
+    from spillway.attaching import Attached
+    from spillway.cli.running.script import Script
+
+LEAST_STEPS = 3
+"""One step warms up, and the end of another is the begin of the first that is measured."""
+CHILD_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Set for each way, unless the user has set it: with it, cuBLAS is deterministic."""
+_ROW = "{:<18}{:>10}{:>10}{:>10}{:>9}{:>11}{:>9}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """The measurement of one way. Sizes are bytes."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Time of each measured step, from the end of one optimizer step to that of the next."""
+    peak_bytes: int | None = None
+    """In these steps, by ``peak_source``."""
+    peak_source: str = ""
+    reserved_bytes: int | None = None
+    """Most memory that the GPU's allocator had reserved."""
+    outcome: dict[str, Any] | None = None
+    """As ``spillway run --json`` writes it."""
+    error: str | None = None
+    """Why there is no figure, in a sentence."""
+
+    @property
+    def median(self) -> float | None:
+        """Seconds."""
+        return statistics.median(self.seconds) if self.seconds else None
+
+    @property
+    def quartiles(self) -> tuple[float, float] | None:
+        """Seconds."""
+        if len(self.seconds) < 2:
+            return None
+        low, _, high = statistics.quantiles(self.seconds, method="inclusive")
+        return low, high
 
 
 def bench(
@@ -18,8 +75,8 @@ def bench(
     arguments: Arguments = None,
     module: AsModule = False,
     ways: Annotated[
-        str, typer.Option(help="Separated by commas: keep, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
-    ] = "keep,recompute,offload",
+        str, typer.Option(help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
+    ] = "baseline,recompute,offload",
     steps: Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")] = 12,
     json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
 ) -> None:
@@ -28,7 +85,7 @@ def bench(
     Each process ends after so many optimizer steps. Losses are not compared, since a script does not say what its
     loss is.
     """
-    from spillway.cli.running.bench import run_bench
+    from spillway.cli.running.options import options_of_way
     from spillway.cli.running.script import Script
     from spillway.planner.files import check_writable, write_file
 
@@ -41,9 +98,207 @@ def bench(
     script = Script(target, tuple(arguments or ()), is_module=module)
     names = [name for way in dict.fromkeys(ways.split(",")) if (name := way.strip())]
     warn_of_misplaced_options(context, target, script.arguments)
-    result = run_bench(script, names, steps=steps, told=lambda way: typer.echo(printable(f"{way} ..."), err=True))
-    typer.echo(result.to_text())
+    for way in names:
+        options_of_way(way)
+    if not names:
+        raise UsageError("--ways: got none, expected at least one, such as baseline,recompute,offload")
+    script.check()
+    if steps < LEAST_STEPS:
+        raise UsageError(f"--steps: got {steps}, expected at least {LEAST_STEPS}, since the first ones warm up")
+    results: dict[str, Result] = {}
+    for way in names:
+        typer.echo(printable(f"{way} ..."), err=True)
+        results[way] = _run(script, way, steps)
+    typer.echo(to_text(results))
     if json is not None:
-        write_file(json, result.to_json(), what="--json")
-    if all(row.answer.error for row in result.rows):
+        rows = [{"way": way, "answer": asdict(result)} for way, result in results.items()]
+        report = {"script": asdict(script), "steps": steps, "rows": rows, "schema": 1}
+        write_file(json, json_module.dumps(report, indent=1), what="--json")
+    if all(result.error for result in results.values()):
         raise typer.Exit(1)
+
+
+def to_text(results: dict[str, Result]) -> str:
+    """A table of at most 80 columns, and why some ways have no figures."""
+    from spillway.cli.running.options import BASELINE
+    from spillway.cli.running.result import wrapped
+
+    def share(part: float | None, whole: float | None) -> str:
+        return "-" if part is None or not whole else f"{part / whole:.2f}"
+
+    baseline = results.get(BASELINE, Result())
+    lines = [_ROW.format("way", "step", "from", "to", "of base", "peak", "of base")]
+    for way, each in results.items():
+        seconds = (each.median, *(each.quartiles or (None, None)))
+        lines.append(
+            _ROW.format(
+                printable(way),
+                *("-" if time is None else format_seconds(time) for time in seconds),
+                share(each.median, baseline.median),
+                "-" if each.peak_bytes is None else format_bytes(each.peak_bytes),
+                share(each.peak_bytes, baseline.peak_bytes),
+            )
+        )
+    notes = ["step: median between optimizer steps; from, to: quartiles. Losses are not compared."]
+    notes += sorted({f"peak: {each.peak_source}" for each in results.values() if each.peak_source})
+    notes += [f"{way}: {each.error}" for way, each in results.items() if each.error]
+    return "\n".join([*lines, "", *(line for note in notes for line in wrapped(note))])
+
+
+def _run(script: Script, way: str, steps: int) -> Result:
+    """Run a script in one way, in a process of its own. Its output is not shown."""
+    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder, tempfile.TemporaryFile() as errors:
+        file = Path(folder) / "result.json"
+        module = ["-m"] if script.is_module else []
+        words = [str(file), way, str(steps), *module, script.target, *script.arguments]
+        done = subprocess.run(
+            [sys.executable, "-m", "spillway.cli.bench", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            env={**CHILD_ENVIRONMENT, **os.environ},
+            check=False,
+        )
+        if file.exists():
+            return Result(**json_module.loads(file.read_bytes()))
+        errors.seek(0)
+        lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
+        code = done.returncode
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return Result(error=f"the script {how}: {lines[-1].strip() if lines else 'it said nothing'}")
+
+
+class PeakMeter:
+    """Measures peak memory from :meth:`start` on: torch's allocator counts it, or on the CPU it is resident memory."""
+
+    def __init__(self, device: torch.device) -> None:
+        from torch import accelerator
+
+        from spillway.runtime.process_memory import ResidentPeak, has_mark
+
+        self._accelerator = accelerator
+        self._resident = ResidentPeak() if device.type == "cpu" else None
+        how = "by the kernel's high-water mark" if has_mark() else "sampled"
+        self.source = (
+            "bytes allocated on the device, by torch's allocator"
+            if self._resident is None
+            else f"resident bytes of the process, {how}"
+        )
+        """The kind of memory, for people."""
+
+    def start(self) -> int:
+        """Forget the peak. Returns the bytes in use now."""
+        if self._resident is not None:
+            return self._resident.restart().now
+        self._accelerator.synchronize()
+        self._accelerator.reset_peak_memory_stats()
+        return self._accelerator.memory_allocated()
+
+    def peak(self) -> int:
+        """The most bytes in use since :meth:`start`."""
+        if self._resident is not None:
+            return self._resident.most()
+        self._accelerator.synchronize()
+        return self._accelerator.max_memory_allocated()
+
+
+class Stopwatch:
+    """Times the steps after the warm-up and the search for plans, and ends the script after the last one."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.warm_up = steps, max(1, steps // 4)
+        self.attached: list[Attached] = []
+        """Their plans have to be active before steps are timed."""
+        self.meter: PeakMeter | None = None
+        self.ends: list[float] = []
+        """Times of the end of each step."""
+
+    def stepped(self, count: int) -> None:
+        """An optimizer has made a step."""
+        import torch
+
+        from spillway.cli.running.script import ScriptExit
+
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()
+        now = time.perf_counter()
+        if self.ends:
+            self.ends.append(now)
+        elif count >= self.warm_up and all(each.stage in (None, "active") for each in self.attached):
+            self.meter = PeakMeter(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
+            self.meter.start()
+            self.ends.append(time.perf_counter())
+        if count >= self.steps:
+            raise ScriptExit
+
+
+def measure(script: Script, way: str, steps: int) -> Result:
+    """Run the script in one way, in this process, and end it after so many optimizer steps.
+
+    Raises:
+        BaseException: what the script raises, except errors of a budget.
+    """
+    import torch
+
+    from spillway.cli.running.observer import ScriptObserver, StepClock
+    from spillway.cli.running.options import options_of_way
+    from spillway.cli.running.result import result_of
+    from spillway.runtime.process_memory import set_malloc
+
+    options = options_of_way(way)
+    if torch.accelerator.current_accelerator() is None:
+        # In every way, before the script makes a model.
+        set_malloc()
+    watch = Stopwatch(steps)
+
+    def attach(model: Module) -> tuple[Attached, str]:
+        assert options is not None
+        attached, name = options.attach(model)
+        watch.attached.append(attached)
+        return attached, name
+
+    # The baseline is only timed.
+    clock = StepClock(watch.stepped) if options is None else ScriptObserver(attach, watch.stepped)
+    try:
+        script.run()
+    except BudgetError as error:
+        return Result(error=str(error))
+    peak, outcome = None if watch.meter is None else watch.meter.peak(), None
+    clock.end()
+    if isinstance(clock, ScriptObserver):
+        result = result_of(clock)
+        outcome = json_module.loads(result.to_json())
+        clock.models.close()
+        if not result.models:
+            return Result(error=f"nothing was attached: {result.reasons}", outcome=outcome)
+    if watch.meter is None or len(watch.ends) < 2:
+        return Result(
+            error=f"no step was measured in {clock.count} optimizer steps: the first {watch.warm_up} are not, nor "
+            f"those in which a plan is looked for; give more --steps, or a script that has as many",
+            outcome=outcome,
+        )
+    return Result(
+        seconds=[end - begin for begin, end in itertools.pairwise(watch.ends)],
+        peak_bytes=peak,
+        peak_source=watch.meter.source,
+        reserved_bytes=torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else None,
+        outcome=outcome,
+    )
+
+
+def main() -> None:
+    """Run one way, and write its result to a file: see the top of this file."""
+    from spillway.cli.running.script import Script
+
+    file, way, steps, *words = sys.argv[1:]
+    is_module = words[0] == "-m"
+    target, *arguments = words[is_module:]
+    try:
+        result = measure(Script(target, arguments, is_module=is_module), way, int(steps))
+    except SpillwayError as error:
+        result = Result(error=str(error))
+    Path(file).write_text(json_module.dumps(asdict(result)))
+
+
+if __name__ == "__main__":
+    main()

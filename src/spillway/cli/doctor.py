@@ -1,4 +1,4 @@
-"""``spillway doctor``: what this machine can do, and what will go wrong on it."""
+"""``spillway doctor``: facts about this machine, its bandwidths, and what will go wrong on it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import spillway
 from spillway.cli.plan import working
 from spillway.errors import BackendError, TierError, UsageError, printable
 from spillway.units import format_bytes
@@ -20,12 +21,11 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from spillway.cli.running.doctor import Facts, Finding
+    from spillway.cli.findings import Facts, Finding
     from spillway.planner.hardware import Hardware
 
 WIDEST = 80
 """Columns of a terminal, and of a bug report."""
-_FIRST_COLUMN = 11
 _COLOURS = {"stops": "red", "costs": "yellow", "note": "cyan"}
 
 
@@ -43,8 +43,8 @@ def doctor(
     """Measure this machine, and find what will go wrong on it. Exit code 1: Spillway does not work here as it is."""
     from rich.console import Console
 
-    import spillway.requirements  # noqa: F401  (first: it says so if torch is too old)
-    from spillway.cli.running.doctor import findings, read_facts
+    spillway._require_torch()
+    from spillway.cli.findings import findings, read_facts
     from spillway.runtime.system import which_device
 
     if fast and fresh:
@@ -71,7 +71,7 @@ def to_json(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...])
     """All of it, for programs, in bytes, seconds, and bytes per second."""
     report = {
         "works": not _stopped(found),
-        "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in found],
+        "findings": [asdict(finding) for finding in found],
         "hardware": None if hardware is None else json.loads(hardware.to_json())["hardware"],
         "facts": asdict(facts),
     }
@@ -84,28 +84,28 @@ def shown(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...]) -
     if found:
         yield _table(
             (
-                f"[{_COLOURS[finding.severity.value]}]{finding.severity.value}[/]",
+                f"[{_COLOURS[finding.severity]}]{finding.severity}[/]",
                 f"{_text(finding.found)}\n{_text(finding.means)}\n[bold]{_text(finding.do)}[/]",
             )
             for finding in found
         )
-    costs = sum(finding.severity.value == "costs" for finding in found)
-    if _stopped(found):
-        stops = sum(finding.severity.value == "stops" for finding in found)
+    costs = sum(finding.severity == "costs" for finding in found)
+    stops = sum(finding.severity == "stops" for finding in found)
+    if stops:
         yield f"[red]Spillway does not work here as it is: see what stops it ({stops}).[/]"
     else:
         yield f"Spillway works here.{f' Findings that cost time or memory: {costs}.' if costs else ''}"
 
 
 def _stopped(found: tuple[Finding, ...]) -> bool:
-    return any(finding.severity.value == "stops" for finding in found)
+    return any(finding.severity == "stops" for finding in found)
 
 
 def _measure(
     device: torch.device, directory: Path | None, seconds: float, *, fresh: bool, quiet: bool
 ) -> tuple[Hardware | None, tuple[Finding, ...]]:
-    """What the machine can do, and what went wrong meanwhile. Progress goes to stderr."""
-    from spillway.cli.running.doctor import Finding, Severity
+    """The machine's bandwidths, and findings about measuring them. Progress goes to stderr."""
+    from spillway.cli.findings import Finding, Severity
     from spillway.profiler.machine import known_hardware
 
     with warnings.catch_warnings(record=True) as told, working("looking", quiet=quiet) as tell:
@@ -150,7 +150,7 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False, show_header=False, show_lines=False)
-    table.add_column(no_wrap=True, width=_FIRST_COLUMN)
+    table.add_column(no_wrap=True, width=11)
     table.add_column(overflow="fold")
     for row in (*rows, ("", "")):
         table.add_row(*row)

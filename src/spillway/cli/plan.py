@@ -94,14 +94,10 @@ def plan(
 
 
 def hardware_of(name: str | None, device: str) -> Hardware:
-    """The hardware to plan for.
-
-    Args:
-        name: of a GPU, or of a file of ``Hardware.save()``. ``None``: this machine, which is measured if it never was.
-        device: that was profiled.
+    """The hardware to plan for: a GPU or a file by its name, or this machine, which is measured if it never was.
 
     Raises:
-        UsageError: for a name that is neither; without a name, if this machine does not have the device.
+        UsageError: for an unknown name; without a name, if this machine does not have the profiled device.
     """
     import torch
 
@@ -133,12 +129,9 @@ def notes_of(profile: Profile, hardware: Hardware, *, is_named: bool) -> tuple[s
 
 @contextlib.contextmanager
 def working(what: str, *, quiet: bool = False, stderr: bool = True) -> Iterator[Callable[[str], None]]:
-    """Show that something takes a while. Gives a function that shows its progress.
+    """Show on a terminal that something takes a while. Gives a function that shows its progress.
 
-    Args:
-        what: what takes a while, shown on a terminal until there is progress.
-        quiet: whether progress is shown on a terminal only. Elsewhere it is a line each time.
-        stderr: whether it is shown on stderr, or on stdout.
+    Without a terminal, progress is a line each time, or nothing if ``quiet``.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""``spillway run``: an unmodified script under a memory budget, or with a policy."""
+"""``spillway run``, an unmodified script under a memory budget or with a policy; ``spillway profile``, its profile."""
 
 from __future__ import annotations
 
@@ -85,6 +85,27 @@ def run(
     if not quiet:
         warn_of_misplaced_options(context, target, script.arguments)
     context.obj.job = lambda: run_managed(script, options, files, quiet=quiet, best_effort=best_effort)
+
+
+def profile(
+    context: typer.Context,
+    target: Target,
+    arguments: Arguments = None,
+    module: AsModule = False,
+    out: Annotated[Path, typer.Option("-o", "--out", help="Write the profile to this file.")] = Path("profile.json"),
+    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to wait for, at most.")] = 16,
+) -> None:
+    """Run a script until one of its models is profiled, write the profile, and end the script.
+
+    The script ends in the fourth call of its first model in training, as by sys.exit(): open files are closed, and the
+    rest of the script does not run.
+    """
+    from spillway.cli.running.managed import run_profiled
+    from spillway.cli.running.script import Script
+
+    script = Script(target, tuple(arguments or ()), is_module=module)
+    warn_of_misplaced_options(context, target, script.arguments)
+    context.obj.job = lambda: run_profiled(script, out, steps=steps)
 
 
 def warn_of_misplaced_options(context: typer.Context, target: str, arguments: Sequence[str]) -> None:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TagInfo:
-    """What the default session knows of a tag. Read only.
+    """The default session's record of a tag. Read only.
 
     Args:
         tag: the tag. An unused one is in its first iteration.

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, Self
 
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import Module
 from torch.torch_version import TorchVersion
 
-from spillway._torch import is_wrapper
+from spillway._torch import is_wrapper, pre_hooks_of, top_hooks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import keep, keep_tensor, offload
 from spillway.policies import Devices, Keep, Policy
@@ -203,7 +202,7 @@ def keep_head(model: Module, heads: Sequence[str], *, warn_if_no_head: bool) -> 
 
 def keep_saved_by(name: str, module: Module) -> None:
     """Keep the tensors that a module saves from now on."""
-    if _enter_head not in module._forward_pre_hooks.values():
+    if _enter_head not in pre_hooks_of(module).values():
         module.register_forward_pre_hook(_enter_head, prepend=True)
         module.register_forward_hook(_leave_head, always_call=True)
         _log.debug("%s (%s): its saved tensors are not offloaded", name, type(module).__name__)
@@ -257,7 +256,7 @@ def _entered() -> list[tuple[Module, NoOpManager]]:
 
 def _enter_head(head: Module, args: Any) -> None:
     # Without hooks of a context there is nothing to keep tensors from.
-    if _top_saved_tensors_default_hooks(True) is not None:
+    if top_hooks(True) is not None:
         manager = NoOpManager()
         manager.__enter__()
         _entered().append((head, manager))

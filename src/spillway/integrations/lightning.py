@@ -14,7 +14,7 @@ call is no model's forward, and may contain the backward. So it bypasses what is
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
 
+from spillway._torch import own_call, tree_leaves
 from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
 from spillway.blocks import Named, find_blocks, is_called, walk
@@ -231,8 +231,7 @@ class _Bypass(ModuleCall):
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _is_step(module, self._forward):
             return self.plain(module, args, kwargs)
-        call: Callable[..., Any] = module._call_impl
-        return call(*args, **kwargs)
+        return own_call(module)(*args, **kwargs)
 
 
 def _is_step(root: Module, own: object) -> bool:

@@ -16,9 +16,9 @@ def scalars(source: Attached | StepStats | OptimizerStats, *, prefix: str = "spi
     """Names and numbers for a logger, in bytes and seconds.
 
     They are all numbers of :class:`~spillway.StepStats`, the number of its ``notes``, and those of each group under
-    ``group/<name>/``. With a budget, they also are, once known: ``plan/holding`` (1.0 when the plan is active),
-    ``plan/budget_bytes``, ``plan/predicted_peak_bytes``, ``plan/predicted_seconds``, ``plan/sent_bytes``,
-    ``plan/rerun_seconds``, and, measured in the validating step, ``plan/checked_peak_bytes`` and
+    ``group/<name>/``. With a budget, they also are, once known: ``plan/active`` (1.0 when the plan is active),
+    ``plan/budget_bytes``, ``plan/predicted_peak_bytes``, ``plan/predicted_seconds``, ``plan/offloaded_bytes``,
+    ``plan/recompute_seconds``, and, measured in the validating step, ``plan/checked_peak_bytes`` and
     ``plan/checked_seconds``.
 
     On an accelerator this may wait until the device has finished the last step. Call it only when you log.
@@ -37,7 +37,7 @@ def scalars(source: Attached | StepStats | OptimizerStats, *, prefix: str = "spi
     if not isinstance(prefix, str):
         raise UsageError(f"prefix: got {prefix!r}, expected a string such as 'spillway/'")
     if isinstance(source, Attached):
-        named = [*_numbers(source.stats()), *_of_plan(source)]
+        named = [*_numbers(source.stats()), *_plan_numbers(source)]
     elif isinstance(source, StepStats | OptimizerStats):
         named = [*_numbers(source)]
     else:
@@ -60,16 +60,16 @@ def _numbers(record: StepStats | OptimizerStats | GroupStats) -> Iterator[tuple[
                 yield f"group/{group.name}/{name}", number
 
 
-def _of_plan(attached: Attached) -> Iterator[tuple[str, float]]:
+def _plan_numbers(attached: Attached) -> Iterator[tuple[str, float]]:
     if attached.stage is not None:
-        yield "plan/holding", attached.stage == "active"
+        yield "plan/active", attached.stage == "active"
     plan, measured = attached.plan, attached.measured
     if plan is not None:
         yield "plan/budget_bytes", plan.budget
         yield "plan/predicted_peak_bytes", plan.predicted_peak
         yield "plan/predicted_seconds", plan.predicted_seconds
-        yield "plan/sent_bytes", plan.sent_bytes
-        yield "plan/rerun_seconds", plan.rerun_seconds
+        yield "plan/offloaded_bytes", plan.sent_bytes
+        yield "plan/recompute_seconds", plan.rerun_seconds
     if measured is not None:
         yield "plan/checked_peak_bytes", measured.peak_bytes
         yield "plan/checked_seconds", measured.seconds

@@ -19,7 +19,7 @@ would be recomputed for each group of weights, but in one ``GraphExecGroup`` tor
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -28,6 +28,7 @@ import torch
 from torch.nn import Module
 from torch.utils.checkpoint import GraphExecGroup
 
+from spillway._torch import exec_group
 from spillway.attaching import Attached, attach
 from spillway.attaching.model import ModelPass
 from spillway.blocks import Blocks
@@ -127,37 +128,18 @@ def offload_stages(
         >>> offloaded.stats().offloaded_bytes  # doctest: +SKIP
     """
     found = _checked(stages)
-    ways = {"ratio": ratio, "nbytes": nbytes, "policy": policy}
-    limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-
-    def given(options: Mapping[str, object]) -> list[str]:
-        return [name for name, each in options.items() if each is not None]
-
+    ways = _given(ratio=ratio, nbytes=nbytes, policy=policy)
+    limits = _given(hardware=hardware, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
     if budget is not None:
-        others = given({**ways, "window": window, "recompute": recompute}) + ["tier"] * (tier != "auto")
-        if others:
-            raise UsageError(
-                f"{' and '.join(others)} beside a budget: the plan for the budget decides; leave it out, or leave out "
-                f"the budget"
-            )
-    elif given(limits):
-        raise UsageError(
-            f"{' and '.join(given(limits))} without a budget: it has an effect only on the plan for a budget; give "
-            f"budget=..."
-        )
-    elif len(given(ways)) > 1:
-        raise UsageError(
-            f"{' and '.join(given(ways))}: each decides alone; give one of them, or a policy that contains the others"
-        )
-    elif recompute is not None and not isinstance(recompute, Recompute):
-        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
-    elif blocks is not None and recompute is None:
-        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
-    elif not given(ways) and recompute is not None:
-        policy = Keep()
-    elif not given(ways):
-        # Explicit, so that offloading is not disabled for chunks that save little.
-        ratio = 1.0
+        tiers = _given(tier=None if tier == "auto" else tier)
+        _refuse_beside_budget(ways + _given(window=window, recompute=recompute) + tiers)
+    else:
+        _check_ways(ways, limits, recompute, blocks)
+        if not ways and recompute is not None:
+            policy = Keep()
+        elif not ways:
+            # Explicit, so that offloading is not disabled for chunks that save little.
+            ratio = 1.0
 
     def context(stage: Stage, tag: str) -> offload:
         if budget is not None:
@@ -194,6 +176,34 @@ def offload_stages(
             calls[-1].take()
         undo.pop_all()
     return offloaded
+
+
+def _given(**options: object) -> list[str]:
+    return [name for name, value in options.items() if value is not None]
+
+
+def _refuse_beside_budget(others: list[str]) -> None:
+    if others:
+        raise UsageError(
+            f"{' and '.join(others)} beside a budget: the plan for the budget decides; leave it out, or leave out the "
+            f"budget"
+        )
+
+
+def _check_ways(ways: list[str], limits: list[str], recompute: Recompute | None, blocks: Blocks | None) -> None:
+    """Raise for options that cannot go together without a budget."""
+    if limits:
+        raise UsageError(
+            f"{' and '.join(limits)} without a budget: it has an effect only on the plan for a budget; give budget=..."
+        )
+    if len(ways) > 1:
+        raise UsageError(
+            f"{' and '.join(ways)}: each decides alone; give one of them, or a policy that contains the others"
+        )
+    if recompute is not None and not isinstance(recompute, Recompute):
+        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
+    if blocks is not None and recompute is None:
+        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
 
 
 class OffloadedStages:
@@ -278,12 +288,8 @@ class OffloadedStages:
 class _StageCalls:
     """Replaces methods of one stage. See NOTE [ How a stage is taken over ].
 
-    Args:
-        stage: the stage.
-        context: makes the context of a chunk, by its tag.
-        attached: what is attached to its module.
-        rank: with a budget: observes the schedule and plans for it.
-        part: the stage's index among those of the rank.
+    ``context`` makes the context of a chunk, by its tag. With a budget, ``rank`` observes the schedule and plans for
+    it, and ``part`` is the stage's index there.
     """
 
     def __init__(
@@ -299,7 +305,6 @@ class _StageCalls:
         """Contexts of the chunks of the last step, by number."""
         self._make_context = context
         self._contexts: dict[str, offload] = {}
-        """By tag."""
         self._applied = 0
         """Number of plans that were applied when the contexts were made."""
         self._attached = attached
@@ -375,14 +380,10 @@ class _StageCalls:
         return context
 
     def _weight(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        with self._group():
-            return self._methods[_WEIGHT](bwd_chunk_id, *args, **kwargs)
-
-    def _group(self) -> AbstractContextManager[object]:
         """See NOTE [ Weight gradients on their own ]. The first stage runs its whole backward there, in one piece."""
-        if self._removed or self.stage.is_first or GraphExecGroup._get_current_group() is not None:
-            return nullcontext()
-        return GraphExecGroup()
+        alone = self._removed or self.stage.is_first or exec_group() is not None
+        with nullcontext() if alone else GraphExecGroup():
+            return self._methods[_WEIGHT](bwd_chunk_id, *args, **kwargs)
 
 
 def _checked(stages: Stage | Sequence[Stage]) -> list[Stage]:

@@ -36,7 +36,7 @@ class SpillwayAC(ActivationCheckpointing):  # type: ignore[misc, unused-ignore]
 
     @dataclass(kw_only=True, slots=True)
     class Config(ActivationCheckpointing.Config):  # type: ignore[misc, unused-ignore]
-        """What to do with the activations of the model's layers."""
+        """Options for the activations of the model's layers."""
 
         budget: str | None = None
         """Most bytes that a step may allocate on the device, such as ``"60GiB"``."""
@@ -48,10 +48,10 @@ class SpillwayAC(ActivationCheckpointing):  # type: ignore[misc, unused-ignore]
         """Path of a saved plan."""
 
         save: list[str] = field(default_factory=list)
-        """In checkpointed blocks: what to keep. Words of :func:`spillway.recompute`, such as ``"attention"``."""
+        """In checkpointed blocks: activations to keep. Words of :func:`spillway.recompute`, such as ``"attention"``."""
 
         offload: list[str] = field(default_factory=list)
-        """In checkpointed blocks: what to offload, such as ``"inputs"``."""
+        """In checkpointed blocks: activations to offload, such as ``"inputs"``."""
 
         min_bytes: str | None = None
         """Do not offload smaller tensors. ``None``: 1 MiB."""

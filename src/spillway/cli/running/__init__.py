@@ -1,7 +1,9 @@
-"""``spillway run``, ``profile`` and ``bench``: a user's own script, unmodified, in this process.
+"""A user's own script, unmodified, in this process: ``spillway run``, ``profile`` and ``bench``.
 
 ``script`` runs it as Python would. ``observer`` sees its optimizer steps, and ``models`` its calls of modules;
-``options`` says what is attached to each model, and ``result`` what happened. ``managed`` and ``bench`` use them.
+``options`` says what is attached to each model, and ``result`` what happened. ``managed`` uses them.
 """
 
-import spillway.requirements  # noqa: F401  (first: it says so if torch is too old for what follows)
+import spillway
+
+spillway._require_torch()

@@ -31,7 +31,7 @@ from spillway.runtime.process_memory import set_malloc
 from spillway.units import format_bytes, format_seconds
 
 UNMET_CODE = 3
-"""Exit code of ``spillway run`` for a script that ended well, but of which no model was treated as was asked."""
+"""Exit code of ``spillway run`` if the script ended well, but no model was treated as asked."""
 
 
 class UnmetError(UnsupportedError):
@@ -43,11 +43,24 @@ class Files:
     """Files to write when the script has ended. Ranks other than the first add ``.rankN`` before the suffix."""
 
     profile: Path | None = None
-    """The profile of each model."""
     report: Path | None = None
-    """A page for each model."""
     json: Path | None = None
-    """The result, for programs."""
+
+    def check(self, options: RunOptions) -> None:
+        """Raise :class:`~spillway.errors.UsageError` for a file that cannot be written, before hours of training."""
+        for name in ("profile", "report", "json"):
+            check_writable(f"--{name}", getattr(self, name))
+        options.check_machine()
+        for name, other in (
+            ("profile", "spillway profile measures alone"),
+            ("report", "spillway report draws a plan from files"),
+        ):
+            if getattr(self, name) is not None and not options.is_measured:
+                raise UsageError(
+                    f"got --{name} without a budget. Nothing is measured without one: give --budget beside it ({other})"
+                )
+        if self.report is not None:
+            graph_objects()
 
 
 def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: bool, best_effort: bool = False) -> None:
@@ -55,35 +68,15 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
 
     The result is printed and written when the process ends, after the script's threads and its own exit handlers.
 
-    Args:
-        script: to run.
-        options: what to do with each model.
-        files: to write in the end.
-        quiet: whether to print nothing.
-        best_effort: whether it is fine that nothing could be attached.
-
     Raises:
         UsageError: for a missing script, or files that cannot be written.
         BudgetError: if no plan fits a model's budget.
-        UnmetError: if the command line asked for something, and no model was treated so.
+        UnmetError: without ``best_effort``, if no model was treated as asked.
         BaseException: what the script raises.
     """
     script.check()
-    for name in ("profile", "report", "json"):
-        check_writable(f"--{name}", getattr(files, name))
-    options.check_machine()
+    files.check(options)
     rank = rank_of()
-    for name, other in (
-        ("profile", "spillway profile measures alone"),
-        ("report", "spillway report draws a plan from files"),
-    ):
-        if getattr(files, name) is not None and not options.is_measured:
-            raise UsageError(
-                f"got --{name} without a budget. Nothing is measured without one: give --budget beside it ({other})"
-            )
-    if files.report is not None:
-        # Fails before hours of training if plotly is missing.
-        graph_objects()
     if torch.accelerator.current_accelerator() is None:
         # Before the script makes a model.
         set_malloc()
@@ -102,16 +95,13 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
         if not is_of_script(error):
             atexit.unregister(finish)
         raise
-    except SystemExit as ended:
-        if ended.code:
-            raise
     if models.fatal is not None:
         # The script caught the error, and trained on without its budget.
         raise models.fatal
     if best_effort or not options.option:
         return
     if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
-        # They may train. Python waits for them when this function has returned.
+        # They may train. Python joins them when this function has returned.
         late.set()
         return
     unmet = _unmet(options, models, quiet=quiet)
@@ -191,13 +181,10 @@ def _write(model: ManagedModel, number: int, files: Files, rank: int) -> Iterato
         model.attached.report(numbered(numbered(files.report, "model", number), "rank", rank))
 
 
-def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
+def run_profiled(script: Script, path: Path, *, steps: int) -> None:
     """Run a script until the first of its models is profiled, write the profile, and end the script there.
 
-    Args:
-        script: to run.
-        path: of the profile.
-        steps: optimizer steps to wait for, at most.
+    It also ends after so many optimizer steps without a profile.
 
     Raises:
         UsageError: for a missing script, or a file that cannot be written.
@@ -206,46 +193,39 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> Profile:
     """
     script.check()
     check_writable("-o", path)
-    rank = rank_of()
-    profiles: list[Profile] = []
     collectors: list[_EndingCollector] = []
 
     def attach_collector(model: Module) -> tuple[Attached, str]:
-        collector = _EndingCollector(model, profiles)
+        collector = _EndingCollector(model)
         attached = attach(model)
         attached.follow(collector)
         collectors.append(collector)
         return attached, "profile"
 
     def stepped(count: int) -> None:
-        if count >= steps and not profiles:
+        if count >= steps:
             raise ScriptExit
 
     observer = ScriptObserver(attach_collector, stepped)
-    try:
-        script.run()
-    except SystemExit as ended:
-        if ended.code:
-            raise
+    script.run()
     observer.end()
     for collector in collectors:
-        if not profiles:
+        if all(each.profile is None for each in collectors):
             # The last step ended with the script.
             collector.finish()
-            collector.give()
     observer.models.close()
-    if not profiles:
+    profile = next((collector.profile for collector in collectors if collector.profile is not None), None)
+    if profile is None:
         result = result_of(observer)
         reasons = result.reasons if result.not_attached else "run a script that trains in this process"
         raise UnsupportedError(
             f"got no profile of a model in {result.steps} optimizer steps. A profile takes three passes through a "
             f"model, forward and backward: {reasons}, or give more --steps"
         )
-    [profile, *_] = profiles
+    rank = rank_of()
     profile.save(numbered(path, "rank", rank))
     if not rank:
         _print_error("\n".join(["", *_summary(profile), printable(f"written to {path}"), ""]))
-    return profile
 
 
 def _summary(profile: Profile) -> list[str]:
@@ -267,25 +247,13 @@ def _summary(profile: Profile) -> list[str]:
 
 
 class _EndingCollector(ProfileCollector):
-    """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete.
+    """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete."""
 
-    Args:
-        model: to profile.
-        profiles: where the profile goes.
-    """
-
-    def __init__(self, model: Module, profiles: list[Profile]) -> None:
+    def __init__(self, model: Module) -> None:
         super().__init__(model, None, tells_apart=False)
-        self._profiles = profiles
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""
         super().begin(model, args, kwargs)
-        if self.give():
+        if self.profile is not None:
             raise ScriptExit
-
-    def give(self) -> bool:
-        """Hand over the profile, if there is one."""
-        if self.profile is not None and not self._profiles:
-            self._profiles.append(self.profile)
-        return self.profile is not None

@@ -10,21 +10,21 @@ is attached. So the first forward in training is already managed.
 ``register_module_forward_pre_hook`` cannot replace this. A global pre-hook runs inside the call, when attaching is too
 late for it. The first forward would keep everything that autograd saves, and run out of memory under the very budgets
 that need a plan. Global hooks also get no keyword arguments, and send every module through the slow path of
-``Module._call_impl``. When calls are not observed, the class has ``None`` again, and a call costs what it always did.
+``Module._call_impl``. When calls are not observed, the class has ``None`` again, and a call costs nothing more.
 
 NOTE [ Models among modules ]
 
 A model is the outermost module in training that is called as a module, has trainable parameters, and repeats blocks. It
-is judged before its first forward in training with gradients. Not judged are calls in a backward (a checkpoint runs its
-function again), calls inside of something compiled or traced, and calls that an attached model makes itself. A wrapper
-that is made later is not a model: what is attached inside of it goes on. For ``DDP``, the model is the module inside,
-whose names a plan knows.
+is judged before its first forward in training with gradients. Some calls are not judged: in a backward (a checkpoint
+recomputes its function), inside of something compiled or traced, and those that an attached model makes itself. A
+wrapper that is made later is not a model: the model inside of it stays attached. For ``DDP``, the model is the module
+inside, since a plan has its names.
 
 NOTE [ Rejected models ]
 
 A module that cannot be attached is rejected: it trains on unchanged, the reason is kept, and its submodules are not
-judged. If an attached model refuses a later call, everything is taken off the model, and this call goes on without. The
-model is attached once more, since what changed (``block.compile()``) may be fine to attach to. The second time it is
+judged. If an attached model refuses a later call, Spillway is removed from it, and this call goes on without. The
+model is attached once more, since a changed model (``block.compile()``) may be fine to attach to. The second time it is
 rejected. Only a budget that no plan fits is an error for the script.
 """
 
@@ -44,10 +44,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.modules.loss import _Loss
 from torch.nn.parallel import DistributedDataParallel
 
-from spillway._torch import in_backward
+from spillway._torch import call_code, in_backward, own_call
 from spillway.attaching import Attached
 from spillway.attaching.call import PLACE, ModuleCall, is_attached, is_compiled_around, is_traced
 from spillway.blocks import built_in, find_blocks, is_compiled
@@ -63,11 +62,10 @@ COMPILED = "is compiled as a whole, which bypasses everything that is attached; 
 _MOST_TRIES = 2
 
 _ATTACHED_CALL = ModuleCall.__call__.__code__
-_TORCH_CALL = Module._call_impl.__code__
 
 
-class Verdict(enum.Enum):
-    """What a called module is."""
+class Role(enum.Enum):
+    """The part of a called module in the script."""
 
     PASSED = "passed"
     """Not a model, but a module that it calls may be one."""
@@ -78,18 +76,13 @@ class Verdict(enum.Enum):
 
 
 class ModuleCalls:
-    """Observes calls of modules in training. See NOTE [ How calls are observed ].
+    """Observes calls of modules in training. See NOTE [ How calls are observed ]. ``judge`` tells a module's role."""
 
-    Args:
-        judge: says what a module is.
-    """
-
-    def __init__(self, judge: Callable[[Module], Verdict]) -> None:
+    def __init__(self, judge: Callable[[Module], Role]) -> None:
         self._judge = judge
         self._thread = _Thread()
         self._lock = threading.Lock()
         self.on = False
-        """Whether calls are observed."""
         self.starts = 0
         """How often observing began."""
 
@@ -112,13 +105,13 @@ class ModuleCalls:
         thread, judge = self._thread, self._judge
 
         def observed_call(module: Module, /, *args: Any, **kwargs: Any) -> Any:
-            call: Callable[..., Any] = module._call_impl
+            call = own_call(module)
             if thread.in_owned or not (module.training and torch.is_grad_enabled()):
                 return call(*args, **kwargs)
-            verdict = judge(module)
-            if verdict is Verdict.PASSED:
+            role = judge(module)
+            if role is Role.PASSED:
                 return call(*args, **kwargs)
-            if verdict is Verdict.ATTACHED:
+            if role is Role.ATTACHED:
                 return Module.__call__(module, *args, **kwargs)
             thread.in_owned = True
             try:
@@ -160,17 +153,13 @@ class Rejected:
 @dataclass(slots=True)
 class _Known:
     module: weakref.ref[Module]
-    verdict: Verdict
+    role: Role
     tries: int = 0
     why: str = ""
 
 
 class ModelRegistry:
-    """The models of a script. See the notes at the top of this file.
-
-    Args:
-        attach: attaches to a model and names the way, or raises.
-    """
+    """The models of a script. ``attach`` attaches to a model and names the way, or raises."""
 
     def __init__(self, attach: Callable[[Module], tuple[Attached, str]]) -> None:
         self._attach = attach
@@ -193,16 +182,14 @@ class ModelRegistry:
     def judge_again(self) -> None:
         """Forget which modules were passed: they may be trained by now."""
         with self._lock:
-            self._known = {
-                key: known for key, known in self._known.items() if known.verdict is Verdict.OWNED or known.tries
-            }
+            self._known = {key: known for key, known in self._known.items() if known.role is Role.OWNED or known.tries}
 
     def reject(self, module: Module, reason: str) -> None:
         """Leave a module alone, and remember why."""
         self.rejected.append(Rejected(type(module).__name__, weakref.ref(module), reason))
         if self.tell is not None:
             self.tell(self.rejected[-1])
-        self._know(module, Verdict.OWNED)
+        self._know(module, Role.OWNED)
 
     def reject_unseen(self, parameters: list[Tensor]) -> list[Tensor]:
         """Reject the modules of parameters that were never seen in a call; gives the parameters in no module."""
@@ -237,41 +224,41 @@ class ModelRegistry:
             with suppress(UsageError):
                 managed.attached.remove()
 
-    def _judge(self, module: Module) -> Verdict:
+    def _judge(self, module: Module) -> Role:
         known = self._known.get(id(module))
         if known is not None and known.module() is module and not known.tries:
-            return known.verdict
+            return known.role
         if is_compiled_around() or is_traced() or in_backward():
-            return Verdict.PASSED
+            return Role.PASSED
         with self._lock:
             return self._judge_new(module)
 
-    def _judge_new(self, module: Module) -> Verdict:
+    def _judge_new(self, module: Module) -> Role:
         if is_attached(module):
             # By another thread, while this one waited for the lock.
-            return Verdict.ATTACHED
-        if isinstance(module, _Loss) or not any(each.requires_grad for each in module.parameters()):
-            return self._know(module, Verdict.PASSED)
+            return Role.ATTACHED
+        if not any(each.requires_grad for each in module.parameters()):
+            return self._know(module, Role.PASSED)
         frames = list(_frames())
         if any(frame.f_code is _ATTACHED_CALL for frame in frames):
-            return self._know(module, Verdict.PASSED)
+            return self._know(module, Role.PASSED)
         by_hand = _run_by_hand(frames, module)
         if by_hand is not None:
             if not any(each.module() is by_hand for each in self.rejected):
                 self.reject(by_hand, BY_HAND)
-            return self._know(module, Verdict.OWNED)
+            return self._know(module, Role.OWNED)
         if any(map(is_attached, module.modules())):
-            return self._know(module, Verdict.PASSED)
+            return self._know(module, Role.PASSED)
         return self._try(module)
 
-    def _try(self, module: Module) -> Verdict:
+    def _try(self, module: Module) -> Role:
         model: Module = module.module if isinstance(module, DistributedDataParallel) else module
         known = self._known.get(id(model))
         tries, why = (0, "") if known is None or known.module() is not model else (known.tries, known.why)
         blocks = _count_blocks(model)
         if not blocks:
             self.reject(model, f"{NO_BLOCKS}{built_in(model.modules())}")
-            return self._know(module, Verdict.OWNED)
+            return self._know(module, Role.OWNED)
         try:
             attached, way = self._attach(model)
         except BudgetError as error:
@@ -279,16 +266,16 @@ class ModelRegistry:
             raise
         except SpillwayError as error:
             self.reject(model, str(error))
-            return self._know(module, Verdict.OWNED)
+            return self._know(module, Role.OWNED)
         notes = [f"attached again: {why}"] if why else []
         managed = ManagedModel(type(model).__name__, weakref.ref(model), blocks, attached, way, notes)
         attached.tell(lambda error: self._refused(managed, error))
         self.managed.append(managed)
-        self._know(model, Verdict.PASSED, tries, why)
+        self._know(model, Role.PASSED, tries, why)
         if model is not module:
             # The wrapper's own call goes on, and calls the attached model.
-            return self._know(module, Verdict.PASSED)
-        return Verdict.ATTACHED
+            return self._know(module, Role.PASSED)
+        return Role.ATTACHED
 
     def _refused(self, managed: ManagedModel, error: SpillwayError) -> None:
         """An attached model refuses a call."""
@@ -301,7 +288,7 @@ class ModelRegistry:
                 return
             known = self._known.get(id(model))
             tries = 1 + (known.tries if known is not None else 0)
-            self._know(model, Verdict.PASSED, tries, str(error))
+            self._know(model, Role.PASSED, tries, str(error))
             if tries >= _MOST_TRIES:
                 self.reject(model, str(error))
         self.judge_again()
@@ -315,9 +302,9 @@ class ModelRegistry:
             self.managed.remove(managed)
         return is_there
 
-    def _know(self, module: Module, verdict: Verdict, tries: int = 0, why: str = "") -> Verdict:
-        self._known[id(module)] = _Known(weakref.ref(module), verdict, tries, why)
-        return verdict
+    def _know(self, module: Module, role: Role, tries: int = 0, why: str = "") -> Role:
+        self._known[id(module)] = _Known(weakref.ref(module), role, tries, why)
+        return role
 
 
 def alive(kind: type[Any]) -> list[Any]:
@@ -342,7 +329,7 @@ def _frames() -> Iterator[FrameType]:
 
 def _run_by_hand(frames: list[FrameType], module: Module) -> Module | None:
     """The outermost module around another whose forward is running without a call of the module."""
-    called = {id(frame.f_locals.get("self")) for frame in frames if frame.f_code is _TORCH_CALL}
+    called = {id(frame.f_locals.get("self")) for frame in frames if frame.f_code is call_code}
     for frame in reversed(frames):
         code = frame.f_code
         owner = frame.f_locals.get(code.co_varnames[0]) if code.co_name == "forward" and code.co_argcount else None

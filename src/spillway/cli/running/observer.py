@@ -4,9 +4,9 @@ NOTE [ Unobserved calls ]
 
 Calls of modules are observed until all parameters of all optimizers belong to a managed or a rejected model. From then
 on an optimizer's step costs two comparisons, and a call nothing. Observing starts again when an optimizer steps
-parameters that belong to no model. If they are still in no observed call two steps later, their module is rejected (it
-is compiled, say), or they are counted as parameters of no module. A parameter without a gradient is unknown until it
-has one.
+parameters that belong to no model. If they are in no observed call for two more steps, their module is rejected (it is
+compiled, say), or they are counted as parameters of no module. A parameter without a gradient is unknown until it has
+one.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ _MOST_TIMES = 32
 class StepClock:
     """Counts and times the steps of the optimizer that stepped first: of two that alternate, one defines a step.
 
-    Args:
-        told: called after each step, with their number.
+    ``told`` is called after each step, with their number.
     """
 
     def __init__(self, told: Callable[[int], None] | None = None) -> None:
@@ -49,7 +48,6 @@ class StepClock:
         self._times: deque[float] = deque(maxlen=_MOST_TIMES)
         self._hook = register_optimizer_step_post_hook(self._stepped)
         self.count = 0
-        """Steps so far."""
 
     @property
     def seconds(self) -> float | None:
@@ -57,7 +55,7 @@ class StepClock:
         times = list(self._times)
         return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
 
-    def close(self) -> None:
+    def end(self) -> None:
         """Observe no more steps."""
         self._hook.remove()
 
@@ -72,28 +70,25 @@ class StepClock:
                 self._told(self.count)
 
 
-class ScriptObserver:
+class ScriptObserver(StepClock):
     """Observes from now on, in this process and not in forked children. See NOTE [ Unobserved calls ].
 
-    Args:
-        attach: attaches to a model, and names the way.
-        told: called after each step, with their number.
+    ``attach`` attaches to a model, and names the way. ``told`` is called after each step, with their number.
     """
 
     def __init__(
         self, attach: Callable[[Module], tuple[Attached, str]], told: Callable[[int], None] | None = None
     ) -> None:
+        super().__init__(told)
         self.models = ModelRegistry(attach)
-        self.clock = StepClock(told)
         self._lock = threading.RLock()
         self._settled: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = weakref.WeakKeyDictionary()
-        """Of each optimizer whose models are known: its number of parameters, and those that had no gradient so far."""
+        """For each optimizer whose models are known: its number of parameters, and those without a gradient so far."""
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
         self._starts = 0
         self._unseen: list[weakref.ref[Tensor]] = []
         """Parameters of the last step that were in no observed call."""
         self._in_no_module: dict[int, weakref.ref[Tensor]] = {}
-        self._hook = register_optimizer_step_post_hook(self._stepped)
         os.register_at_fork(after_in_child=self._stop)
         self.models.calls.start()
 
@@ -103,18 +98,18 @@ class ScriptObserver:
         return len(self._in_no_module)
 
     def end(self) -> None:
-        """Observe no more. What was attached stays, and what was not seen is rejected."""
+        """Observe no more. Attached models stay attached, and modules that were not seen are rejected."""
         if self.models.calls.on:
             unowned = self._unowned([each for reference in self._unseen if (each := reference()) is not None])
             self._give_up(unowned)
         self._stop()
 
     def _stop(self) -> None:
-        self.clock.close()
-        self._hook.remove()
+        super().end()
         self.models.calls.stop()
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._stepped(optimizer, args, kwargs)
         self.models.check()
         count, sleeping = self._settled.get(optimizer, (-1, []))
         is_settled = count == sum(len(group["params"]) for group in optimizer.param_groups)

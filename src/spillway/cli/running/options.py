@@ -1,4 +1,4 @@
-"""What a user asks ``spillway run`` and ``spillway bench`` for, and what that is for one model."""
+"""The options of ``spillway run`` and ``spillway bench``, and what they attach to a model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from spillway.planner.plan import Plan
 
 POLICIES = ("offload", "recompute", "keep")
-PLAIN = "keep"
+BASELINE = "baseline"
 """The way of ``spillway bench`` that attaches nothing."""
 DEFAULT_SHARE = 0.9
 """Share of an accelerator's memory that is the default budget. The rest is for the driver and fragmentation."""
@@ -34,17 +34,13 @@ class RunOptions:
     """
 
     budget: str | None = None
-    """A size, or a share like ``"60%"``."""
     policy: str | None = None
-    """One of :data:`POLICIES`."""
     ratio: float | None = None
-    """Share of the saved bytes that is offloaded."""
     plan: Plan | None = None
     host_budget: str | None = None
     disk_budget: str | None = None
     allow: Sequence[str] | None = None
     hardware: str | None = None
-    """Name of a GPU, or a file of ``Hardware.save()``."""
 
     def __post_init__(self) -> None:
         given = self._given(_WAYS)
@@ -105,11 +101,7 @@ class RunOptions:
         return int(memory(device)[1] * DEFAULT_SHARE)
 
     def attach(self, model: Module) -> tuple[Attached, str]:
-        """Attach to a model, and name the way. The default: 90 % of a GPU's memory, or ``offload`` on the CPU.
-
-        Raises:
-            SpillwayError: as :func:`spillway.attach` does.
-        """
+        """Attach to a model, and name the way. The default: 90 % of a GPU's memory, or ``offload`` on the CPU."""
         from spillway import policies
         from spillway.attaching import attach
         from spillway.attaching.measure import device_of
@@ -127,13 +119,9 @@ class RunOptions:
 
 
 def options_of_way(way: str) -> RunOptions | None:
-    """A way of ``spillway bench``, such as ``"ratio=0.5"``, as options; ``None`` for the plain one.
-
-    Raises:
-        UsageError: for anything that is not a way.
-    """
+    """A way of ``spillway bench``, such as ``"ratio=0.5"``, as options; ``None`` for the baseline."""
     name, sign, value = way.partition("=")
-    if way == PLAIN:
+    if way == BASELINE:
         return None
     if way in POLICIES:
         return RunOptions(policy=way)
@@ -145,7 +133,9 @@ def options_of_way(way: str) -> RunOptions | None:
         return RunOptions(plan=Plan.load(value))
     if sign and name == "ratio" and value.replace(".", "", 1).isdecimal():
         return RunOptions(ratio=float(value))
-    raise UsageError(f"--ways: got {way!r}, expected keep, recompute, offload, ratio=0.5, budget=20GiB or plan=FILE")
+    raise UsageError(
+        f"--ways: got {way!r}, expected baseline, recompute, offload, ratio=0.5, budget=20GiB or plan=FILE"
+    )
 
 
 def _option(name: str) -> str:

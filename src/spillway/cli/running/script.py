@@ -2,17 +2,18 @@
 
 NOTE [ As Python would ]
 
-``__main__`` is a new module, so that what the script defines can be pickled, and found by spawned processes. It stays
+``__main__`` is a new module, so that the script's classes can be pickled, and found by spawned processes. It stays
 until the process ends: threads, exit handlers and pickles may need it then. ``sys.argv`` holds the script's arguments,
 and ``sys.path`` begins with its folder. An exception of the script reaches Python, which prints it with the
-``sys.excepthook`` that the script has set, and ends with the right code. Frames of this package are not shown, unless
-the error is from inside of it.
+``sys.excepthook`` that the script has set, and ends with the right code. The traceback omits frames of this package,
+unless the error is from inside of it.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import io
+import itertools
 import os
 import pkgutil
 import sys
@@ -25,8 +26,6 @@ from types import CodeType, ModuleType, TracebackType
 from spillway.errors import UsageError
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
-
-
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 """Set by torchrun, Open MPI, MPICH and Intel MPI, and Slurm."""
 
@@ -36,11 +35,7 @@ class ScriptExit(SystemExit):
 
 
 def rank_of(environment: Mapping[str, str] = os.environ) -> int:
-    """The rank that the launcher gave this process; 0 without a launcher.
-
-    Raises:
-        UsageError: if the launcher's variable holds something else.
-    """
+    """The rank that the launcher gave this process; 0 without a launcher."""
     for name in _RANKS:
         rank = environment.get(name)
         if rank is not None:
@@ -86,11 +81,7 @@ class Script:
             )
 
     def run(self) -> None:
-        """Run it. See NOTE [ As Python would ].
-
-        Raises:
-            BaseException: what it raises.
-        """
+        """Run it, until it ends, exits with code 0, or raises. See NOTE [ As Python would ]."""
         main = ModuleType("__main__")
         before, sys.modules["__main__"] = sys.modules["__main__"], main
         # Multiprocessing gave the module this name. Children find what the script defines by it.
@@ -104,6 +95,8 @@ class Script:
             code = self._of_module(main) if self.is_module else self._of_path(main)
             exec(code, main.__dict__)
         except BaseException as error:
+            if isinstance(error, SystemExit) and not error.code:
+                return
             _hide_frames(error)
             raise
 
@@ -113,13 +106,12 @@ class Script:
         if spec is not None and spec.submodule_search_locations is not None:
             name = f"{self.target}.__main__"
             spec = _find(name)
-        code = None if spec is None else _code_of(spec)
-        if spec is None or code is None:
+        code = _code_of(spec, main)
+        if code is None:
             raise UsageError(
                 f"got -m {self.target!r}, expected a module with code that Python finds; there is no {name}"
             )
-        _describe(main, spec)
-        sys.argv[0] = str(spec.origin)
+        sys.argv[0] = str(main.__file__)
         return code
 
     def _of_path(self, main: ModuleType) -> CodeType:
@@ -127,11 +119,9 @@ class Script:
         if importer is not None:
             # A folder, or an archive.
             _put_first(os.path.abspath(self.target))
-            spec = importer.find_spec("__main__", None)
-            code = None if spec is None else _code_of(spec)
-            if spec is None or code is None:
+            code = _code_of(importer.find_spec("__main__", None), main)
+            if code is None:
                 raise UsageError(f"got {self.target!r}, expected a script, or a folder with a __main__.py")
-            _describe(main, spec)
             return code
         path = os.path.abspath(self.target)
         _put_first(os.path.dirname(os.path.realpath(self.target)))
@@ -167,13 +157,11 @@ def _find(name: str) -> ModuleSpec | None:
         return None
 
 
-def _code_of(spec: ModuleSpec) -> CodeType | None:
-    get_code = getattr(spec.loader, "get_code", None)
-    code: CodeType | None = None if get_code is None else get_code(spec.name)
-    return code
-
-
-def _describe(main: ModuleType, spec: ModuleSpec) -> None:
+def _code_of(spec: ModuleSpec | None, main: ModuleType) -> CodeType | None:
+    """The code of a module, which ``main`` is from now on; ``None`` if it has no code."""
+    get_code = None if spec is None else getattr(spec.loader, "get_code", None)
+    if spec is None or get_code is None:
+        return None
     main.__dict__.update(
         __file__=spec.origin,
         __cached__=spec.cached,
@@ -181,17 +169,27 @@ def _describe(main: ModuleType, spec: ModuleSpec) -> None:
         __package__=spec.parent,
         __spec__=spec,
     )
+    code: CodeType | None = get_code(spec.name)
+    return code
 
 
 def is_of_script(error: BaseException) -> bool:
     """Whether an error came from code of a script, and not from this package alone."""
-    return any(not _is_ours(each) for each in _entries(error.__traceback__))
+    return not all(map(_is_ours, _entries(error.__traceback__)))
 
 
 def _hide_frames(error: BaseException) -> None:
     """Show ``sys.excepthook`` an error without the frames of this package."""
     hook = sys.excepthook
-    shown = _without_ours(error.__traceback__)
+    entries = _entries(error.__traceback__)
+    if not _is_ours(entries[-1]) or len(entries) == 1:
+        entries = [each for each in entries if not _is_ours(each)]
+    else:
+        # An error that Spillway raised in the script: leave out only the frames that started the script.
+        entries = list(itertools.dropwhile(_is_ours, entries))
+    shown: TracebackType | None = None
+    for each in reversed(entries):
+        shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
         if value is error:
@@ -200,20 +198,6 @@ def _hide_frames(error: BaseException) -> None:
         hook(kind, value, trace)
 
     sys.excepthook = excepthook
-
-
-def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    entries = _entries(trace)
-    if not _is_ours(entries[-1]) or len(entries) == 1:
-        entries = [each for each in entries if not _is_ours(each)]
-    else:
-        # An error that Spillway raised in the script: leave out only the frames that started the script.
-        first = next((n for n, each in enumerate(entries) if not _is_ours(each)), len(entries))
-        entries = entries[first:]
-    shown: TracebackType | None = None
-    for each in reversed(entries):
-        shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
-    return shown
 
 
 def _entries(trace: TracebackType | None) -> list[TracebackType]:

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from spillway.compat import current_device
 from spillway.compat.megatron.manager import (
     ChunkOffloadHandler,
     OffloadTensorGroup,
@@ -76,7 +77,7 @@ def fine_grained_offloading_group_start(tensor: torch.Tensor, name: str | None =
         >>> fine_grained_offloading_group_start(x, "attn_norm") is x
         True
     """
-    _instance()._start(name)
+    _instance()._iteration.start(name)
     return tensor
 
 
@@ -103,7 +104,7 @@ def fine_grained_offloading_group_commit(
         ()
     """
     if not isinstance(tensor, tuple | list) or tensor:
-        _instance()._commit(name, forced_released_tensors or (), delay_offload)
+        _instance()._iteration.commit(name, forced_released_tensors or (), delay_offload)
     return tensor
 
 
@@ -148,7 +149,7 @@ def fine_grained_offloading_forward_record(event: Any = None) -> None:
 
 def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
     """An identity whose backward records an event, as in forward, on a stream which then waits for reloading."""
-    return tensor if _instance()._is_on_cpu() else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
+    return tensor if current_device().type == "cpu" else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
 
 
 class _BackwardRecord(torch.autograd.Function):
@@ -184,7 +185,7 @@ class FineGrainedActivationOffloadingInterface:
     def __enter__(self) -> torch.Tensor:
         if self.offload:
             manager = _instance()
-            group = manager._start(self.name)
+            group = manager._iteration.start(self.name)
             manager.__enter__()
             self._entered.append((manager, group))
         return self.tensor
@@ -202,7 +203,7 @@ class FineGrainedActivationOffloadingInterface:
             manager.__exit__(kind, error, trace)
         finally:
             if kind is not None:
-                manager._fail(group)
+                manager._iteration.fail(group)
 
     def group_offload(
         self,

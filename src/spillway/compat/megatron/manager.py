@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
+from spillway._torch import base_of
 from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import Chunk, keep_if_counted, keep_tensor
@@ -39,6 +40,51 @@ class _Instance:
     """The manager of a session."""
 
     manager: PipelineOffloadManager | None = None
+
+
+class Iteration:
+    """The chunks of one iteration. See NOTE [ Iterations ]."""
+
+    def __init__(self) -> None:
+        self.chunks: dict[str, ChunkOffloadHandler] = {}
+        """By tags, in the order of their forward."""
+        self.micro_batches: Counter[int] = Counter()
+        """By virtual stage."""
+        self.reached: dict[str, None] = {}
+        """Tags of chunks, in the order in which backward has reached them."""
+        self.forward: ChunkOffloadHandler | None = None
+        self.backward: ChunkOffloadHandler | None = None
+
+    def live_chunk(self) -> Chunk | None:
+        """The chunk whose forward runs."""
+        return self.forward._chunk if self.forward is not None and self.forward._chunk.is_live else None
+
+    def start(self, name: str | None) -> Group | None:
+        """Start a group of the live chunk, if there are both."""
+        chunk = self.live_chunk()
+        return None if chunk is None or name is None else chunk.start(name)
+
+    def commit(self, name: str, release: Iterable[torch.Tensor], delay: bool) -> None:
+        """End the first open group of that name."""
+        if self.forward is not None:
+            self.forward._chunk.commit(name, release=release, delay=delay)
+
+    def fail(self, group: Group | None) -> None:
+        """Drop a group whose forward has raised."""
+        if self.forward is not None and group is not None:
+            self.forward._chunk.fail(group)
+
+    def end_forward(self) -> None:
+        """End the forward of the last chunk."""
+        if self.forward is not None:
+            self.forward._chunk.end()
+            self.forward = None
+
+    def on_backward(self, tag: str) -> None:
+        """Backward has reached a chunk."""
+        if tag in self.chunks:
+            self.reached.setdefault(tag)
+            self.backward = self.chunks[tag]
 
 
 class PipelineOffloadManager:
@@ -67,15 +113,7 @@ class PipelineOffloadManager:
         self._summary: dict[str, int] = {}
         self._rules_of: dict[str, Groups] = {}
         """By tags: see NOTE [ Iterations ]."""
-        self._begin_iteration()
-
-    def _begin_iteration(self) -> None:
-        self._chunks: dict[str, ChunkOffloadHandler] = {}
-        self._micro_batches: Counter[int] = Counter()
-        self._reached: dict[str, None] = {}
-        """Tags of chunks, in the order in which backward has reached them."""
-        self._forward: ChunkOffloadHandler | None = None
-        self._backward: ChunkOffloadHandler | None = None
+        self._iteration = Iteration()
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -158,10 +196,10 @@ class PipelineOffloadManager:
         )
         if not torch.is_grad_enabled():
             return
-        self._rules = rules
-        self._end_forward()
-        tag = f"{self._name}, stage {vp_stage}, micro-batch {self._micro_batches[vp_stage]}"
-        self._micro_batches[vp_stage] += 1
+        self._rules, iteration = rules, self._iteration
+        iteration.end_forward()
+        tag = f"{self._name}, stage {vp_stage}, micro-batch {iteration.micro_batches[vp_stage]}"
+        iteration.micro_batches[vp_stage] += 1
 
         def by_elements(saved: SavedTensor) -> Decision:
             return Decision.OFFLOAD if saved.nbytes >= least * saved.dtype.itemsize else Decision.KEEP
@@ -173,18 +211,18 @@ class PipelineOffloadManager:
             policy=by_elements,
             tier=tier,
             spares=_is_marked,
-            on_backward=lambda: self._on_backward(tag),
+            on_backward=lambda: self._iteration.on_backward(tag),
             session=self._session,
         )
-        self._forward = self._chunks[tag] = ChunkOffloadHandler(chunk, least)
+        iteration.forward = iteration.chunks[tag] = ChunkOffloadHandler(chunk, least)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk of this iteration that began last; ``None`` before the first."""
-        return self._forward
+        return self._iteration.forward
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose backward began last, among those with offloaded tensors."""
-        return self._backward
+        return self._iteration.backward
 
     def mark_not_offloadable(self, tensor: torch.Tensor | None) -> None:
         """Keep the tensor's storage, also if a view of it is saved. ``None`` is ignored."""
@@ -210,15 +248,15 @@ class PipelineOffloadManager:
         ``process_group`` has no effect: a reset gathers nothing from other ranks.
         """
         self._session.forget_groups()
-        self._end_forward()
+        self._iteration.end_forward()
         if self._pool is not None:
             self._pool.reset()
         self._learn()
-        self._begin_iteration()
+        self._iteration = Iteration()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            chunk = self._live_chunk()
+            chunk = self._iteration.live_chunk()
             if chunk is None:
                 stack.enter_context(keep_if_counted())
             else:
@@ -237,55 +275,28 @@ class PipelineOffloadManager:
         """Contexts that the calling thread has entered, the innermost last."""
         return vars(self._of_thread).setdefault("stacks", [])  # type: ignore[no-any-return]
 
-    @staticmethod
-    def _is_on_cpu() -> bool:
-        return current_device().type == "cpu"
-
-    def _record(self, event: Any, lane: int) -> None:
-        """Record the event, or that for graphs, on the current stream, which then waits for one of the lanes."""
-        if self._is_on_cpu():
+    def _record(self, event: Any, number: int) -> None:
+        """Record the event, or that for graphs, on the current stream, which then waits for a stream of the mover."""
+        device = current_device()
+        if device.type == "cpu":
             return
         event = self._graph_event if event is None else event
         if event is not None:
             event.record()
-        runtime = self._session.runtime(current_device())
-        # The lane joins a capture only if it was used within the capture; the backend knows.
-        runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[lane]))
-
-    def _live_chunk(self) -> Chunk | None:
-        return self._forward._chunk if self._forward is not None and self._forward._chunk.is_live else None
-
-    def _start(self, name: str | None) -> Group | None:
-        chunk = self._live_chunk()
-        return None if chunk is None or name is None else chunk.start(name)
-
-    def _commit(self, name: str, release: Iterable[torch.Tensor], delay: bool) -> None:
-        if self._forward is not None:
-            self._forward._chunk.commit(name, release=release, delay=delay)
-
-    def _fail(self, group: Group | None) -> None:
-        if self._forward is not None and group is not None:
-            self._forward._chunk.fail(group)
-
-    def _end_forward(self) -> None:
-        if self._forward is not None:
-            self._forward._chunk.end()
-            self._forward = None
-
-    def _on_backward(self, tag: str) -> None:
-        if tag in self._chunks:
-            self._reached.setdefault(tag)
-            self._backward = self._chunks[tag]
+        runtime = self._session.runtime(device)
+        # The mover's stream joins a capture only if it was used within the capture; the backend knows.
+        runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[number]))
 
     def _learn(self) -> None:
         """See NOTE [ Iterations ]."""
-        reached = {tag: place for place, tag in enumerate(self._reached)}
+        chunks = self._iteration.chunks
+        reached = {tag: place for place, tag in enumerate(self._iteration.reached)}
         # An evaluation with gradients enabled is no iteration. A known chunk that backward has not reached comes first.
-        known = [tag for tag in self._chunks if tag in reached or tag in self._rules_of]
+        known = [tag for tag in chunks if tag in reached or tag in self._rules_of]
         order = sorted(known, key=lambda tag: reached.get(tag, -1))
         if not order:
             return
-        past = [self._chunks[tag]._chunk.past() for tag in order]
+        past = [chunks[tag]._chunk.past() for tag in order]
         self._rules_of = dict(zip(order, self._rules.over(past), strict=True))
         offloaded: Counter[str] = Counter()
         for tag in known[: known.index(order[0]) + 1]:
@@ -465,7 +476,7 @@ def _is_marked(tensor: torch.Tensor) -> bool:
         getattr(each, "offloading_activation", None) is False
         or getattr(each, "_TE_do_not_offload", False)
         or getattr(each, "_do_not_offload", False)
-        for each in (tensor, tensor._base)
+        for each in (tensor, base_of(tensor))
     )
 
 

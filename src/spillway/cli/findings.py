@@ -1,4 +1,4 @@
-"""What a machine offers and what will go wrong on it: facts, which are read, and findings, which follow from them."""
+"""Facts about a machine, which are read, and findings, which follow from them: what will go wrong on it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ from pathlib import Path
 import psutil
 import torch
 
-from spillway.errors import SpillPathError, TierError, UnsupportedError, UsageError
+from spillway.errors import SpillPathError, TierError, UsageError
 from spillway.planner.hardware import Hardware
-from spillway.requirements import OLDEST_TORCH, require_torch
-from spillway.runtime.backend import Backend
 from spillway.runtime.device import backend_for
 from spillway.runtime.process_memory import malloc_setting
 from spillway.runtime.spill_file import SpillFile, SystemCalls, mount_of
@@ -31,7 +29,7 @@ TRIED_BYTES = 64 << 20
 _LITTLE_MEMORY = 2 << 30
 _LITTLE_DISK = 8 << 30
 _SLOW_LINK = 10e9
-"""Bytes per second. PCIe 3 x16 is a little faster, and everything later far faster."""
+"""Bytes per second. PCIe 3 x16 is a little faster."""
 _SLOW_DISK = 0.3e9
 """Bytes per second. A slower disk is a hard disk, or behind a network."""
 _FREE_SHARE = 0.9
@@ -40,27 +38,54 @@ _NO_LIMIT = 0.99
 """A limit above this share of the machine's memory is not a limit."""
 
 
+class Severity(enum.StrEnum):
+    """How bad a finding is, the worst first."""
+
+    STOPS = "stops"
+    """Spillway does not work, or not in its default way."""
+    COSTS = "costs"
+    """It works, but is slower or frees less memory than it could."""
+    NOTE = "note"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding."""
+
+    code: str
+    """A short stable name, for programs."""
+    severity: Severity
+    found: str
+    means: str
+    """The consequence."""
+    do: str
+    """The remedy."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
     """CPU memory, in bytes."""
 
     machine: int
-    """Of the whole machine."""
     limit: int
-    """What this process may use. A control group may limit it."""
+    """Available to this process at most, by the machine or by a control group."""
     available: int
-    """Free memory of the whole machine."""
+    """Free memory of the machine."""
     lockable: int | None = None
-    """What this process may lock (``ulimit -l``); ``None``: there is no limit."""
+    """The limit on locked memory (``ulimit -l``); ``None``: there is none."""
     ranks: int = 1
     """Processes of this training on the machine, according to the launcher."""
     ranks_error: str | None = None
-    """What is wrong with the launcher's number."""
+
+    @property
+    def host_budget(self) -> int:
+        """CPU memory that a session takes at most by default."""
+        return int(HOST_SHARE * self.limit) // self.ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Device:
-    """The device that Spillway works for."""
+    """The device that Spillway works for. Sizes are 0 for the CPU."""
 
     type: str
     """Torch's name: ``"cpu"``, ``"cuda"``."""
@@ -68,9 +93,7 @@ class Device:
     count: int = 0
     """Accelerators of this type."""
     nbytes: int = 0
-    """Its memory; 0 for the CPU."""
     free: int = 0
-    """Its free memory."""
     unified: bool = False
     """Whether it shares the CPU's memory."""
     error: str | None = None
@@ -81,7 +104,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spill:
-    """Where the spill file would be."""
+    """The place of the spill file."""
 
     directory: str | None = None
     """``None``: there is no usable directory."""
@@ -94,7 +117,6 @@ class Spill:
     kind: str = ""
     """Type of the file system, as ``"ext4"``."""
     free: int = 0
-    """Bytes."""
     direct: bool = False
     """Whether it has direct I/O (``O_DIRECT``), without the page cache."""
 
@@ -106,7 +128,7 @@ class Facts:
     torch: str
     """Its version."""
     built_for: str | None = None
-    """What torch was built for besides the CPU: ``"CUDA 13.0"``."""
+    """As ``"CUDA 13.0"``; ``None``: torch was built for the CPU alone."""
     system: str
     """As ``"Linux"``."""
     wsl: bool = False
@@ -142,10 +164,15 @@ def read_facts(
 def _read_device(device: torch.device) -> Device:
     if device.type == "cpu":
         return Device(type="cpu", name=device_name(device))
-    count = torch.accelerator.device_count()
+    count, pinned_error = torch.accelerator.device_count(), None
+    # Torch raises RuntimeError for every error of a driver.
     try:
         with closing(backend_for(device)) as backend:
             free, nbytes = backend.memory_info() or (0, 0)
+            try:
+                backend.host_slab(TRIED_BYTES)
+            except RuntimeError as error:
+                pinned_error = str(error).partition("\n")[0]
             return Device(
                 type=device.type,
                 name=device_name(device),
@@ -153,23 +180,19 @@ def _read_device(device: torch.device) -> Device:
                 nbytes=nbytes,
                 free=free,
                 unified=backend.unified,
-                pinned_error=_pinning_error(backend),
+                pinned_error=pinned_error,
             )
-    except RuntimeError as error:  # torch's error for every error of a driver
-        return Device(type=device.type, name=device.type, count=count, error=_first_line(error))
-
-
-def _pinning_error(backend: Backend) -> str | None:
-    try:
-        backend.host_slab(TRIED_BYTES)
-    except RuntimeError as error:  # from the backend, or from torch
-        return _first_line(error)
-    return None
+    except RuntimeError as error:
+        return Device(type=device.type, name=device.type, count=count, error=str(error).partition("\n")[0])
 
 
 def _read_memory() -> Memory:
-    memory = psutil.virtual_memory()
-    ranks, ranks_error = 1, None
+    memory, lockable, ranks, ranks_error = psutil.virtual_memory(), None, 1, None
+    if sys.platform != "win32":
+        import resource  # not at the top: Windows has none
+
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        lockable = None if soft == resource.RLIM_INFINITY else soft
     try:
         ranks = local_ranks()
     except UsageError as error:
@@ -178,19 +201,10 @@ def _read_memory() -> Memory:
         machine=memory.total,
         limit=memory_limit(),
         available=memory.available,
-        lockable=_lockable(),
+        lockable=lockable,
         ranks=ranks,
         ranks_error=ranks_error,
     )
-
-
-def _lockable() -> int | None:
-    if sys.platform == "win32":
-        return None
-    import resource  # not at the top: Windows has none
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    return None if soft == resource.RLIM_INFINITY else soft
 
 
 def _read_spill(directory: str | os.PathLike[str] | None) -> Spill:
@@ -214,56 +228,14 @@ def _read_spill(directory: str | os.PathLike[str] | None) -> Spill:
     return Spill(error=refused, named=named, in_memory=in_memory)
 
 
-def _first_line(error: RuntimeError) -> str:
-    return str(error).partition("\n")[0]
-
-
-class Severity(enum.Enum):
-    """How bad a finding is, the worst first."""
-
-    STOPS = "stops"
-    """Spillway does not work, or not in its default way."""
-    COSTS = "costs"
-    """It works, but is slower or frees less memory than it could."""
-    NOTE = "note"
-    """Good to know."""
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding."""
-
-    code: str
-    """A short stable name, for programs."""
-    severity: Severity
-    found: str
-    means: str
-    """The consequence."""
-    do: str
-    """The remedy."""
-
-
 def findings(facts: Facts, hardware: Hardware | None = None) -> tuple[Finding, ...]:
     """All findings, the worst first, also about what was measured, if anything was."""
-    checks = (_torch, _device, _accelerator, _pinned, _memory_findings, _spill_findings)
+    checks = (_device, _accelerator, _pinned, _memory, _spill)
     found = [finding for check in checks for finding in check(facts)]
     if hardware is not None:
         found += _bandwidths(facts, hardware)
     order = list(Severity)
     return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
-
-
-def _torch(facts: Facts) -> Iterator[Finding]:
-    try:
-        require_torch(facts.torch)
-    except UnsupportedError:
-        yield Finding(
-            "old-torch",
-            Severity.STOPS,
-            f"torch {facts.torch}, expected {'.'.join(map(str, OLDEST_TORCH))} or later.",
-            "Spillway needs the saved-tensor hooks and streams of that version.",
-            "pip install --upgrade torch",
-        )
 
 
 def _accelerator(facts: Facts) -> Iterator[Finding]:
@@ -319,12 +291,12 @@ def _device(facts: Facts) -> Iterator[Finding]:
             Severity.NOTE,
             f"{format_bytes(device.nbytes - device.free)} of {format_bytes(device.nbytes)} on the GPU are in use.",
             "Another process uses the memory, and also PCIe and the GPU.",
-            "End that process, or give this training a budget that leaves room for it.",
+            "End that process, or give this training a budget that leaves that much free.",
         )
 
 
 def _pinned(facts: Facts) -> Iterator[Finding]:
-    device, lockable = facts.device, facts.memory.lockable
+    device, memory, lockable = facts.device, facts.memory, facts.memory.lockable
     if device.type == "cpu" or device.error is not None or device.unified:
         return
     limit = "" if lockable is None else f" The limit on locked memory is {format_bytes(lockable)}."
@@ -337,19 +309,19 @@ def _pinned(facts: Facts) -> Iterator[Finding]:
             "Nothing can be offloaded to CPU memory: copies that overlap with compute need pinned memory.",
             remedy,
         )
-    elif lockable is not None and TRIED_BYTES <= lockable < _host_budget(facts):
+    elif lockable is not None and TRIED_BYTES <= lockable < memory.host_budget:
         # A driver that pinned more than the limit does not obey it.
         yield Finding(
             "locked-memory",
             Severity.COSTS,
             f"This process may lock {format_bytes(lockable)} of memory (ulimit -l).",
             f"If the driver obeys that limit, pinning fails before the host budget of "
-            f"{format_bytes(_host_budget(facts))} is used. Spillway then keeps the rest on the GPU.",
+            f"{format_bytes(memory.host_budget)} is used. Spillway then keeps the rest on the GPU.",
             remedy,
         )
 
 
-def _memory_findings(facts: Facts) -> Iterator[Finding]:
+def _memory(facts: Facts) -> Iterator[Finding]:
     memory, device = facts.memory, facts.device
     if memory.ranks_error is not None:
         yield Finding(
@@ -365,7 +337,7 @@ def _memory_findings(facts: Facts) -> Iterator[Finding]:
             Severity.NOTE,
             f"A control group limits this process to {format_bytes(memory.limit)} of the machine's "
             f"{format_bytes(memory.machine)}.",
-            f"Spillway takes at most {format_bytes(_host_budget(facts))}. Data loaders and page cache count as well; "
+            f"Spillway takes at most {format_bytes(memory.host_budget)}. Data loaders and page cache count as well; "
             f"above the limit, the kernel ends a process.",
             "Raise the container's limit, or set host_budget to what the others leave.",
         )
@@ -379,19 +351,19 @@ def _memory_findings(facts: Facts) -> Iterator[Finding]:
             "Offloading will make the machine swap, or the kernel end a process.",
             "End other processes, or set host_budget to less than that.",
         )
-    elif not device.unified and _host_budget(facts) < device.nbytes:
+    elif not device.unified and memory.host_budget < device.nbytes:
         ranks = f" for each of {memory.ranks} processes" if memory.ranks > 1 else ""
         yield Finding(
             "host-smaller-than-device",
             Severity.NOTE,
-            f"The host budget is {format_bytes(_host_budget(facts))}{ranks}, less than the GPU's "
+            f"The host budget is {format_bytes(memory.host_budget)}{ranks}, less than the GPU's "
             f"{format_bytes(device.nbytes)}.",
             "A step that saves more than the budget keeps the rest on the GPU.",
             'Raise host_budget if CPU memory is free; use tier="disk" or recompute() for the rest.',
         )
 
 
-def _spill_findings(facts: Facts) -> Iterator[Finding]:
+def _spill(facts: Facts) -> Iterator[Finding]:
     spill, is_cpu = facts.spill, facts.device.type == "cpu"
     severity = Severity.COSTS if is_cpu else Severity.NOTE
     if spill.error is not None:
@@ -438,7 +410,7 @@ def _bandwidths(facts: Facts, hardware: Hardware) -> Iterator[Finding]:
             "slow-link",
             Severity.COSTS,
             f"Copies to CPU memory reach {link.out / 1e9:.1f} GB/s, and back {link.back / 1e9:.1f} GB/s.",
-            "PCIe 3 x16 is faster. The slot may have fewer lanes, the NUMA node be far, or others use the link.",
+            "PCIe 3 x16 is faster. The slot may be narrower, the NUMA node far, or PCIe in use.",
             "Try spillway.bind_to_device(); check the link width (nvidia-smi -q); measure alone with --fresh.",
         )
     disk = [rate for rate in (hardware.disk_write, hardware.disk_read) if rate is not None]
@@ -450,8 +422,3 @@ def _bandwidths(facts: Facts, hardware: Hardware) -> Iterator[Finding]:
             "Local flash is faster. A step that offloads to this disk stalls most of the time.",
             "Set SPILLWAY_DIR to a directory on a local SSD.",
         )
-
-
-def _host_budget(facts: Facts) -> int:
-    """CPU memory that a session takes at most by default."""
-    return int(HOST_SHARE * facts.memory.limit) // facts.memory.ranks

@@ -1,64 +1,47 @@
-"""What ``spillway demo`` runs: a small GPT in plain PyTorch, trained in several ways that are compared bit for bit."""
+"""The training that ``spillway demo`` repeats in several ways: a small GPT in plain PyTorch."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import hashlib
-import json
-import multiprocessing
 import os
-import platform
 import signal
 import statistics
 import sysconfig
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from spillway.cli.running.bench import CHILD_ENVIRONMENT, PeakMeter
+from spillway.cli.bench import CHILD_ENVIRONMENT, PeakMeter
 from spillway.errors import BudgetError, SpillwayError, UsageError
-from spillway.runtime.process_memory import malloc_setting, set_malloc
-from spillway.runtime.system import cpu_name, device_name
+from spillway.runtime.process_memory import set_malloc
 from spillway.units import format_bytes, format_seconds, parse_bytes
 
-WAYS = {"keep": 3, "checkpoint": 3, "offload": 3, "planned": 11, "optimizer": 3}
+WAYS = {"baseline": 3, "checkpoint": 3, "offload": 3, "planned": 11, "optimizer": 3}
 """The ways, each with its fewest steps. ``planned`` finds its plan in the first five."""
-NOT_COMPARED = "the CPU's kernels round differently from the GPU's, so its losses are only close to those of keep"
-"""Why ``optimizer`` is not compared with ``keep`` on an accelerator."""
 _HEAD_WIDTH = 64
 _PLANNED_STEPS = 6
 """Steps that ``planned`` makes with its plan, at least."""
 _EXTRA_STEPS = 16
 """Steps beyond those asked for that ``planned`` may take to find its plan."""
-_START_SECONDS = 8.0
-"""Time of one way that is not spent in steps: imports, text, hashes."""
 _MOST_TEXT = 16 << 20
 _NO_TEXT = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
 """Folders of the standard library that are not trained on."""
 
 
-class DemoError(SpillwayError, RuntimeError):
-    """The process of a way ended early, or its numbers differ from those of ``keep``."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """One training, the same in every way.
-
-    Raises:
-        UsageError: for a shape that no model can have.
-    """
+    """One training, the same in every way."""
 
     device: str
     layers: int
@@ -69,13 +52,16 @@ class Settings:
     data: str | None = None
     """A file or folder to train on; ``None``: the Python standard library's own source."""
     window: str | None = None
-    """In-flight limit of ``offload``; ``None``: Spillway's own."""
+    """In-flight limit of ``offload``; ``None``: Spillway's default."""
     budget: str | None = None
-    """Budget of ``planned``; ``None``: see :meth:`Training._middle_budget`."""
+    """Budget of ``planned``; ``None``: half-way to the smallest."""
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise UsageError(f"width: got {self.width}, expected a multiple of {_HEAD_WIDTH}")
+        for name, size in (("window", self.window), ("budget", self.budget)):
+            if size is not None:
+                parse_bytes(size, what=name)
 
     @property
     def heads(self) -> int:
@@ -83,36 +69,8 @@ class Settings:
         return max(1, self.width // _HEAD_WIDTH)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What one way measured: a row of the table, and of the JSON file. Sizes are bytes."""
-
-    way: str
-    step_seconds: float
-    """Median, without the first step and without the steps that found the plan."""
-    tokens_per_second: float
-    peak_bytes: int
-    """GPU memory, or resident memory on the CPU."""
-    activation_peak_bytes: int
-    """The peak above ``baseline_bytes``: activations, gradients, optimizer state."""
-    moved_bytes: int
-    """Offloaded in the last step: activations, or gradients."""
-    loss: float
-    """Of the last step."""
-    identical: bool | None = None
-    """Whether all losses and gradients are bit for bit those of ``keep``; ``None``: not compared."""
-    losses: list[float]
-    all_step_seconds: list[float]
-    baseline_bytes: int
-    """In use just before the first step."""
-    peak_source: str
-    fingerprint: str
-    """SHA-256 of every loss, and of all gradients of the first and of the last step."""
-    counted_steps: int
-    """How many steps ``step_seconds`` is the median of."""
-    budget_bytes: int | None = None
-    note: str = ""
-    """A sentence for below the table."""
+Row = dict[str, Any]
+"""The result of one way, with the keys of the JSON file. Sizes are bytes."""
 
 
 class Block(nn.Module):
@@ -126,7 +84,6 @@ class Block(nn.Module):
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        """``(batch, sequence, width)`` to the same."""
         batch, sequence, width = x.shape
         parts = self.project_in(self.attention_norm(x)).chunk(3, dim=-1)
         query, key, value = (part.view(batch, sequence, self.heads, -1).transpose(1, 2) for part in parts)
@@ -159,36 +116,13 @@ class GPT(nn.Module):
         return functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def choose_ways(names: str | None, device: str, steps: int) -> list[str]:
-    """Ways by their names with commas between, in the order in which they run.
-
-    ``None``: those for which so many steps are enough. On the CPU, ``optimizer`` is not among them: it gains nothing.
-
-    Raises:
-        UsageError: for an unknown name, or none at all.
-    """
-    if names is None:
-        enough = [way for way, fewest in WAYS.items() if fewest <= max(steps, WAYS["keep"])]
-        return [way for way in enough if way != "optimizer" or device != "cpu"]
-    wanted = set(names.split(",")) - {""}
-    if not wanted or wanted - WAYS.keys():
-        got = ", ".join(sorted(wanted - WAYS.keys())) or "none"
-        raise UsageError(f"ways: got {got}, expected some of {', '.join(WAYS)}; write them like --ways keep,offload")
-    return [way for way in WAYS if way in wanted]
-
-
 def load_text(path: Path | None = None) -> bytes:
-    """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library.
-
-    Raises:
-        UsageError: if there is no text.
-    """
+    """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library."""
     root = path or Path(sysconfig.get_path("stdlib"))
     if not root.is_dir() and not root.is_file():
         raise UsageError(f"data: {root} is neither a file nor a folder; give one with --data")
-    files = sorted(root.rglob("*" if path else "*.py")) if root.is_dir() else [root]
     text = b""
-    for file in files:
+    for file in sorted(root.rglob("*" if path else "*.py")) if root.is_dir() else [root]:
         parts = file.relative_to(root).parts
         if any(part.startswith(".") or (path is None and part in _NO_TEXT) for part in parts) or not file.is_file():
             continue
@@ -196,20 +130,14 @@ def load_text(path: Path | None = None) -> bytes:
             with file.open("rb") as opened:
                 text += opened.read(_MOST_TEXT - len(text))
         except OSError as error:
-            raise UsageError(
-                f"data: cannot read {file}: {error.strerror}; give a file or folder with --data"
-            ) from error
+            raise UsageError(f"data: cannot read {file}: {error.strerror}; give text with --data") from error
     if not text:
         raise UsageError(f"data: found no text in {root}; give a file or folder with --data")
     return text
 
 
 def batches(text: bytes, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and the tokens that follow them, drawn at random: the same ones for the same seed.
-
-    Raises:
-        UsageError: if the text is not longer than one sequence.
-    """
+    """Tokens and the tokens that follow them, drawn at random: the same ones for the same seed."""
     if len(text) <= settings.sequence:
         raise UsageError(
             f"data: got {format_bytes(len(text))} of text, expected more than a sequence of {settings.sequence} bytes; "
@@ -224,7 +152,7 @@ def batches(text: bytes, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Training:
-    """One way, in this process. The only lines of Spillway's are in :meth:`__init__`."""
+    """One way, in this process. Spillway appears only in ``__init__``, and in :meth:`_step` as a context."""
 
     def __init__(self, way: str, settings: Settings, say: Callable[[str], object] = lambda line: None) -> None:
         self.way, self.settings, self.say, self.device = way, settings, say, torch.device(settings.device)
@@ -232,62 +160,55 @@ class Training:
             # In every way, so that the peak is the training's and not that of freed memory.
             set_malloc()
         else:
-            # Some kernels of accelerators add in a different order in each run.
+            # Some GPU kernels add in a different order in each run.
             torch.use_deterministic_algorithms(True)
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        self.autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type != "cpu")
         self.batches = batches(load_text(None if settings.data is None else Path(settings.data)), settings)
         # The highest rate at which this model settles without a warm-up.
-        self.options: dict[str, Any] = {"lr": 1e-3 * min(1.0, 384 / settings.width), "betas": (0.9, 0.95)}
-        self._warm_up()
+        options: dict[str, Any] = {"lr": 1e-3 * min(1.0, 384 / settings.width), "betas": (0.9, 0.95)}
+        # One step of a tiny model starts libraries and thread pools.
+        tiny = self._model(replace(settings, layers=1, width=_HEAD_WIDTH, sequence=16))
+        tokens = torch.zeros(2, 16, dtype=torch.int64, device=self.device)
+        with self.autocast:
+            loss = tiny(tokens, tokens)
+        loss.backward()
+        torch.optim.AdamW(tiny.parameters(), **options).step()
         self.model = self._model(settings)
         self.model.checkpoint_blocks = way == "checkpoint"
         self.offload = spillway.offload(window=settings.window) if way == "offload" else None
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), **self.options)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), **options)
         if way == "optimizer":
             if self.device.type == "cpu":
-                # The loop that keep has there, so that the two are comparable.
-                self.options["fused"] = False
-            self.optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **self.options)
+                # The baseline's kernels there, so that the two are comparable.
+                options["fused"] = False
+            self.optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **options)
         self.attached: spillway.Attached | None = None
         if way == "planned":
-            given = settings.budget
-            budget = self._middle_budget() if given is None else parse_bytes(given, what="budget")
+            budget = parse_bytes(settings.budget, what="budget") if settings.budget else self._middle_budget()
             self.attached = spillway.attach(self.model, budget=budget)
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.settled: list[bool] = []
-        """Of each step, whether later steps run as it did. Steps that look for a plan do not."""
+        """For each step, whether later steps run as it did. Steps that look for a plan do not."""
         self.hash = hashlib.sha256()
         self.meter = PeakMeter(self.device)
         gc.collect()
         self.baseline = self.meter.start()
-
-    def _warm_up(self) -> None:
-        """One step of a tiny model: libraries and thread pools start here, and not in the first step."""
-        tiny = self._model(replace(self.settings, layers=1, width=_HEAD_WIDTH, sequence=16))
-        tokens = torch.zeros(2, 16, dtype=torch.int64, device=self.device)
-        optimizer = torch.optim.AdamW(tiny.parameters(), **self.options)
-        self._loss(tiny, tokens, tokens).backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
 
     def _model(self, settings: Settings) -> GPT:
         torch.manual_seed(settings.seed)
         with self.device:
             return GPT(layers=settings.layers, width=settings.width, heads=settings.heads, sequence=settings.sequence)
 
-    def _loss(self, model: GPT, tokens: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type != "cpu"):
-            loss: Tensor = model(tokens, targets)
-            return loss
-
     def _middle_budget(self) -> int:
         """The middle between the peaks of the plan that keeps everything and of the smallest plan.
 
         The profile's optimizer has no state yet, so AdamW's is added. On the CPU the budget is at least 64 MiB above
-        the smallest peak: resident memory includes what profiling and planning hold.
+        the smallest peak: resident memory includes the memory of profiling and planning.
         """
         tokens = torch.zeros(self.settings.batch, self.settings.sequence, dtype=torch.int64, device=self.device)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type != "cpu"):
+        with self.autocast:
             profile = spillway.profile(self.model, (tokens, tokens))
         most = spillway.plan(profile, budget=1 << 60, allow={"keep"}).predicted_peak
         try:
@@ -320,8 +241,8 @@ class Training:
         tokens, targets = next(self.batches)
         begin = self._now()
         self.optimizer.zero_grad(set_to_none=True)
-        with self.offload or contextlib.nullcontext():
-            loss = self._loss(self.model, tokens, targets)
+        with self.offload or contextlib.nullcontext(), self.autocast:
+            loss: Tensor = self.model(tokens, targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.seconds.append(self._now() - begin)
@@ -332,42 +253,40 @@ class Training:
         self.say(f"{self.way:<11} step {len(self.losses)}   loss {self.losses[-1]:.3f}   {taken} a step")
 
     def _hash_gradients(self) -> None:
-        # Copies, since the gradients of optimizer are in CPU memory and cannot be viewed.
+        # Clones, since gradients that OffloadedOptimizer has offloaded cannot be viewed.
         add_to_hash(self.hash, (each.grad.clone() for each in self.model.parameters() if each.grad is not None))
 
     def _row(self) -> Row:
         source = self.attached or self.offload
         moved = 0 if source is None else source.stats().offloaded_bytes
-        if self.way == "optimizer":
-            assert isinstance(self.optimizer, spillway.OffloadedOptimizer)
+        if isinstance(self.optimizer, spillway.OffloadedOptimizer):
             moved = self.optimizer.stats().sent_bytes
         seconds = counted_seconds(self.seconds, self.settled)
         middle, peak = statistics.median(seconds), self.meter.peak()
         # Profiling resets the allocator's peak, and the last step may still belong to the search.
         if self.attached is not None and self.attached.measured is not None and not self.settled[-1]:
             peak = max(peak, self.attached.measured.peak_bytes)
-        return Row(
-            way=self.way,
-            step_seconds=middle,
-            tokens_per_second=self.settings.batch * self.settings.sequence / middle,
-            peak_bytes=peak,
-            activation_peak_bytes=peak - self.baseline,
-            moved_bytes=moved,
-            loss=self.losses[-1],
-            losses=self.losses,
-            all_step_seconds=self.seconds,
-            baseline_bytes=self.baseline,
-            peak_source=self.meter.source,
-            fingerprint=self.hash.hexdigest(),
-            counted_steps=len(seconds),
-            budget_bytes=None if self.attached is None else self.attached.budget,
-            note=self._note(),
-        )
+        return {
+            "way": self.way,
+            "step_seconds": middle,
+            "tokens_per_second": self.settings.batch * self.settings.sequence / middle,
+            "peak_bytes": peak,
+            "activation_peak_bytes": peak - self.baseline,
+            "moved_bytes": moved,
+            "loss": self.losses[-1],
+            "identical": None,
+            "losses": self.losses,
+            "all_step_seconds": self.seconds,
+            "baseline_bytes": self.baseline,
+            "peak_source": self.meter.source,
+            "fingerprint": self.hash.hexdigest(),
+            "counted_steps": len(seconds),
+            "budget_bytes": None if self.attached is None else self.attached.budget,
+            "note": "" if self.attached is None else self._note(self.attached),
+        }
 
-    def _note(self) -> str:
-        if self.attached is None:
-            return ""
-        plan, budget = self.attached.plan, f"planned: a budget of {format_bytes(self.attached.budget or 0)}"
+    def _note(self, attached: spillway.Attached) -> str:
+        plan, budget = attached.plan, f"planned: a budget of {format_bytes(attached.budget or 0)}"
         if plan is None or not self.settled[-1]:
             return f"{budget}. {len(self.losses)} steps found no plan; give more --steps."
         plain = sum(block.plain for block in plan.blocks)
@@ -389,64 +308,17 @@ def counted_seconds(seconds: Sequence[float], settled: Sequence[bool]) -> list[f
     return steady[1:] or steady or list(seconds[1:] or seconds)
 
 
-def add_to_hash(sha: Any, tensors: Any) -> None:
+def add_to_hash(sha: Any, tensors: Iterable[Tensor]) -> None:
     """Add the exact bytes of tensors to a hash of :mod:`hashlib`."""
     for tensor in tensors:
         sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def compare(
-    ways: Sequence[str], settings: Settings, steps: int, *, seconds: float = 0, said: Callable[[str], object]
-) -> list[Row]:
-    """Train in each way, one after the other, and compare with ``keep`` if it is among them.
+def train(connection: Connection, way: str, settings: Settings, steps: int, limit: float | None) -> None:
+    """Train in one way, and send a line for each step, then the row or the error.
 
-    ``planned`` runs first, since it may need more steps; the others then make as many. If all of it would take longer
-    than ``seconds``, fewer are made; 0: no limit. ``said`` is called with a line for each step.
-
-    Raises:
-        SpillwayError: what Spillway raises in a way; :class:`DemoError` if a process ends early.
+    It runs in a process of its own, which ends when its parent is gone.
     """
-    rows: dict[str, Row] = {}
-    limit = seconds / len(ways) - _START_SECONDS if seconds else None
-    for way in sorted(ways, key=lambda way: way != "planned"):
-        rows[way] = run_way(way, settings, steps, limit, said=said)
-        steps, limit = len(rows[way].losses), None
-    return [compared(rows[way], rows.get("keep"), settings.device) for way in ways]
-
-
-def run_way(
-    way: str, settings: Settings, steps: int, limit: float | None = None, *, said: Callable[[str], object]
-) -> Row:
-    """Train in one way, in a process of its own. No process is left behind.
-
-    Raises:
-        SpillwayError: what Spillway raises in the process; :class:`DemoError` if it ends early.
-    """
-    context = multiprocessing.get_context("spawn")
-    connection, other = context.Pipe(duplex=False)
-    process = context.Process(target=_train, args=(other, way, settings, steps, limit), daemon=True)
-    process.start()
-    other.close()
-    try:
-        while isinstance(message := connection.recv(), str):
-            said(message)
-    except EOFError:
-        process.join()
-        code = process.exitcode or 0
-        how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
-        memory = " (the system may have run out of memory; try a smaller --batch)" if code == -signal.SIGKILL else ""
-        raise DemoError(f"{way}: its process {how}{memory}") from None
-    finally:
-        process.kill()
-        process.join()
-    if isinstance(message, SpillwayError):
-        raise message
-    row: Row = message
-    return row
-
-
-def _train(connection: Connection, way: str, settings: Settings, steps: int, limit: float | None) -> None:
-    """The process of a way. It sends a line for each step, then the row. It ends when its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
     for name, value in CHILD_ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -456,40 +328,3 @@ def _train(connection: Connection, way: str, settings: Settings, steps: int, lim
         connection.send(error)
     except BrokenPipeError:
         return
-
-
-def compared(row: Row, reference: Row | None, device: str) -> Row:
-    """A row that tells whether its bits are those of another, where they have to be."""
-    if reference is None or (row.way == "optimizer" and device != "cpu"):
-        return row
-    return replace(row, identical=row.fingerprint == reference.fingerprint)
-
-
-def describe_hardware(device: torch.device) -> dict[str, str | int]:
-    """The device, the processor with the cores that this process may use, the memory in bytes, the system."""
-    return {
-        "device": device_name(device),
-        "cpu": cpu_name(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
-        "threads": torch.get_num_threads(),
-        "memory_bytes": psutil.virtual_memory().total,
-        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
-    }
-
-
-def describe_versions() -> dict[str, str]:
-    """Versions of Spillway, torch and Python."""
-    return {"spillway": spillway.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
-
-
-def to_json(rows: Sequence[Row], settings: Settings) -> str:
-    """All that was measured, with the machine, the versions and the settings."""
-    device = torch.device(settings.device)
-    report = {
-        "rows": [asdict(row) for row in rows],
-        "hardware": describe_hardware(device),
-        "versions": describe_versions(),
-        "settings": {**asdict(settings), "steps": len(rows[0].losses)},
-        "malloc": malloc_setting() if device.type == "cpu" else "",
-    }
-    return json.dumps(report, indent=2) + "\n"
