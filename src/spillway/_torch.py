@@ -20,6 +20,7 @@ seconds. Disabling Dynamo for a call costs more CPU time than many calls here, s
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ from typing import Any, TypeVar
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 from spillway.errors import UnsupportedError
 
@@ -198,3 +201,28 @@ def untraced(function: Function) -> Function:
         return (function if callback() is None else disabled)(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+# optim
+
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+"""Norms of a list of tensors, by the kernel of ``clip_grad_norm_``: ``foreach_norm(tensors, order, dtype=...)``."""
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""A tensor of a subclass without bytes of its own: ``make_wrapper(cls, size, dtype=, device=, strides=)``."""
+schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
+"""The schema of an operator, which tells what it writes and what it aliases."""
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often autograd saw a tensor written in place. An inference tensor has none."""
+local_part: Callable[[torch.Tensor], Any] = operator.attrgetter("_local_tensor")
+"""This process's part of a ``DTensor``: the object itself, which ``to_local`` may wrap. It may be under way."""
+
+
+def set_local_part(distributed: torch.Tensor, local: torch.Tensor) -> None:
+    """Give a ``DTensor`` another local part of the same shape."""
+    distributed._local_tensor = local  # type: ignore[attr-defined]
+
+
+def distributed_with(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A ``DTensor`` with this local part, sharded as another is. ``from_local`` would move it to the mesh's device."""
+    make: Any = sys.modules[_DTENSOR].DTensor
+    return make(local, like._spec, requires_grad=False)  # type: ignore[no-any-return, attr-defined]

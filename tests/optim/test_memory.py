@@ -11,7 +11,7 @@ import torch
 
 import spillway
 from spillway import OffloadedOptimizer
-from spillway.optim.gradient import OffloadedGradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.host_parameter import CHUNK
 from spillway.testing import AdversaryBackend
 

@@ -186,7 +186,7 @@ def test_of_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pieces_of(64)
-    monkeypatch.setattr("spillway.optim.streaming.CHUNK", 64)
+    monkeypatch.setattr("spillway.optim.chunked_store.CHUNK", 64)
     both = pair(dtype, session, torch.optim.AdamW, {**WAYS[way], "fused": True}, lr=1e-2)
     between = not WAYS[way].get("step_in_backward")
     times(_Both(both, of_one_element), batches(4, dtype), between=between)
@@ -332,7 +332,7 @@ def test_a_state_is_seen_and_an_edit_of_it_is_where_the_next_step_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pieces_of(pieces)
-    monkeypatch.setattr("spillway.optim.streaming.CHUNK", pieces)
+    monkeypatch.setattr("spillway.optim.chunked_store.CHUNK", pieces)
     both = pair(dtype, session, torch.optim.AdamW, {**SEEN[way], "fused": True}, lr=1e-2)
     for number, batch in enumerate(batches(4, dtype)):
         both.backward(batch)

@@ -2,8 +2,8 @@
 
 NOTE [ A step reads the parameter ]
 
-Each step reads the parameter itself, as it is when ``step()`` is called. A master only adds the bits that the
-parameter's type has no room for. So every write between two steps counts, also one that changes no version: through
+Each step reads the parameter itself, as it is when ``step()`` is called. An fp32 master weight only adds the bits that
+the parameter's type cannot hold. So every write between two steps counts, also one that changes no version: through
 ``.data``, a NumPy view, a library's kernel, a collective.
 
 The read copies as many bytes to the CPU as the parameter has. On the CPU itself the step works on the parameter's own
@@ -20,8 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from spillway._torch import version_of
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.gradient import DeviceContext, Gradient, OffloadedGradient, Snapshot
+from spillway.optim.gradient import DeviceContext, Gradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.optimizer_class import State
 from spillway.optim.tensors import CHUNK, flat, follow, is_dense, local_of, memory_of
 from spillway.optim.transfers import Pinned, SentTensor, Upload
@@ -86,8 +88,8 @@ class HostParameter:
         self._form = _Form.of(local)
         if local.layout != torch.strided or not is_dense(local):
             raise UnsupportedError(
-                f"got a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout}, expected "
-                f"one whose elements fill its memory; make it contiguous, or give it to an optimizer of its own"
+                f"The elements of a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout} "
+                f"overlap or leave gaps. Make it contiguous, or give it to an optimizer of its own."
             )
         self.numel = local.numel()
         self.cut = cut
@@ -111,11 +113,6 @@ class HostParameter:
         return self.work_dtype != self._form.dtype
 
     @property
-    def known(self) -> bool:
-        """Whether all of the master was ever written."""
-        return bool(self.pieces) and all(piece.known for piece in self.pieces)
-
-    @property
     def kind(self) -> Hashable:
         """Equal for parameters that may share a call or a chunk."""
         return self.group, self.work_dtype, self.has_master, id(self.context)
@@ -130,7 +127,7 @@ class HostParameter:
         return local_of(self.parameter)
 
     def fresh_gradient(self) -> Gradient:
-        """Where a new gradient goes. One that the user kept stays as it is."""
+        """The gradient that takes the next one's bytes. A gradient that the user kept stays as it is."""
         kept = self.gradient.stand_in_if_alive()
         if kept is not None:
             kept.kept = kept.home
@@ -138,11 +135,7 @@ class HostParameter:
         return self.gradient
 
     def adopt(self, tensor: OffloadedGradient) -> OffloadedGradient:
-        """The user has made this the parameter's gradient: one that was kept, or another parameter's.
-
-        Returns:
-            The tensor that stands for it from now on.
-        """
+        """Take a gradient that the user has set: one that was kept, or another parameter's. Gives its stand-in."""
         home = tensor.home
         if home is self.gradient:
             return tensor
@@ -159,8 +152,8 @@ class HostParameter:
         """Raise a ``UsageError`` if the parameter was moved, cast or resized."""
         if not self.is_unchanged():
             raise UsageError(
-                f"got a parameter of {_Form.of(self.local())}, expected {self._form}, as it was when the "
-                f"optimizer was made; move, cast or resize a model before its optimizer is made"
+                f"A parameter has {_Form.of(self.local())}. It had {self._form} when the optimizer was made. Move, "
+                f"cast or resize a model before you make its optimizer."
             )
 
     def is_unchanged(self) -> bool:
@@ -187,7 +180,7 @@ class HostParameter:
         local = self.local()
         # Not the address: it is reused when the memory is freed.
         storage = weakref.ref(local.untyped_storage())
-        return self.parameter._version, local._version, local.storage_offset(), storage
+        return version_of(self.parameter), version_of(local), local.storage_offset(), storage
 
     def release(self) -> None:
         """Free all memory, and remove the hook."""
@@ -257,25 +250,6 @@ class HostParameter:
         for piece in self.pieces:
             piece.known = False
 
-    def whole(self, values: Snapshot) -> torch.Tensor:
-        """The gradient in the type of the step, with its factors, in the parameter's shape."""
-        return self.part(values, 0, self.numel, None).as_strided(*self.form)
-
-    def part(self, values: Snapshot, start: int, numel: int, scratch: torch.Tensor | None) -> torch.Tensor:
-        """Elements of the gradient in the type of the step, with its factors; in scratch memory if they change."""
-        found = values.sum.tensor if values.sum is not None else values.read(self.context.transfers)
-        if numel != self.numel:
-            found = found[start : start + numel]
-        scratch = None if scratch is None else scratch[:numel]
-        factors = list(values.factors)
-        if found.dtype != self.work_dtype:
-            found = found.to(self.work_dtype) if scratch is None else scratch.copy_(found)
-        elif factors:
-            found = factors.pop(0).applied(found, scratch)
-        for factor in factors:
-            factor.apply(found)
-        return found
-
     def begin_step(self) -> None:
         """Prepare the master for being written."""
         self.make_master()
@@ -314,7 +288,7 @@ class ParameterRead:
             self._transfers.give_back(sent)
 
     def finish(self, pieces: Sequence[HostPiece]) -> None:
-        """Wait for some pieces, and update their masters; for the CPU's threads."""
+        """Wait for some pieces, and update their master weights; for the CPU's threads."""
         try:
             for held, piece in pieces:
                 if held.has_master:

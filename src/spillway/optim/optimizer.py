@@ -14,7 +14,7 @@ from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction
-from spillway.optim.placement import Placement
+from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of, many_processes, on_error
@@ -130,13 +130,13 @@ class OffloadedOptimizer(Optimizer):
         )
         if fraction == "auto" and device_class is not optimizer_class:
             raise UsageError(
-                "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
-                "moves to the device takes its state along"
+                "device_class differs from optimizer_class with fraction='auto', but a parameter takes its state along "
+                "to the GPU. Leave device_class out, or give a number."
             )
         if step_in_backward and not traits.steps_alone:
             raise UnsupportedError(
-                f"got step_in_backward=True with {optimizer_class.__name__}, expected a class of torch.optim: another "
-                f"may step all parameters in one call"
+                f"step_in_backward=True with {optimizer_class.__name__}: a class that is not torch's may step all "
+                f"parameters in one call. Leave the option out, or use a class of torch.optim."
             )
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
@@ -238,14 +238,14 @@ class OffloadedOptimizer(Optimizer):
         options = self._placement.options
         if self._tuner is not None or options.budget is not None or options.step_in_backward:
             raise UsageError(
-                "divide: got an optimizer with fraction='auto', a device_budget or step_in_backward=True, expected one "
-                "with a number, or no fraction at all; leave that out"
+                "divide() of an optimizer with fraction='auto', a device_budget or step_in_backward=True, which decide "
+                "the fraction themselves. Leave these out, or give a number."
             )
         check_fraction(fraction)
         self.synchronize()
         self._steps.take_edits()
         for context in self._placement.contexts.values():
-            # Tasks that change masters are done.
+            # Tasks that write master weights end.
             context.last_task().finish()
         self._divide(float(fraction))
         self._steps.forget_costs()
@@ -273,16 +273,16 @@ class OffloadedOptimizer(Optimizer):
             stall_seconds=stats.stall_seconds,
         )
 
-    def refresh_masters(self) -> None:
-        """The next step takes all masters from their parameters, and drops their further bits.
+    def refresh_master_weights(self) -> None:
+        """The next step takes all fp32 master weights from their parameters, and drops their further bits.
 
-        Each step reads its parameters anyway, and keeps a master where its rounded value is the parameter's.
+        Without this call a step keeps a master weight whose rounded value is the parameter's.
         """
-        self._steps.early.check_none("refresh_masters()")
+        self._steps.early.check_none("refresh_master_weights()")
         self.synchronize()
         for held in self._placement.held.values():
             self._placement.store.forget_master(held)
-        self._placement.device.refresh_masters()
+        self._placement.device.refresh_master_weights()
 
     def close(self) -> None:
         """Reload gradients, remove hooks from parameters, and free all memory. The state is gone.
@@ -379,8 +379,8 @@ class OffloadedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "got an OffloadedOptimizer to be copied or pickled, expected its state_dict() to be; another optimizer, "
-            "made over the other parameters, loads that"
+            "An OffloadedOptimizer cannot be copied or pickled: its memory is its own. Make another one over the other "
+            "parameters, and load this one's state_dict()."
         )
 
     def _add(self, parameters: list[tuple[int, torch.Tensor]]) -> None:
@@ -391,10 +391,10 @@ class OffloadedOptimizer(Optimizer):
         """Let the CPU step another fraction, if the measured steps say so."""
         if many_processes():
             raise UnsupportedError(
-                "fraction: got 'auto' in a process group, expected a number, the same on every rank; find it in a run "
-                "of one process (optimizer.fraction says it)"
+                "fraction='auto' in a process group: ranks would choose different ones. Give the same number on every "
+                "rank. A run of one process finds it: optimizer.fraction."
             )
-        # The device may not have waited for the last step yet.
+        # The GPU may not have waited for the last step yet.
         chosen = tuner.note(self._steps.older.times(), self.fraction)
         if chosen is not None:
             self._divide(chosen)
@@ -430,11 +430,11 @@ class OffloadedOptimizer(Optimizer):
         self._session.check_open()
         if self._closed:
             raise UsageError(
-                "got an OffloadedOptimizer that is closed, expected an open one: its state is gone; make a new one, "
-                "and close() after the last state_dict()"
+                "got a closed OffloadedOptimizer, whose state is gone. Make a new one, and close() after the last "
+                "state_dict()."
             )
 
     def _check_usable(self) -> None:
         self._check_open()
         if any(context.transfers.backend.is_capturing() for context in self._placement.contexts.values()):
-            raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
+            raise UnsupportedError(IN_CAPTURE)

@@ -1,23 +1,20 @@
-"""A parameter's optimizer state: its layout in a range of bytes, what users see of it, and how it is loaded."""
+"""A parameter's optimizer state as users see and edit it, and copies of states that are loaded."""
 
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from spillway.errors import UsageError
+from spillway.optim.chunks import Slot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.tensors import distributed_like, flat, is_dense, local_of
-from spillway.optim.transfers import aligned
-from spillway.runtime.bytes import Bytes, over
+from spillway.optim.tensors import distributed_like, flat, local_of
 
 MASTER = "master"
 """The name of the fp32 master weight in a parameter's state."""
@@ -25,60 +22,6 @@ STEP = "step"
 """The name of the count of steps. Its type is not the parameter's."""
 _NUMBERS = {STEP, "mu_product", "eta", "mu"}
 """States of torch's classes that are numbers, also for a parameter without dimensions."""
-
-
-class Slot(NamedTuple):
-    """The place of a state tensor in a range of bytes."""
-
-    part: int
-    """The parameter, as a number among those that share the bytes."""
-    name: Hashable
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    """Its first byte."""
-
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, memory: Bytes | None) -> torch.Tensor:
-        """The tensor, in memory of this layout."""
-        assert memory is not None
-        start = (memory.start + self.start) // self.dtype.itemsize
-        return over(memory.storage, self.dtype, start, self.shape, self.strides)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The slots of a range of bytes."""
-
-    slots: tuple[Slot, ...] = ()
-    nbytes: int = 0
-
-    @classmethod
-    def of(cls, states: Sequence[Mapping[Hashable, Any]]) -> Layout:
-        """A slot for every tensor of these states that moves, in their order. Each begins at a cache line.
-
-        Example:
-            >>> Layout.of([{"step": torch.tensor(1.0), "sum": torch.zeros(2, 3)}, {"sum": torch.zeros(4)}]).nbytes
-            80
-        """
-        slots: list[Slot] = []
-        end = 0
-        for part, state in enumerate(states):
-            for name, value in state.items():
-                if moves(value):
-                    strides = value.stride() if is_dense(value) else value.new_empty(value.shape).stride()
-                    slots.append(Slot(part, name, value.dtype, tuple(value.shape), tuple(strides), aligned(end)))
-                    end = slots[-1].start + slots[-1].nbytes
-        return cls(tuple(slots), end)
-
-
-def moves(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value of a state moves to where it is stepped. Numbers and empty tensors stay."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0
 
 
 class StateView(dict[Any, Any]):
@@ -202,8 +145,8 @@ class StateViews:
             views = me()
             if views is None or views._views.get(parameter) is not mine():
                 raise UsageError(
-                    "got a state of an OffloadedOptimizer that is closed, or of a parameter whose state has moved, "
-                    "expected one that is there; ask for optimizer.state[parameter] again, and close() last"
+                    "got a state of a closed OffloadedOptimizer, or of a parameter whose state has moved. Read "
+                    "optimizer.state[parameter] again, and close() last."
                 )
             return as_distributed(views._open_state(parameter), parameter)
 
@@ -225,7 +168,7 @@ class StateViews:
         return dict(now or {})
 
     def with_states(self, states: Mapping[torch.Tensor, State]) -> defaultdict[torch.Tensor, Any]:
-        """What ``optimizer.state`` would be with these states, for a state dict."""
+        """``optimizer.state`` with these states in place of the views, for a state dict."""
         state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in self._views})
         state.update({one: as_distributed(found, one) for one, found in states.items() if found})
         return state
@@ -258,8 +201,8 @@ def check_shapes(state: State, parameter: torch.Tensor, *, fused: bool) -> None:
         must_fit = (key == MASTER or (fused and key != STEP)) and isinstance(value, torch.Tensor)
         if must_fit and value.shape != parameter.shape:
             raise UsageError(
-                f"{key}: got a state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}, "
-                f"expected the parameter's shape; load the state of the same model"
+                f"{key}: got a state of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}. "
+                f"Load the state of the same model."
             )
 
 

@@ -1,4 +1,4 @@
-"""Dense tensors, local parts of distributed tensors, and master weights that follow their parameters."""
+"""Dense tensors, local parts of distributed tensors, and fp32 master weights that follow their parameters."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from spillway._torch import distributed_with, local_part
 from spillway.errors import UnsupportedError
 from spillway.runtime.bytes import Bytes
 
@@ -41,17 +42,16 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor. It is the very object: writes to it are seen."""
     if not is_distributed(tensor):
         return tensor
-    local = tensor._local_tensor  # type: ignore[attr-defined]
+    local: torch.Tensor = local_part(tensor)
     # A collective may be under way.
-    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def distributed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Distribute a local part as a parameter is. The part may be on another device."""
     if not is_distributed(parameter):
         return local
-    make: Any = sys.modules["torch.distributed.tensor"].DTensor
-    return make(local, parameter._spec, requires_grad=False)  # type: ignore[no-any-return, attr-defined]
+    return distributed_with(local, parameter)
 
 
 def many_processes() -> bool:
@@ -93,8 +93,8 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """
     if tensor.layout != torch.strided:
         raise UnsupportedError(
-            f"got a gradient of layout {tensor.layout}, expected a dense one; leave the parameter to an optimizer of "
-            f"its own, or make the embedding with sparse=False"
+            f"got a gradient of layout {tensor.layout}, expected a dense one. Give the parameter to an optimizer of "
+            f"its own, or make the embedding with sparse=False."
         )
     if tensor.stride() == like.stride() and is_dense(tensor):
         return tensor.detach()
