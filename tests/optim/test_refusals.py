@@ -57,7 +57,7 @@ def test_a_sparse_gradient_is_refused(session: spillway.Session) -> None:
 def test_a_parameter_whose_elements_do_not_fill_its_memory_is_refused(
     tensor: Tensor, session: spillway.Session
 ) -> None:
-    with pytest.raises(UnsupportedError, match="overlap or leave gaps. Make it contiguous"):
+    with pytest.raises(UnsupportedError, match=r"overlap or leave gaps\. Make it contiguous"):
         OffloadedOptimizer([Parameter(tensor)], torch.optim.SGD, lr=0.1, session=session)
     optimizer = OffloadedOptimizer([good := Parameter(torch.ones(2))], torch.optim.SGD, lr=0.5, session=session)
     with pytest.raises(UnsupportedError, match="overlap or leave gaps"):

@@ -357,7 +357,7 @@ def test_what_was_saved_begins_anew_after_a_batch_that_was_dropped(model_first: 
     optimizer.zero_grad()
     # What was stepped is on its way to the parameters.
     model.load_state_dict(saved[0])
-    with pytest.raises(UsageError, match=r"call synchronize\(\), and load both again"):
+    with pytest.raises(UsageError, match=r"Call synchronize\(\), and load"):
         optimizer.load_state_dict(saved[1])
     optimizer.synchronize()
     for loads in (model, optimizer) if model_first else (optimizer, model):
@@ -392,7 +392,7 @@ def test_settings_that_change_within_a_backward_are_noticed(
         rate.data.fill_(0.7)
     else:
         optimizer.param_groups[0]["lr"] = 0.7
-    with pytest.raises(UsageError, match=r"other settings of group 0 before step\(\) \(lr\)"):
+    with pytest.raises(UsageError, match=r"Settings of group 0 were changed between backward and step\(\): lr"):
         other.sum().backward()
     optimizer.close()
 

@@ -15,7 +15,8 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
 from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCost
 from spillway.optim.states import MASTER, follow_first, host_copy, part_of
-from spillway.optim.tensors import CHUNK, batches, flat, follow, on_error
+from spillway.optim.tensors import CHUNK, batches, flat, follow
+from spillway.optim.transfers import on_error
 from spillway.runtime.bytes import over
 
 _LEAST = 1 << 16
@@ -128,7 +129,7 @@ class ChunkedStore(StateStore):
         self._new.clear()
 
     def transfers_of(self, steps: Iterable[Snapshot], cost: StepCost) -> dict[DeviceContext, list[ChunkTransfer]]:
-        """The transfers of a step, by device, in the order of the steps."""
+        """The transfers of a step, by GPU, in the order of the steps."""
         by_chunk: dict[StateChunk, dict[int, Snapshot]] = {}
         for step in steps:
             parts = self._parts_of(step.held)
@@ -142,7 +143,7 @@ class ChunkedStore(StateStore):
         return transfers
 
     def parameter(self, transfer: ChunkTransfer, index: int, values: torch.Tensor) -> torch.nn.Parameter:
-        """The tensor that is stepped for a part whose parameter has these values: its master, if it has one."""
+        """The tensor that is stepped for a part whose parameter has these values: its master weight, if it has one."""
         held, stepped = transfer.chunk.parts[index].held, values
         if held.has_master:
             master = transfer.states[index].get(MASTER)

@@ -19,8 +19,8 @@ from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.tensors import is_dense, on_error
-from spillway.optim.transfers import SentTensor, aligned
+from spillway.optim.tensors import is_dense
+from spillway.optim.transfers import SentTensor, aligned, on_error
 from spillway.runtime.backend import Event, raise_again
 from spillway.runtime.bytes import Bytes, over
 

@@ -1,7 +1,7 @@
 """States and fp32 master weights in the session's spill file, streamed to CPU memory to be stepped there.
 
 The CPU worker thread steps chunk after chunk. Tasks read those that come next, and write those that were stepped.
-Gradients are in pinned memory. Parameters are read from the device: see NOTE [ A step reads the parameter ].
+Gradients are in pinned memory. Parameters are read from the GPU: see NOTE [ A step reads the parameter ].
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
 from spillway.optim.state_store import SettingsOf, StepCost, in_order
-from spillway.optim.tensors import on_error
-from spillway.optim.transfers import Upload, aligned
+from spillway.optim.transfers import Upload, aligned, on_error
 from spillway.runtime.arena import Block, pages
 from spillway.runtime.backend import Backend, Event, Several
 from spillway.runtime.bytes import Bytes, Cells
@@ -198,7 +197,7 @@ class DiskStore(ChunkedStore):
             staging = None
             parts = [transfer.chunk.parts[index] for index in transfer.steps]
             if parts[0].held.has_master:
-                # Parameters are copied to the device from there. Before anything is stepped: there may be no memory.
+                # Parameters are copied to the GPU from there. Before anything is stepped: there may be no memory.
                 staging = pipeline.with_room(lambda: transfers.pinned(sum(aligned(part.nbytes) for part in parts)))
                 undo.callback(transfers.arena.free, staging)
             self.step_parts(transfer, parameters)
@@ -228,7 +227,7 @@ class DiskStore(ChunkedStore):
     def _upload(
         self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter], staging: Block | None
     ) -> Event:
-        """Queue the copies of parameters to the device; gives their end."""
+        """Queue the copies of parameters to the GPU; gives their end."""
         assert transfer.ready is not None
         transfers = transfer.chunk.context.transfers
         uploads = []

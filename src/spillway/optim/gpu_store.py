@@ -5,8 +5,8 @@ gradients that are summed on the CPU. Memory on the GPU is allocated on the comp
 compute before they touch it. Since chunks arrive some ahead of their step, the incoming stream waits for the step of
 some chunks before. Compute waits for a chunk when its step comes, and for its way back before its memory is freed.
 
-Parameters without a master are stepped where they are. The GPU's memory for all of this is within the in-flight limit.
-Exceptions are a parameter that is larger, and a parameter's first step, in which the class makes the state itself.
+Parameters without a master weight are stepped where they are. The GPU's memory for all of this is within the in-flight
+limit. Exceptions are a parameter that is larger, and a parameter's first step, in which the class makes the state.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
 from spillway.optim.state_store import SettingsOf, StepCost
 from spillway.optim.states import STEP
-from spillway.optim.tensors import on_error
-from spillway.optim.transfers import Pinned, aligned
+from spillway.optim.transfers import Pinned, aligned, on_error
 from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes, Cells, Flat, over
 
@@ -248,7 +247,7 @@ class GpuStore(ChunkedStore):
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
         for factor in snapshot.factors:
-            factor.apply_on_device(found)
+            factor.apply(found, on_device=True)
         parameter.grad = found
         return parameter
 

@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 
 
 class Factor:
-    """A number that gradients are multiplied with (``"mul_"``), or divided by (``"div_"``).
-
-    It is the user's number, or a copy of the user's tensor on the device, which is sent to the CPU.
-    """
+    """A number that gradients are multiplied with (``"mul_"``) or divided by (``"div_"``), or a copy of a tensor."""
 
     def __init__(self, operation: str, value: torch.Tensor | float, transfers: Transfers) -> None:
         self.operation = operation
@@ -57,17 +54,14 @@ class Factor:
             self._release()
         return self._value
 
-    def apply(self, tensor: torch.Tensor) -> None:
-        """Multiply in place; for the CPU worker thread."""
-        getattr(tensor, self.operation)(self.value())
+    def apply(self, tensor: torch.Tensor, *, on_device: bool = False) -> None:
+        """Multiply in place: on the GPU, or in the CPU worker thread."""
+        getattr(tensor, self.operation)(self.given if on_device else self.value())
 
     def applied(self, tensor: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
         """The product, in scratch memory if there is some; for the CPU worker thread."""
         product: torch.Tensor = getattr(torch, self.operation[:-1])(tensor, self.value(), out=scratch)
         return product
-
-    def apply_on_device(self, tensor: torch.Tensor) -> None:
-        getattr(tensor, self.operation)(self.given)
 
     @functools.cached_property
     def is_power_of_two(self) -> bool:
@@ -97,21 +91,16 @@ class DeviceContext:
     accumulates: bool = False
     """Whether a second gradient ever arrived before a step."""
     norms: set[float] = field(default_factory=set)
-    """Orders of norms that were asked for. From then on they are taken on the device, before the offload."""
+    """Orders of norms that were asked for. From then on they are taken on the GPU, before the offload."""
     expected: int = 0
     """How many gradients of a parameter arrived in the last accumulation step."""
-    _factor: tuple[torch.Tensor, int | None, Factor] | None = None
     gradients: weakref.WeakSet[Gradient] = field(default_factory=weakref.WeakSet)
+    _factor: tuple[torch.Tensor, int | None, Factor] | None = None
     _additions: deque[tuple[int, Event]] = field(default_factory=deque)
     _additions_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> None:
-        """Raise if bytes cannot be moved any more.
-
-        Raises:
-            SessionError: the session is closed, or belongs to another process.
-            UsageError: the optimizer is closed.
-        """
+        """Raise if bytes cannot be moved any more: the session or the optimizer is closed."""
         self.check_session()
         if self.closed:
             raise UsageError(
@@ -120,7 +109,7 @@ class DeviceContext:
             )
 
     def close(self, *, lost: bool) -> None:
-        """Do what was queued, and end."""
+        """Finish all queued tasks, and end."""
         self.lane.close()
         self.workers.close()
         if not lost:
@@ -133,9 +122,9 @@ class DeviceContext:
         """One factor for all gradients that are multiplied with the same tensor."""
         if not isinstance(value, torch.Tensor):
             return Factor(operation, value, self.transfers)
-        last = self._factor
         # An inference tensor has no version: its value may have changed.
         version = None if value.is_inference() else version_of(value)
+        last = self._factor
         known = last is not None and last[0] is value and version is not None and last[1] == version
         if last is None or not known or last[2].operation != operation:
             last = self._factor = (value, version, Factor(operation, value, self.transfers))
@@ -159,7 +148,7 @@ class DeviceContext:
 
 
 class GradientSum:
-    """Memory in which a parameter's gradients are summed; for the CPU worker thread."""
+    """CPU memory in which a parameter's gradients are summed; for the CPU worker thread."""
 
     def __init__(self, held: HostParameter) -> None:
         transfers = held.context.transfers
@@ -238,7 +227,7 @@ class Snapshot:
 class _CpuNorm(NamedTuple):
     done: Event
     found: list[float]
-    """The norm, once that is done."""
+    """The norm, once the task is done."""
     factors: tuple[Factor, ...]
     """The factors that it contains."""
 
@@ -252,7 +241,7 @@ class Gradient:
     raw: SentTensor | None = None
     sum: GradientSum | None = None
     summed: bool = False
-    """Whether ``sum`` holds the gradient."""
+    """Whether ``sum`` has the gradient."""
     factors: list[Factor] = field(default_factory=list)
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
     """Norms of a single gradient, without factors; on the GPU."""
@@ -269,12 +258,12 @@ class Gradient:
         self.context.gradients.add(self)
 
     def __del__(self) -> None:
-        # Tasks that read the gradient hold it, so there are none.
+        # Tasks that read the gradient reference it, so there are none.
         if self.raw is not None:
             self.context.transfers.give_back(self.raw)
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Replace whatever there was by a new gradient."""
+        """Replace the gradient by a new one."""
         self._check_open()
         self.clear()
         self.arrive(tensor)
@@ -359,14 +348,14 @@ class Gradient:
         return Snapshot(self.held, self.raw, self.sum if self.summed else None, tuple(self.factors))
 
     def snapshot_for_device(self, now: torch.Tensor) -> Snapshot:
-        """The same for a step on the device. ``now`` is the local part of ``p.grad``: it may be on the device."""
+        """The same for a step on the GPU. ``now`` is the local part of ``p.grad``, which may be a plain tensor."""
         if isinstance(now, OffloadedGradient):
             return self.snapshot()
         self.clear()
         return Snapshot(self.held, on_device=with_strides_of(now, self.held.local()))
 
     def norm(self, order: float) -> torch.Tensor:
-        """Its norm in the type of the step; a tensor without dimensions, on the device."""
+        """Its norm in the type of the step; a tensor without dimensions, on the GPU."""
         self.context.check()
         if order > 0:
             self.context.norms.add(order)
@@ -379,10 +368,9 @@ class Gradient:
             # Code that asks for one norm asks for all: the workers take the others meanwhile.
             for gradient in list(self.context.gradients):
                 gradient.measure(order)
-        measured = self._cpu_norms[order]
+        measured, local = self._cpu_norms[order], self.held.local()
         measured.done.synchronize()
-        dtype = self.held.work_dtype.to_real()
-        return torch.tensor(measured.found[0], dtype=dtype, device=self.held.local().device)
+        return torch.tensor(measured.found[0], dtype=self.held.work_dtype.to_real(), device=local.device)
 
     def measure(self, order: float) -> None:
         """Let the CPU take its norm, if there is a gradient and the norm is not known."""
@@ -403,7 +391,7 @@ class Gradient:
         self._cpu_norms[order] = _CpuNorm(self.reader, found, values.factors)
 
     def has_nonfinite(self) -> torch.Tensor:
-        """1 if an element is infinite or NaN, else 0; on the device."""
+        """1 if an element is infinite or NaN, else 0; on the GPU."""
         if self.held.numel == 0:
             return torch.zeros((), device=self.held.local().device)
         return (~self.norm(math.inf).isfinite()).float()
@@ -438,7 +426,7 @@ class Gradient:
             self.reader = None
 
     def _has_device_norm(self, order: float) -> bool:
-        """Whether the norm that was taken on the device gives its own norm, to the last bit."""
+        """Whether the norm that was taken on the GPU gives its own norm, to the last bit."""
         return order in self.norms and all(order == math.inf or factor.is_power_of_two for factor in self.factors)
 
     def _has_cpu_norm(self, order: float) -> bool:
@@ -496,8 +484,7 @@ class Gradient:
 def _add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
     """Add a flat gradient to a flat sum of the same or a wider type. The first one is copied."""
     scratch = scratch_of(total.dtype)
-    size = scratch.numel()
-    for part, new in zip(torch.split(total, size), torch.split(gradient, size), strict=True):
+    for part, new in zip(torch.split(total, len(scratch)), torch.split(gradient, len(scratch)), strict=True):
         if first:
             part.copy_(new)
         elif new.dtype == part.dtype:

@@ -7,7 +7,7 @@ the parameter's type cannot hold. So every write between two steps counts, also 
 ``.data``, a NumPy view, a library's kernel, a collective.
 
 The read copies as many bytes to the CPU as the parameter has. On the CPU itself the step works on the parameter's own
-memory. Tensor versions would miss the writes above, and a checksum on the device would arrive no sooner than the bytes.
+memory. Tensor versions would miss the writes above, and a checksum on the GPU would arrive no sooner than the bytes.
 ``step_in_backward=True`` reads each parameter when its gradient has arrived.
 """
 
@@ -51,13 +51,13 @@ class _Form(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A part of a master that is stepped as a parameter of its own."""
+    """A part of a master weight that is stepped as a parameter of its own."""
 
     start: int
     """Its first element, in memory order."""
     numel: int
     tensor: torch.nn.Parameter
-    """Over the master's memory."""
+    """Over the master weight's memory."""
     known: bool = False
     """Whether it was ever written."""
     parts: State = field(default_factory=dict)
@@ -68,7 +68,7 @@ class HostParameter:
     """A user's parameter, and what the CPU has of it.
 
     Args:
-        work_dtype: the type of its master, and of the gradient that it is stepped with.
+        work_dtype: the type of its master weight, and of the gradient that it is stepped with.
         cut: whether it may be stepped in pieces.
 
     Raises:
@@ -79,7 +79,7 @@ class HostParameter:
         self, parameter: torch.Tensor, group: int, context: DeviceContext, work_dtype: torch.dtype, *, cut: bool
     ) -> None:
         self.pinned: Pinned | None = None
-        """Memory of the master. Without a master of a wider type it is a copy of the parameter."""
+        """Memory of the master weight. If that has no wider type, it is a copy of the parameter."""
         self.parameter = parameter
         self.group = group
         self.context = context
@@ -95,7 +95,7 @@ class HostParameter:
         self.cut = cut
         self.gradient = Gradient(self, context)
         self.in_place = False
-        """Whether the step works on the parameter's own memory, which is then the master."""
+        """Whether the step works on the parameter's own memory, which is then the master weight."""
         self.master: torch.Tensor | None = None
         """In the parameter's shape and strides."""
         self.pieces: list[Piece] = []
@@ -109,7 +109,7 @@ class HostParameter:
 
     @property
     def has_master(self) -> bool:
-        """Whether the master has a wider type than the parameter."""
+        """Whether the master weight has a wider type than the parameter."""
         return self.work_dtype != self._form.dtype
 
     @property
@@ -208,7 +208,7 @@ class HostParameter:
         return anonymous_pages(nbytes, huge=True).view(dtype)
 
     def make_master(self) -> None:
-        """Make the master and its pieces, or pieces of the parameter itself, wherever its memory is now."""
+        """Make the master weight and its pieces, or pieces of the parameter itself, wherever its memory is now."""
         if self.in_place:
             local = self.local()
             if self.master is not None and self.master.data_ptr() == local.data_ptr():
@@ -238,7 +238,7 @@ class HostParameter:
             ]
 
     def put_master(self, master: torch.Tensor) -> None:
-        """Set the master. The next step keeps it where its rounded value is the parameter's."""
+        """Set the master weight. The next step keeps it where its rounded value is the parameter's."""
         self.begin_step()
         assert self.master is not None
         flat(self.master).copy_(flat(master))
@@ -246,12 +246,12 @@ class HostParameter:
             piece.known = True
 
     def forget_master(self) -> None:
-        """The next step takes the master from the parameter."""
+        """The next step takes the master weight from the parameter."""
         for piece in self.pieces:
             piece.known = False
 
     def begin_step(self) -> None:
-        """Prepare the master for being written."""
+        """Prepare the master weight for being written."""
         self.make_master()
         if self.pinned is not None:
             self.pinned.synchronize()
@@ -268,7 +268,7 @@ HostPiece = tuple[HostParameter, Piece]
 
 
 class ParameterRead:
-    """Copies of parameters to the CPU, for pieces of one device. See NOTE [ A step reads the parameter ]."""
+    """Copies of parameters to the CPU, for pieces of one GPU. See NOTE [ A step reads the parameter ]."""
 
     def __init__(self, pieces: Sequence[HostPiece], after: Event) -> None:
         self._transfers = pieces[0][0].context.transfers
@@ -309,7 +309,7 @@ class ParameterRead:
 
 
 def upload(pieces: Sequence[HostPiece], after: Event) -> Event:
-    """Queue copies of pieces to their device, which casts them to the parameters' type; gives their end."""
+    """Queue copies of pieces to their GPU, which casts them to the parameters' type; gives their end."""
     sent = [(held, piece) for held, piece in pieces if not held.in_place]
     uploads = [Upload(held.local(), piece.start, Cells(held.range_of(piece), held.work_dtype)) for held, piece in sent]
     end = pieces[0][0].context.transfers.receive(uploads, after)

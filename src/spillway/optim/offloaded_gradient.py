@@ -31,7 +31,7 @@ _CHECK = _aten._amp_foreach_non_finite_check_and_unscale_.default
 
 
 class OffloadedGradient(torch.Tensor):
-    """A gradient whose bytes are on the CPU. It looks like a tensor on the device."""
+    """A gradient whose bytes are on the CPU. It looks like a tensor on the GPU."""
 
     _home: weakref.ref[Gradient]
     kept: Gradient | None = None
@@ -80,7 +80,7 @@ class OffloadedGradient(torch.Tensor):
 
 
 def _apply_to_each(function: Any, args: tuple[Any, ...]) -> Any:
-    """Run an operator on gradients of which some may be on the device."""
+    """Run an operator on gradients of which some may be on the GPU."""
     listed = isinstance(args[0], (list, tuple))
     gradients = list(args[0]) if listed else [args[0]]
     offloaded = [gradient for gradient in gradients if isinstance(gradient, OffloadedGradient)]
@@ -100,7 +100,7 @@ def _apply_to_each(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tensor]:
-    """Norms of gradients of which some may be on the device."""
+    """Norms of gradients of which some may be on the GPU."""
     on_device = [gradient for gradient in gradients if not isinstance(gradient, OffloadedGradient)]
     found = iter(foreach_norm(on_device, order) if on_device else ())
     return [one.home.norm(float(order)) if isinstance(one, OffloadedGradient) else next(found) for one in gradients]

@@ -74,14 +74,14 @@ class ClassTraits:
 
 @dataclass(frozen=True, slots=True)
 class ClassArguments:
-    """The user's arguments for one class, or for the CPU's and the device's class."""
+    """The user's arguments for one class, or for the CPU's and the GPU's class."""
 
     cpu: dict[str, Any]
     device: dict[str, Any]
     defaults: dict[str, Any]
     """The settings of a new group."""
     device_only: dict[str, Any]
-    """Group entries of the device's class that differ from those of the CPU's class."""
+    """Group entries of the GPU's class that differ from those of the CPU's class."""
 
     @classmethod
     def of(cls, cpu_class: type[Optimizer], device_class: type[Optimizer], given: dict[str, Any]) -> ClassArguments:

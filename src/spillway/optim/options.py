@@ -38,12 +38,7 @@ _MARGIN = 0.97
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of an :class:`~spillway.OffloadedOptimizer`, without those of its classes.
-
-    Raises:
-        UsageError: a value of the wrong type or range.
-        UnsupportedError: values that do not go together.
-    """
+    """The arguments of an :class:`~spillway.OffloadedOptimizer`, without those of its classes."""
 
     fraction: Fraction
     slowdown: float
@@ -89,7 +84,7 @@ class Options:
     def threads_of_step(self) -> int:
         """The user's number; else one for each CPU of this process, shared by the ranks of the machine, at most 16.
 
-        If there are more than four, two are left to the threads that queue the device's work.
+        If there are more than four, two are left to the threads that launch the GPU's kernels.
         """
         threads = self.threads
         if threads is not None:
@@ -140,10 +135,6 @@ def workers_of(threads: int) -> tuple[int, int]:
     """How many workers share some threads, and how many each has.
 
     Several, so that one computes while another is in Python. Few, because all of them need Python's lock there.
-
-    Example:
-        >>> workers_of(14), workers_of(4), workers_of(1)
-        ((7, 2), (2, 2), (1, 1))
     """
     workers = max(1, threads // _THREADS_OF_A_WORKER)
     return workers, threads // workers
@@ -165,12 +156,7 @@ def compute_with(threads: int) -> None:
 
 
 def counted(devices: Sequence[torch.device]) -> list[bool]:
-    """Whether a fraction counts each parameter: those on a GPU count, or all if all are on the CPU.
-
-    Example:
-        >>> counted([torch.device("cuda"), torch.device("cpu")])
-        [True, False]
-    """
+    """Whether a fraction counts each parameter: those on a GPU count, or all if all are on the CPU."""
     on_device = [device.type != "cpu" for device in devices]
     return on_device if any(on_device) else [True] * len(devices)
 
@@ -179,7 +165,7 @@ def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -
     """Whether the CPU steps each parameter, so that it has at least a fraction of all elements.
 
     ``last_first`` begins with the last ones. Their gradients come first in backward. The first ones, which the next
-    forward needs first, are then stepped on the device.
+    forward needs first, are then stepped on the GPU.
 
     Example:
         >>> held_of([4, 4, 2], 0.5)
@@ -228,9 +214,9 @@ class StepTimes(NamedTuple):
 class FractionTuner:
     """Chooses the fraction of elements that the CPU steps, for ``fraction="auto"``.
 
-    The CPU's work grows with the fraction. A part of it is hidden behind the device's work, and the rest is a stall.
-    So the times at one fraction give the largest fraction that costs no more than allowed. The choice is measured
-    again, and lowered if it costs more after all.
+    The CPU's work grows with the fraction. A part of it is hidden behind the GPU's work, and the rest is a stall. So
+    the times at one fraction give the largest fraction that costs no more than allowed. The choice is measured again,
+    and lowered if it costs more after all.
     """
 
     def __init__(self, slowdown: float) -> None:

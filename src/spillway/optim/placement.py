@@ -31,8 +31,8 @@ from spillway.optim.optimizer_class import (
 from spillway.optim.options import Options, compute_with, counted, held_beyond, held_of, workers_of
 from spillway.optim.state_store import MemoryStore, StateStore
 from spillway.optim.states import MASTER, device_copy
-from spillway.optim.tensors import follow, local_of, on_error
-from spillway.optim.transfers import Transfers
+from spillway.optim.tensors import follow, local_of
+from spillway.optim.transfers import Transfers, on_error
 from spillway.runtime.backend import HostLane
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
@@ -114,7 +114,7 @@ class Placement:
                 yield group, parameter
 
     def move_to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        """Let the CPU step a parameter that the device stepped."""
+        """Let the CPU step a parameter that the GPU stepped."""
         held = self._made(group, parameter)
         with on_error(self.remove, held):
             self.held[parameter] = held
@@ -124,7 +124,7 @@ class Placement:
         return held
 
     def copy_to_device(self, held: HostParameter) -> None:
-        """Let the device step a parameter. :meth:`remove` completes the move."""
+        """Let the GPU step a parameter. :meth:`remove` completes the move."""
         (state,), parameter = self.store.load_all([held]), held.parameter
         with on_error(self.device.discard, parameter):
             self.device.add(parameter, held.group, held.work_dtype)

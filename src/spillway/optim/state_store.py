@@ -1,4 +1,4 @@
-"""Where states and fp32 master weights are stored between steps, and how they are stepped from there.
+"""Stores of states and fp32 master weights between steps, which also step them.
 
 NOTE [ State stores ]
 
@@ -115,7 +115,7 @@ class StateStore(ABC):
     """Stores states and fp32 master weights between steps, and steps parameters. See NOTE [ State stores ]."""
 
     steps_on_device: bool = False
-    """Whether the device steps the parameters. Gradients that are on the device then stay there."""
+    """Whether the GPU steps the parameters. Gradients that are on the GPU then stay there."""
 
     @abstractmethod
     def add(self, held: HostParameter) -> None:

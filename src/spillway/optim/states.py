@@ -235,7 +235,7 @@ def host_copy(key: Any, value: Any, held: HostParameter) -> Any:
 
 
 def device_copy(key: Any, value: Any, parameter: torch.Tensor, work_dtype: torch.dtype, *, step_on_device: bool) -> Any:
-    """A copy of a state's value for a step on the device."""
+    """A copy of a state's value for a step on the GPU."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()

@@ -24,7 +24,8 @@ from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
-from spillway.optim.tensors import is_distributed, local_of, many_processes, on_error
+from spillway.optim.tensors import is_distributed, local_of, many_processes
+from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, label
 
 _TOGETHER = 1 << 20
@@ -120,7 +121,7 @@ class StepQueue:
         self.older = self.last = self.now = StepCost()
 
     def bring_back(self, held: HostParameter) -> None:
-        """Reload a parameter's gradient to the device, where it is a plain tensor."""
+        """Reload a parameter's gradient to the GPU, where it is a plain tensor."""
         if held in self.early.stepped:
             # Another optimizer would step by it again.
             _put_gradient(held, None)
@@ -176,7 +177,7 @@ class StepQueue:
         store.step(steps, self.now, overlapped=bool(self._forward_hooks))
         self.pending = stepped.union(step.held for step in steps)
         if not store.steps_on_device and any(step.held.gradient.stand_in_if_alive() is None for step in steps):
-            # Gradients that stay on the device may be written as soon as this returns.
+            # Gradients that stay on the GPU may be written as soon as this returns.
             for context in contexts:
                 context.transfers.settle()
 
