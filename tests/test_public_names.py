@@ -51,7 +51,7 @@ PUBLIC = {
     "TransferError",
     "UnsupportedError",
     "UsageError",
-    "WindowStep",
+    "AccumulationStep",
     "Hardware",
     "Plan",
     "Profile",

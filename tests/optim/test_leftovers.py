@@ -300,7 +300,7 @@ def test_a_closed_optimizer_says_so(session: spillway.Session) -> None:
     before = [one.detach().clone() for one in model.parameters()]
     away = next(one for one in kept if is_away(one))
     assert away is not None
-    with pytest.raises(UsageError, match="of an OffloadedOptimizer that is closed"):
+    with pytest.raises(UsageError, match="of a closed OffloadedOptimizer"):
         away.norm()
     for use in (
         optimizer.step,

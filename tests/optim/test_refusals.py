@@ -33,7 +33,7 @@ def test_a_sparse_gradient_is_refused(session: spillway.Session) -> None:
         embedding(torch.tensor([1, 2])).sum().backward()
     embedding.zero_grad()
     embedding.weight.grad = torch.eye(10, 3).to_sparse()
-    with pytest.raises(UnsupportedError, match="leave the parameter to an optimizer of its own"):
+    with pytest.raises(UnsupportedError, match="Give the parameter to an optimizer of its own"):
         optimizer.step()
     embedding.zero_grad()
     embedding.weight.grad = torch.ones(10, 3)

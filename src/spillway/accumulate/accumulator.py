@@ -25,7 +25,7 @@ from spillway.accumulate.gradients import (
     is_number,
     narrow,
 )
-from spillway.accumulate.stepping import Stepper, Totals, WindowStep
+from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
 from spillway.accumulate.wrappers import Wrappers
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
@@ -167,7 +167,7 @@ class Accumulator:
         self._reduced = False
         self._micro: _MicroBatch | None = None
         self._totals = Totals(self._wrappers.groups)
-        self.last: WindowStep | None = None
+        self.last: AccumulationStep | None = None
         """Results of the last accumulation step; ``None`` before the first."""
         self.stepped = False
         """Whether the optimizer has stepped since the current micro-batch began."""
@@ -305,7 +305,7 @@ class Accumulator:
             else:
                 self.step()
 
-    def step(self) -> WindowStep:
+    def step(self) -> AccumulationStep:
         """Normalise and clip the gradients, and step the optimizer. A loop calls this itself.
 
         Returns:

@@ -240,7 +240,7 @@ class _Comparison:
         """The relative difference of one gradient, the tolerance, and whether it is wrong."""
         whole = self._whole.get(name)
         if whole is None or found is None:
-            # None is not the same as zeros: an optimizer skips the parameter.
+            # A missing gradient is not the same as zeros: an optimizer skips the parameter.
             return math.inf, 0.0, True
         if self._tolerance == 0 and torch.equal(whole, found):
             return 0.0, 0.0, False

@@ -25,11 +25,7 @@ _IN_FLIGHT = 4
 
 
 class ChunkedStore(StateStore):
-    """A store whose states are streamed in chunks to where they are stepped. A subclass steps them.
-
-    Args:
-        tier: stores chunks, and copies them to the place of their step and back.
-    """
+    """A store whose states are streamed in chunks to where they are stepped. A subclass steps them."""
 
     def __init__(
         self, tier: ChunkTier, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf
@@ -153,12 +149,7 @@ class ChunkedStore(StateStore):
         return torch.nn.Parameter(stepped, requires_grad=False)
 
     def step_parts(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> None:
-        """Step the parts of a chunk that have a gradient.
-
-        Args:
-            transfer: its chunk is here, and its states are open.
-            parameters: the tensors that are stepped, by the numbers of the parts.
-        """
+        """Step the parts of a loaded chunk that have a gradient. ``parameters`` are by the numbers of the parts."""
         chunk, states = transfer.chunk, transfer.states
         lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
         new = [parameter for index, parameter in parameters.items() if not chunk.begun[index]]
@@ -179,11 +170,7 @@ class ChunkedStore(StateStore):
             chunk.begun[index] = True
 
     def send_back(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> None:
-        """Store a chunk that was stepped.
-
-        Raises:
-            TierFullError: if there is no memory for the states that the class has made. They stay here then.
-        """
+        """Store a chunk that was stepped. Without memory for states that the class has made, they stay here."""
         with on_error(pipeline.drop, transfer), on_error(self.tier.keep, transfer):
             layout, place = self._packed(transfer, pipeline)
         transfer.chunk.set_stored(transfer.states, layout, place)

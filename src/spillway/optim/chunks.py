@@ -62,12 +62,7 @@ class Layout:
 
     @classmethod
     def of(cls, states: Sequence[Mapping[Hashable, Any]]) -> Layout:
-        """A slot for every tensor of these states that moves, in their order. Each begins at a cache line.
-
-        Example:
-            >>> Layout.of([{"step": torch.tensor(1.0), "sum": torch.zeros(2, 3)}, {"sum": torch.zeros(4)}]).nbytes
-            80
-        """
+        """A slot for every tensor of these states that moves, in their order. Each begins at a cache line."""
         slots: list[Slot] = []
         end = 0
         for part, state in enumerate(states):
@@ -280,11 +275,7 @@ class TransferPipeline:
             self._tier.wait(transfer)
 
     def with_room(self, make: Callable[[], _Made]) -> _Made:
-        """Do something that needs memory. If there is none, finish transfers back, or cancel prefetched chunks.
-
-        Raises:
-            TierFullError: if that is not enough.
-        """
+        """Do something that needs memory. If there is none, finish transfers back, or cancel prefetched chunks."""
         while True:
             try:
                 return make()
@@ -310,11 +301,7 @@ class TransferPipeline:
         self._tier.drop(transfer)
 
     def settle(self) -> None:
-        """Wait for all chunks that are being stored, and for prefetched ones that were not taken.
-
-        Raises:
-            TierError: the first error.
-        """
+        """Wait for all chunks that are being stored, and for prefetched ones that were not taken."""
         self._expected.clear()
         with contextlib.ExitStack() as stack:
             for _ in self._leaving:

@@ -33,11 +33,7 @@ from spillway.runtime.spill_file import Extent, SpillFile
 
 
 class DiskPlace:
-    """Consecutive extents of a chunk in the spill file. They are freed with the last reference.
-
-    Raises:
-        TierFullError: if the file is full.
-    """
+    """Consecutive extents of a chunk in the spill file. They are freed with the last reference."""
 
     def __init__(self, file: SpillFile, nbytes: int) -> None:
         self.file = file

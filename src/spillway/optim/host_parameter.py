@@ -60,19 +60,19 @@ class Piece:
     """Over the master weight's memory."""
     known: bool = False
     """Whether it was ever written."""
+    begun: bool = False
+    """Whether the class's constructor has seen it: some classes make their state there."""
+    state: State = field(default_factory=dict)
     parts: State = field(default_factory=dict)
     """Values of its state that are parts of the whole parameter's."""
 
 
 class HostParameter:
-    """A user's parameter, and what the CPU has of it.
+    """A user's parameter, its master weight, its state and its gradient.
 
     Args:
         work_dtype: the type of its master weight, and of the gradient that it is stepped with.
         cut: whether it may be stepped in pieces.
-
-    Raises:
-        UnsupportedError: if its elements overlap, or leave gaps.
     """
 
     def __init__(

@@ -107,11 +107,7 @@ def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tens
 
 
 def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on reloaded gradients.
-
-    They have the type that they show, if the operator only reads. If it writes one, they have the type of the step, in
-    which gradients are summed.
-    """
+    """Run an operator on reloaded gradients: in the type that they show, or in that of the step if it writes one."""
     written = _written(function, args, kwargs)
     work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, OffloadedGradient)}
     reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}
@@ -134,11 +130,7 @@ def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes to.
-
-    Raises:
-        UnsupportedError: if the operator gives views of an offloaded gradient.
-    """
+    """The tensors that an operator writes to. Operators that give views of an offloaded gradient are refused."""
     written = []
     for index, argument in enumerate(schema_of(function).arguments):
         given = args[index] if index < len(args) else kwargs.get(argument.name)

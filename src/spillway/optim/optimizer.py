@@ -81,9 +81,8 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         UsageError: an argument of the wrong type or range.
-        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; ``tier="disk"`` or
-            ``step_on="device"`` with a class that is not torch's, since it steps all parameters in one call; both
-            together.
+        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; ``tier="disk"`` together with
+            ``step_on="device"``, or one of them with a class that is not torch's.
         SpillPathError: no spill file can be made.
 
     Example:

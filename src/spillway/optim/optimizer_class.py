@@ -49,12 +49,7 @@ class ClassTraits:
 
     @classmethod
     def of(cls, optimizer_class: type[Optimizer], what: str = "optimizer_class") -> ClassTraits:
-        """The traits of a class. A class that is not torch's own is assumed to step all parameters in one call.
-
-        Raises:
-            UsageError: if it is no optimizer class.
-            UnsupportedError: if it cannot step parameter by parameter on the CPU.
-        """
+        """The traits of a class. A class that is not torch's own is assumed to step all parameters in one call."""
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
             raise UsageError(f"{what}: got {optimizer_class!r}, expected an optimizer class, like torch.optim.AdamW")
         for refused, why in _REFUSED.items():
@@ -85,11 +80,7 @@ class ClassArguments:
 
     @classmethod
     def of(cls, cpu_class: type[Optimizer], device_class: type[Optimizer], given: dict[str, Any]) -> ClassArguments:
-        """Divide arguments between two classes.
-
-        Raises:
-            UsageError: for a name that neither class takes, or a missing one whose defaults differ.
-        """
+        """Divide arguments between two classes."""
         if device_class is cpu_class:
             return cls(given, given, _defaults_of(cpu_class, given), {})
         cpu, device = taken_by(cpu_class, given), taken_by(device_class, given)

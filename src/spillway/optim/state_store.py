@@ -121,8 +121,7 @@ class StateStore(ABC):
     def add(self, held: HostParameter) -> None:
         """Add a parameter."""
 
-    @abstractmethod
-    def prepare(self, held: Iterable[HostParameter]) -> None:
+    def prepare(self, held: Iterable[HostParameter]) -> None:  # noqa: B027
         """Reserve memory for what the next step of these parameters makes.
 
         Raises:
@@ -166,9 +165,8 @@ class StateStore(ABC):
     def discard(self, held: HostParameter) -> None:
         """Remove a parameter and its state."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free everything."""
+    def close(self) -> None:  # noqa: B027
+        """Free everything that parameters do not free themselves."""
 
 
 class _PerThread(threading.local):
@@ -190,10 +188,6 @@ class MemoryStore(StateStore):
         self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
         self._of_thread = _PerThread(optimizer_class, for_cpu(given))
         self._settings = settings
-        self._states: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        """States by piece; lent to the optimizers of all threads."""
-        self._known: set[torch.Tensor] = set()
-        """Pieces that the class's constructor has seen: some classes make their state there."""
         self._written: dict[int, Settings] = {}
         """Group entries that the class changed, by group; complete when the step is done."""
         self._workers = workers
@@ -205,9 +199,6 @@ class MemoryStore(StateStore):
     def add(self, held: HostParameter) -> None:
         """Add a parameter. Its memory is made at its first step. On the CPU it may be the parameter's own."""
         held.in_place = held.context.transfers.backend.direct_disk and not held.has_master
-
-    def prepare(self, held: Iterable[HostParameter]) -> None:
-        """Memory is made when a parameter is stepped."""
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         # Compute may have read and written parameters since the last step.
@@ -278,14 +269,8 @@ class MemoryStore(StateStore):
 
     def discard(self, held: HostParameter) -> None:
         for piece in held.pieces:
-            self._states.pop(piece.tensor, None)
-            self._known.discard(piece.tensor)
-            piece.parts = {}
+            piece.begun, piece.state, piece.parts = False, {}, {}
         held.state = {}
-
-    def close(self) -> None:
-        self._states.clear()
-        self._known.clear()
 
     def _queue(self, steps: Sequence[Snapshot], work: Callable[[], Event], cost: StepCost) -> None:
         """Queue a step of some parameters."""
@@ -308,10 +293,9 @@ class MemoryStore(StateStore):
         """Set a parameter's state. Its tensors are taken over, not copied."""
         self._begin_state(held, self._settings(held))
         for piece in held.pieces:
-            parts = {name: part_of(value, held, piece.start, piece.numel) for name, value in state.items()}
-            self._states[piece.tensor] = parts
-            piece.parts = dict(parts)
-        first = self._states[held.pieces[0].tensor]
+            piece.state = {name: part_of(value, held, piece.start, piece.numel) for name, value in state.items()}
+            piece.parts = dict(piece.state)
+        first = held.pieces[0].state
         held.state = {
             # Every piece has a number of its own, like a count of steps.
             name: first[name] if isinstance(value, torch.Tensor) and value.ndim == 0 else value
@@ -320,12 +304,11 @@ class MemoryStore(StateStore):
 
     def _begin_state(self, held: HostParameter, settings: Settings) -> None:
         """Let the class's constructor make what it makes for a new parameter."""
-        missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]
+        missing = [piece for piece in held.pieces if not piece.begun]
         if missing:
-            for tensor, state in self._of_thread.optimizer.begin(missing, settings).items():
-                self._states.setdefault(tensor, state)
-            self._known.update(missing)
-            for piece in held.pieces:
+            made = self._of_thread.optimizer.begin([piece.tensor for piece in missing], settings)
+            for piece in missing:
+                piece.begun, piece.state = True, piece.state or made.get(piece.tensor, {})
                 self._gather(held, piece)
 
     # All below is for the CPU worker thread.
@@ -337,7 +320,7 @@ class MemoryStore(StateStore):
         for step in steps:
             step.wait()
             self._begin_state(step.held, settings)
-            follow_first([self._states[piece.tensor] for piece in step.held.pieces])
+            follow_first([piece.state for piece in step.held.pieces])
         gradients = {step.held: step for step in steps}
 
         def size(part: HostPiece) -> int:
@@ -378,13 +361,14 @@ class MemoryStore(StateStore):
             lent.append({**settings[group], "params": [step.held.pieces[0].tensor for step in some]})
         before = [dict(group) for group in lent]
         began = time.perf_counter()
-        self._of_thread.optimizer.step(lent, self._states)
+        states = _lent(part for parts in of_context.values() for part in parts)
+        self._of_thread.optimizer.step(lent, states)
         self._count(time.perf_counter() - began, alone=True)
         for group, after, old in zip(groups, lent, before, strict=True):
             self._written.setdefault(group, {}).update(written_by_step(after, old))
         for held, piece in (part for parts in of_context.values() for part in parts):
             piece.tensor.grad = None
-            held.state = self._states[piece.tensor]
+            held.state = piece.state = states[piece.tensor]
         ends = [upload(parts, ready[context]) for context, parts in of_context.items()]
         return next(iter(of_context)).transfers.backend.all_of(ends)
 
@@ -407,9 +391,10 @@ class MemoryStore(StateStore):
                 gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
             piece.tensor.grad = gradient
             used += piece.numel if gradients[held].needs_scratch else 0
-        self._of_thread.optimizer.step_each([piece.tensor for _, piece in parts], settings, self._states)
+        states = _lent(parts)
+        self._of_thread.optimizer.step_each([piece.tensor for _, piece in parts], settings, states)
         for held, piece in parts:
-            piece.tensor.grad = None
+            piece.tensor.grad, piece.state = None, states[piece.tensor]
             self._gather(held, piece)
         end = upload(parts, ready)
         self._count(time.perf_counter() - began, alone=not held.cut)
@@ -421,18 +406,21 @@ class MemoryStore(StateStore):
 
     def _gather(self, held: HostParameter, piece: Piece) -> None:
         """Let ``held.state`` be what the plain optimizer has: whole tensors, of which the pieces have parts."""
-        state = self._states[piece.tensor]
         if len(held.pieces) == 1:
-            held.state = state
+            held.state = piece.state
             return
-        for name, value in state.items():
+        for name, value in piece.state.items():
             if value is piece.parts.get(name):
                 continue
             if isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() == piece.numel:
                 with self._lock:
                     if name not in held.state:
                         held.state[name] = held.new_host_tensor(value.dtype)
-                state[name] = flat(held.state[name], piece.start, piece.numel).copy_(value)
+                piece.state[name] = flat(held.state[name], piece.start, piece.numel).copy_(value)
             else:
                 held.state.setdefault(name, value)
-            piece.parts[name] = state[name]
+            piece.parts[name] = piece.state[name]
+
+
+def _lent(parts: Iterable[HostPiece]) -> defaultdict[torch.Tensor, State]:
+    return defaultdict(dict, {piece.tensor: piece.state for _, piece in parts})

@@ -111,12 +111,7 @@ class StateView(dict[Any, Any]):
 
 
 class StateViews:
-    """``optimizer.state``: a view for every parameter that has a state.
-
-    Args:
-        state_of: gives a parameter's state, with a :class:`Slot` for each tensor that is elsewhere.
-        open_state: loads all of it.
-    """
+    """``optimizer.state``: a view for every parameter that has a state. ``open_state`` loads all of a state."""
 
     def __init__(self, state_of: Callable[[torch.Tensor], State], open_state: Callable[[torch.Tensor], State]) -> None:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -190,13 +185,7 @@ def as_distributed(state: State, parameter: torch.Tensor) -> State:
 
 
 def check_shapes(state: State, parameter: torch.Tensor, *, fused: bool) -> None:
-    """Refuse a state whose tensors would be read and written past their ends.
-
-    A fused kernel checks no size but the parameter's.
-
-    Raises:
-        UsageError: a tensor of another shape than the parameter's.
-    """
+    """Refuse a state of another shape than the parameter's: a fused kernel would write past the state's end."""
     for key, value in state.items():
         must_fit = (key == MASTER or (fused and key != STEP)) and isinstance(value, torch.Tensor)
         if must_fit and value.shape != parameter.shape:

@@ -21,6 +21,7 @@ from spillway.errors import UsageError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.optim.optimizer_class import settings_of
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
@@ -311,11 +312,7 @@ class BackwardSteps:
                 self._waiting = [one for one in self._waiting if one not in self.stepped]
 
     def end(self, groups: Sequence[dict[str, Any]]) -> set[HostParameter]:
-        """``step()`` was called. Gives the parameters that were stepped.
-
-        Raises:
-            UsageError: if a gradient, a parameter or a setting was changed.
-        """
+        """``step()`` was called. Gives the parameters that were stepped, if nothing was changed."""
         for held in self.stepped:
             if not held.gradient.is_current():
                 raise UsageError(
@@ -352,12 +349,14 @@ class BackwardSteps:
 
     def _check_settings(self, index: int, group: dict[str, Any]) -> None:
         """Raise if a group's settings have changed."""
-        now, before = _values(group), self._settings.get(index)
-        if before is None:
-            self._settings[index] = copy.deepcopy(now)
-            return
-        names = before.keys() | now.keys()
-        changed = sorted(name for name in names if not _same(before.get(name), now.get(name)))
+        now = {
+            name: value.tolist() if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in settings_of(group).items()
+            # A scheduler adds it when it is made.
+            if name != "initial_lr"
+        }
+        before = self._settings.setdefault(index, now)
+        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if changed:
             raise UsageError(
                 f"Settings of group {index} were changed between backward and step(): {', '.join(changed)}. "
@@ -365,30 +364,11 @@ class BackwardSteps:
             )
 
 
-def _values(group: dict[str, Any]) -> dict[str, object]:
-    """A group's settings, in a form that can be compared later."""
-    return {
-        # A scheduler adds initial_lr when it is made.
-        name: value.detach().cpu() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name not in ("params", "param_names", "initial_lr")
-    }
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return one == other
-
-
 def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[RemovableHandle]:
     """Hook each block of a model, so that it waits for its parameters when it is called.
 
     The model waits for parameters that are in no block, or in a block and elsewhere too. Modules that have parameters
     of their own wait for them as well: for calls that come by neither, and for state dicts.
-
-    Raises:
-        UsageError: if the model is no module, or has no blocks.
     """
     if not isinstance(model, Module):
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")

@@ -48,11 +48,7 @@ def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
 
 
 class Pinned:
-    """A block of pinned memory. When the last reference is gone it is freed, after the last copies.
-
-    Raises:
-        TierFullError: if the arena is full.
-    """
+    """A block of pinned memory. When the last reference is gone it is freed, after the last copies."""
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
         self.block = arena.allocate(max(nbytes, 1))
