@@ -73,9 +73,9 @@ def split_equals_whole(
 
     Example:
         >>> def step(micro_batches):  # doctest: +SKIP
-        ...     window = spillway.Accumulator(model, optimizer, steps=len(micro_batches))
-        ...     for tokens in window(micro_batches):
-        ...         window.backward(loss_sum(model(tokens), tokens), weight=tokens.numel())
+        ...     accumulator = spillway.Accumulator(model, optimizer, steps=len(micro_batches))
+        ...     for tokens in accumulator(micro_batches):
+        ...         accumulator.backward(loss_sum(model(tokens), tokens), weight=tokens.numel())
         >>> spillway.split_equals_whole(step, tokens, model=model, optimizer=optimizer)  # doctest: +SKIP
         3.1e-08
     """
