@@ -158,20 +158,15 @@ def written_by_step(group: dict[str, Any], before: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in group.items() if name != "params" and before.get(name) is not value}
 
 
-def step_of(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """The class's own step without torch's hooks and labels: a step of a piece is not the user's step."""
-    step: Any = optimizer_class.step
-    inner: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return inner
-
-
 class BorrowingOptimizer:
     """Steps parameters and states that the caller lends for each step."""
 
     def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
         self._class = optimizer_class
         self._given = dict(given)
-        self._step = step_of(optimizer_class)
+        step: Any = optimizer_class.step
+        # Without torch's hooks and labels: a step of a piece is not the user's step.
+        self._step: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._optimizer: Optimizer | None = None
 
     def begin(self, parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> dict[Any, State]:

@@ -24,12 +24,22 @@ _NUMBERS = {STEP, "mu_product", "eta", "mu"}
 """States of torch's classes that are numbers, also for a parameter without dimensions."""
 
 
+def _after_loading(method: Callable[..., Any]) -> Any:
+    """A method of a dictionary that reads all values, after they were loaded."""
+
+    def read(self: StateView, *given: Any) -> Any:
+        self._load()
+        return method(self, *given)
+
+    return read
+
+
 class StateView(dict[Any, Any]):
     """``optimizer.state[parameter]``: a parameter's state between steps.
 
     A tensor that is elsewhere is loaded when a value is read, with all others of the parameter. The next step begins
-    with what the user writes into a tensor, or puts in its place. Python's own dictionary reads values without
-    ``__getitem__``. So every method that reads one is overridden.
+    with the user's writes to a tensor, and with a value that is put in its place. Python's own dictionary reads values
+    without ``__getitem__``, so every method that reads one is overridden.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -63,25 +73,11 @@ class StateView(dict[Any, Any]):
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if super().__contains__(name) else default
 
-    def values(self) -> Any:
-        self._load()
-        return super().values()
-
-    def items(self) -> Any:
-        self._load()
-        return super().items()
-
-    def pop(self, *given: Any) -> Any:
-        self._load()
-        return super().pop(*given)
-
-    def popitem(self) -> Any:
-        self._load()
-        return super().popitem()
-
-    def setdefault(self, name: Any, default: Any = None) -> Any:
-        self._load()
-        return super().setdefault(name, default)
+    values = _after_loading(dict.values)
+    items = _after_loading(dict.items)
+    pop = _after_loading(dict.pop)
+    popitem = _after_loading(dict.popitem)
+    setdefault = _after_loading(dict.setdefault)
 
     def copy(self) -> dict[Any, Any]:
         return dict(self)
