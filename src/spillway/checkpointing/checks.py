@@ -53,6 +53,7 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_LEAVE_UNWRITTEN = frozenset(("CtcLossBackward0",))
 _SMALL = 1 << 12
 """Words of a tensor that are held as they are, without sums."""
 _FEW = 1 << 15
@@ -162,6 +163,28 @@ def fingerprints_of(output: Any) -> list[torch.Tensor | None]:
     parts = tensors_in(tree_leaves(output))
     with below_modes(next((part for part in parts if type(part) not in PLAIN), None)):
         return [fingerprint_of(part) for part in parts]
+
+
+def nodes_with_unwritten_memory(output: Any, first: int) -> set[int]:
+    """Numbers that autograd gives next after making nodes that save memory that their kernel leaves unwritten in part.
+
+    ``ctc_loss`` saves its table of probabilities, and fills the part that the lengths of its inputs ask for.
+
+    Args:
+        output: of a function.
+        first: the number of the first node that the function made.
+    """
+    found: set[int] = set()
+    seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    while rest:
+        node: Any = rest.pop()
+        if node is None or node in seen or node._sequence_nr() < first:
+            continue
+        seen.add(node)
+        if node.name() in _LEAVE_UNWRITTEN:
+            found.add(node._sequence_nr() + 1)
+        rest += [each for each, _ in node.next_functions]
+    return found
 
 
 def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
