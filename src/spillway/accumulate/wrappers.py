@@ -32,18 +32,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from spillway._torch import (
-    check_ddp,
-    check_fsdp,
-    check_reduced,
-    drop_unreduced,
-    fsdp_groups,
-    is_idle,
-    is_replicated,
-    partial_reduction,
-    reset_ddp,
-    reset_fsdp,
-)
+from spillway import _torch
 from spillway.accumulate.gradients import HALF, Writer
 from spillway.blocks import is_a
 from spillway.errors import UnsupportedError, UsageError
@@ -116,7 +105,7 @@ class _Replicated:
         self._sync = sync
         self._has_run = False
         for module in modules:
-            check_ddp(module)
+            _torch.check_ddp(module)
         self.groups: Sequence[Any] = (max((each.process_group for each in modules), key=lambda group: group.size()),)
 
     def divisors(self) -> Iterator[tuple[Parameter, float]]:
@@ -145,7 +134,7 @@ class _Replicated:
         self._has_run = True
         for module in self._modules:
             try:
-                check_reduced(module)
+                _torch.check_reduced(module)
             except RuntimeError as error:
                 raise UsageError(
                     "the micro-batch that reduces gradients has not used every parameter, so DDP left gradients of "
@@ -160,7 +149,7 @@ class _Replicated:
     def discard(self, *, failed: bool) -> None:
         # After a failed backward DDP refuses the next forward.
         for module in self._modules if failed else ():
-            reset_ddp(module)
+            _torch.reset_ddp(module)
 
 
 class _Sharded:
@@ -172,15 +161,15 @@ class _Sharded:
         self._modules = modules
         self._sync = sync
         self._waits = waits
-        for group in fsdp_groups(modules):
-            check_fsdp(group)
+        for group in _torch.fsdp_groups(modules):
+            _torch.check_fsdp(group)
             if waits:
                 self._check_dtype(group)
-        found = [_process_groups(group) for group in fsdp_groups(modules)]
+        found = [_process_groups(group) for group in _torch.fsdp_groups(modules)]
         self.groups: Sequence[Any] = max(found, key=_size_of, default=())
 
     def divisors(self) -> Iterator[tuple[Parameter, float]]:
-        for group in fsdp_groups(self._modules):
+        for group in _torch.fsdp_groups(self._modules):
             given = group.gradient_divide_factor
             divisor = float(_size_of(_process_groups(group)) if given is None else given)
             for each in group.fsdp_params:
@@ -190,7 +179,9 @@ class _Sharded:
         return last or self._sync == "every"
 
     def completes(self, *, last: bool) -> bool:
-        return last or (self._sync == "every" and not any(_has_replicas(group) for group in fsdp_groups(self._modules)))
+        return last or (
+            self._sync == "every" and not any(_has_replicas(group) for group in _torch.fsdp_groups(self._modules))
+        )
 
     def switch(self, switches: ExitStack, *, last: bool) -> None:
         if last:
@@ -208,8 +199,8 @@ class _Sharded:
 
     def check(self, *, last: bool) -> None:
         """See NOTE [ FSDP2: what it holds ]."""
-        for group in fsdp_groups(self._modules):
-            held = partial_reduction(group)
+        for group in _torch.fsdp_groups(self._modules):
+            held = _torch.partial_reduction(group)
             trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
             elements = sum(each.padded_sharded_param_size.numel() for each in trained)
             if held is not None and (last or held.numel() != elements):
@@ -221,13 +212,13 @@ class _Sharded:
 
     def leave(self, *, last: bool) -> bool:
         # FSDP2 cannot start a forward in the middle of another one.
-        return all(is_idle(module) for module in self._modules)
+        return all(_torch.is_idle(module) for module in self._modules)
 
     def discard(self, *, failed: bool) -> None:
-        for group in fsdp_groups(self._modules):
-            drop_unreduced(group)
+        for group in _torch.fsdp_groups(self._modules):
+            _torch.drop_unreduced(group)
         if failed:
-            reset_fsdp(self._modules)
+            _torch.reset_fsdp(self._modules)
 
     def _check_dtype(self, group: Any) -> None:
         """Raise if FSDP2 itself would sum gradients in a dtype narrower than float32."""
@@ -278,7 +269,7 @@ def _refuse(modules: Iterable[Module]) -> None:
                 f"{type(module).__name__} is the first generation of FSDP, which clips and unscales gradients by its "
                 f"own methods; use torch.distributed.fsdp.fully_shard or DDP"
             )
-        if is_replicated(module) and not is_a(module, _FSDP, "FSDPModule"):
+        if _torch.is_replicated(module) and not is_a(module, _FSDP, "FSDPModule"):
             raise UnsupportedError(
                 f"{type(module).__name__} was wrapped by replicate() of torch.distributed._composable, which is not "
                 f"supported; use torch.nn.parallel.DistributedDataParallel or fully_shard"
