@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
+
+# Before torch: threads that spin at the end of each small kernel take the cores from those that compute.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Here, and not at the end of a run: what its plugins register (trio's, where selenium is installed) must not be frozen.
 import hypothesis  # noqa: F401

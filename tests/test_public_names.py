@@ -52,7 +52,7 @@ PUBLIC = {
     "TransferError",
     "UnsupportedError",
     "UsageError",
-    "WindowStep",
+    "AccumulationStep",
     "Hardware",
     "Plan",
     "Profile",

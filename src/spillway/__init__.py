@@ -30,7 +30,7 @@ from spillway.errors import (
 
 if TYPE_CHECKING:
     from spillway import policies
-    from spillway.accumulate import Accumulator, DeviceNumber, WindowStep, split_equals_whole
+    from spillway.accumulate import AccumulationStep, Accumulator, DeviceNumber, split_equals_whole
     from spillway.attaching import Attached, attach
     from spillway.losses import cross_entropy
     from spillway.offloading import group, keep, keep_tensor, offload, offload_tensor
@@ -63,6 +63,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0.dev0"
 
 __all__ = [
+    "AccumulationStep",
     "Accumulator",
     "Affinity",
     "Attached",
@@ -104,7 +105,6 @@ __all__ = [
     "TransferError",
     "UnsupportedError",
     "UsageError",
-    "WindowStep",
     "__version__",
     "attach",
     "bind_to_device",
@@ -128,7 +128,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "accumulate": ["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"],
+    "accumulate": ["Accumulator", "DeviceNumber", "AccumulationStep", "split_equals_whole"],
     "attaching": ["Attached", "attach"],
     "runtime.binding": ["Affinity", "bind_to_device"],
     "planning": ["plan", "profile", "simulate"],

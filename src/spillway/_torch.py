@@ -24,14 +24,18 @@ import operator
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.nn import Module
-from torch.utils import _pytree
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import GraphExecGroup
 
 from spillway.errors import UnsupportedError
@@ -125,9 +129,8 @@ def _parameters() -> Iterator[Any]:
             continue
         # Modules that are wrapped as one share their state.
         seen.add(id(state))
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-            yield from () if group is None else group.fsdp_params
+        for group in _groups(state):
+            yield from group.fsdp_params
 
 
 def is_local_part(tensor: torch.Tensor) -> bool:
@@ -217,5 +220,126 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_b
 """The tensor that a tensor is a view of, or ``None``."""
 exec_group: Callable[[], GraphExecGroup | None] = GraphExecGroup._get_current_group
 """The ``GraphExecGroup`` that the calling thread is in, or ``None``."""
-tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
-"""The leaves of nested containers, in order."""
+
+
+def _groups(state: Any) -> list[Any]:
+    """The parameter groups of FSDP2's state of a module."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+    return [group for group in groups if group is not None]
+
+
+# optim
+
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+"""Norms of a list of tensors, by the kernel of ``clip_grad_norm_``: ``foreach_norm(tensors, order, dtype=...)``."""
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""A tensor of a subclass without bytes of its own: ``make_wrapper(cls, size, dtype=, device=, strides=)``."""
+schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
+"""The schema of an operator, which tells what it writes and what it aliases."""
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often autograd saw a tensor written in place. An inference tensor has none."""
+local_part: Callable[[torch.Tensor], Any] = operator.attrgetter("_local_tensor")
+"""This process's part of a ``DTensor``: the object itself, which ``to_local`` may wrap. It may be under way."""
+
+
+def set_local_part(distributed: torch.Tensor, local: torch.Tensor) -> None:
+    """Give a ``DTensor`` another local part of the same shape."""
+    distributed._local_tensor = local  # type: ignore[attr-defined]
+
+
+def distributed_with(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A ``DTensor`` with this local part, sharded as another is. ``from_local`` would move it to the mesh's device."""
+    make: Any = sys.modules[_DTENSOR].DTensor
+    return make(local, like._spec, requires_grad=False)  # type: ignore[no-any-return, attr-defined]
+
+
+# accumulate
+
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
+"""The values of a sparse tensor, sharing its memory, also of one that is not coalesced."""
+partial_reduction: Callable[[Any], torch.Tensor | None] = operator.attrgetter("_partial_reduce_output")
+"""Gradients of a parameter group that FSDP2 has reduced over shards, and not yet over replicas: one flat buffer."""
+_REDUCER = ("_check_reducer_finalized", "_reset_state")
+_GROUP = ("fsdp_params", "mesh_info", "mp_policy", "gradient_divide_factor", "_partial_reduce_output")
+
+
+def check_ddp(module: Any) -> None:
+    """Refuse a torch whose DDP lacks the names that are used here."""
+    _check_names(module.reducer, _REDUCER, "DDP")
+
+
+def check_fsdp(group: Any) -> None:
+    """Refuse a torch whose FSDP2 lacks the names that are used here, and those of its parameter groups."""
+    _check_names(group, _GROUP, "FSDP2")
+
+
+def check_reduced(module: Any) -> None:
+    """Raise a ``RuntimeError`` if a DDP module left gradients unreduced in the last backward."""
+    module.reducer._check_reducer_finalized()
+
+
+def reset_ddp(module: Any) -> None:
+    """Let a DDP module run a forward again after a failed backward."""
+    module.reducer._reset_state()
+
+
+def fsdp_groups(modules: Iterable[Any]) -> list[Any]:
+    """FSDP2's parameter groups of these modules, each once."""
+    # Modules that are sharded together share their state.
+    return list({id(group): group for module in modules for group in _groups(module._get_fsdp_state())}.values())
+
+
+def is_idle(module: Any) -> bool:
+    """Whether an FSDP2 module is in no forward or backward."""
+    return module._get_fsdp_state()._training_state.name == "IDLE"  # type: ignore[no-any-return]
+
+
+def drop_unreduced(group: Any) -> None:
+    """Drop the gradients of a parameter group that FSDP2 has not reduced."""
+    group._partial_reduce_output = None
+    for each in group.fsdp_params:
+        each.unsharded_accumulated_grad = None
+        if hasattr(each, "_unsharded_param"):
+            each._unsharded_param.grad = None
+
+
+def reset_fsdp(modules: Iterable[Any]) -> None:
+    """Reset FSDP2 modules after a failed forward or backward. Before torch 2.13, FSDP2 cannot use them any more."""
+    for module in modules:
+        if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
+            module.reset_iter_state()
+
+
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Whether ``replicate()`` of ``torch.distributed._composable`` wrapped a module. FSDP2 modules are so, too."""
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
+def _check_names(owner: object, names: Iterable[str], kind: str) -> None:
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise UnsupportedError(
+            f"{kind} of torch {torch.__version__} has no {' and no '.join(missing)}, which accumulation reads. Use a "
+            f"torch that Spillway was tested with."
+        )
+
+
+# losses
+
+
+def has_function_modes() -> bool:
+    """Whether a ``TorchFunctionMode`` other than that of ``with device:`` sees torch's functions."""
+    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
+
+
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether ``vmap`` stands behind a tensor: its shape lacks a dimension."""
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))

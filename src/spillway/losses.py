@@ -24,8 +24,8 @@ defers this cast and passes views of the logits on. ``cross_entropy`` then casts
 logits themselves, with the same bits, since the cast would have cast it back.
 
 If the cast logits have another use, its gradient would be added before it is cast back. Then, or if they are returned,
-the function runs again without the mode. A scripted function or another library's kernel would see the stand-in. So
-only functions are treated like this that are known, by name, to call only torch's functions.
+the function is called once more without the mode. A scripted function or another library's kernel would see the
+stand-in. So the mode is only for functions that are known, by name, to call only torch's functions.
 
 NOTE [ Only during a call ]
 
@@ -43,11 +43,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, functional
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.overrides import TorchFunctionMode
 
+from spillway._torch import TorchDispatchMode, has_function_modes, is_batched, is_transformed, tree_leaves
 from spillway.errors import UsageError
 
 _LEAST_BYTES = 64 << 20
@@ -119,10 +117,9 @@ def _is_plain(logits: torch.Tensor, target: torch.Tensor) -> bool:
     return (
         all(type(each) is torch.Tensor for each in (logits, target))
         and target.dtype is torch.int64
-        and not torch._C._are_functorch_transforms_active()
-        and torch.autograd.forward_ad._current_level < 0
+        and not is_transformed()
         and not torch.compiler.is_compiling()
-        and torch._C._get_tracing_state() is None
+        and not torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]
     )
 
 
@@ -217,7 +214,7 @@ class _CrossEntropy(torch.autograd.Function):
             found: torch.Tensor = _aten._log_softmax_backward_data(of_logarithms, logarithms, 1, dtypes.logarithms)
             return found
 
-        if _is_batched(gradient):
+        if is_batched(gradient):
             # vmap cannot write a batch of gradients into one buffer.
             zeros = torch.zeros(logits.shape, dtype=dtypes.logarithms, device=logits.device)
             return gradient_of(logits, zeros.scatter(1, classes, of_class)).to(logits.dtype), None, None, None, None
@@ -234,11 +231,6 @@ class _CrossEntropy(torch.autograd.Function):
 def _as_one_class(target: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """The targets of the same rows if there were one class."""
     return torch.zeros_like(target).masked_fill_(target == ignore_index, _NO_CLASS)
-
-
-def _is_batched(gradient: torch.Tensor) -> bool:
-    functorch: Any = torch._C._functorch
-    return bool(functorch.is_batchedtensor(gradient) or functorch.is_legacy_batchedtensor(gradient))
 
 
 def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -305,7 +297,7 @@ class OwnLoss:
         ``spare`` is the number of bytes that are free for it.
         """
         module = self._module()
-        if module is None or _PLACE in vars(module) or _PLACE in module._modules:
+        if module is None or hasattr(module, _PLACE):
             yield
             return
 
@@ -334,7 +326,7 @@ def loss_in_rows(function: Callable[..., Any], spare: int, *args: Any, **kwargs:
     If it needs no more than ``spare`` bytes, it runs unchanged. See NOTE [ Deferred casts ].
     """
     name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
-    if name not in _KNOWN or not torch.is_grad_enabled() or _has_modes():
+    if name not in _KNOWN or not torch.is_grad_enabled() or has_function_modes() or torch.compiler.is_compiling():
         return function(*args, **kwargs), False
     try:
         with _DeferredCast(spare) as deferred:
@@ -344,12 +336,6 @@ def loss_in_rows(function: Callable[..., Any], spare: int, *args: Any, **kwargs:
     except _OtherUse:
         return function(*args, **kwargs), False
     return loss, deferred.is_used
-
-
-def _has_modes() -> bool:
-    """Whether a user's mode, except ``with device:``, has to see torch's functions."""
-    modes = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    return any(not isinstance(mode, DeviceContext) for mode in modes) or torch.compiler.is_compiling()
 
 
 class _OtherUse(BaseException):

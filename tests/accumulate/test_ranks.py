@@ -309,7 +309,7 @@ def left_out_case(way: str) -> None:
     with window.micro():
         loss, words = summed(module, mine()[0])
         window.backward(loss, weight=words)
-    with pytest.raises(UsageError, match=r"not reduced over ranks; open the last one by window.micro\(last=True\)"):
+    with pytest.raises(UsageError, match=r"open the last one by accumulator\.micro\(last=True\)"):
         window.step()
     window.discard()
     expected = WAYS[way].build()

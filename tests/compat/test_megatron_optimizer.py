@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 import spillway
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.compat.megatron import HybridDeviceOptimizer
-from spillway.optim.gradient import OffloadedGradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.testing import AdversaryBackend
 from support import pairwise
 

@@ -18,7 +18,7 @@ from integrations.ranks import World
 from integrations.test_fsdp import replicated, sharded
 from integrations.test_tensor_parallel import parallel
 from integrations.training import LENGTH, ROWS, TOKENS, Block, Model, local
-from spillway.optim.gradient import OffloadedGradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import local_of
 
 pytestmark = [

@@ -16,11 +16,9 @@ import spillway
 from optim.support import assert_same_values, batches, implementation, loss_of, same_bits, wide
 from spillway import OffloadedOptimizer
 
+NARROW_KINDS = [("cpu", torch.bfloat16), ("adversary", torch.float16)]
 NARROW = pytest.mark.parametrize(
-    ("session", "dtype"),
-    [("cpu", torch.bfloat16), ("adversary", torch.float16)],
-    indirect=["session"],
-    ids=["bfloat16", "float16-adversary"],
+    ("session", "dtype"), NARROW_KINDS, indirect=["session"], ids=["bfloat16", "float16-adversary"]
 )
 """Both narrow types, one of them under the adversary."""
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import spillway
-from spillway.optim import streaming
+from spillway.optim import chunked_store
 from spillway.testing import AdversaryBackend
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -46,7 +46,7 @@ WAYS = [DEVICE, DISK]
 
 def small_pieces(patch: Any, elements: int = 256) -> None:
     """Let chunks have so few elements."""
-    patch.setattr(streaming, "_LEAST", elements)
+    patch.setattr(chunked_store, "_LEAST", elements)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:

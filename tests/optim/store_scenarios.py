@@ -18,7 +18,7 @@ from torch.optim import AdamW
 import spillway
 from optim.store_loops import DEVICE, DISK, Loop, Way, net, same, saved, session
 from spillway import OffloadedOptimizer
-from spillway.optim import streaming
+from spillway.optim import chunked_store
 from spillway.testing import AdversaryBackend
 
 BF16 = torch.bfloat16
@@ -28,8 +28,8 @@ SETTINGS: dict[str, Any] = {"lr": 1e-2, "fused": True}
 @contextmanager
 def hostile(**options: Any) -> Iterator[spillway.Session]:
     """A session of small chunks, under the adversary. What it finds is raised."""
-    adversary, least = AdversaryBackend(), streaming._LEAST
-    streaming._LEAST = 256
+    adversary, least = AdversaryBackend(), chunked_store._LEAST
+    chunked_store._LEAST = 256
     try:
         with (
             tempfile.TemporaryDirectory() as folder,
@@ -39,7 +39,7 @@ def hostile(**options: Any) -> Iterator[spillway.Session]:
         # What nobody waited for was done when the session was closed.
         adversary.check()
     finally:
-        streaming._LEAST = least
+        chunked_store._LEAST = least
 
 
 def train(where: spillway.Session, way: Way, loop: Loop, **options: Any) -> None:

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 import spillway
 from spillway import OffloadedOptimizer
-from spillway.optim.gradient import OffloadedGradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """The classes that have a fused kernel on the CPU."""

@@ -41,16 +41,16 @@ def same_twice() -> list[Parameter]:
 MUON = getattr(torch.optim, "Muon", None)
 
 CASES = [
-    Case("no class", {}, UsageError, r"optimizer_class: got 3, expected a class, like torch.optim.AdamW", 3),
-    Case("a name", {}, UsageError, r"optimizer_class: got 'AdamW', expected a class", "AdamW"),
+    Case("no class", {}, UsageError, r"optimizer_class: got 3, expected an optimizer class", 3),
+    Case("a name", {}, UsageError, r"optimizer_class: got 'AdamW', expected an", "AdamW"),
     Case("another class", {}, UsageError, r"optimizer_class: got <class 'torch.nn.*Linear'>, exp", torch.nn.Linear),
-    Case("LBFGS", {}, UnsupportedError, r"got LBFGS, expected another: .*; use it as it is", torch.optim.LBFGS),
-    Case("SparseAdam", {}, UnsupportedError, r"got SparseAdam, expected another", torch.optim.SparseAdam),
-    Case("an unknown default", {"momentum": 0.9}, UsageError, r"AdamW: got \['momentum'\], which it refuses"),
-    Case("a default missing", {}, UsageError, r"NeedsRate: got \[\], which it refuses: .*'rate'", NeedsRate),
+    Case("LBFGS", {}, UnsupportedError, r"LBFGS cannot be offloaded: .* Use LBFGS itself", torch.optim.LBFGS),
+    Case("SparseAdam", {}, UnsupportedError, r"SparseAdam cannot be offloaded", torch.optim.SparseAdam),
+    Case("an unknown default", {"momentum": 0.9}, UsageError, r"AdamW refuses the arguments \['momentum'\]"),
+    Case("a default missing", {}, UsageError, r"NeedsRate refuses the arguments \[\]: .*'rate'", NeedsRate),
     Case("a negative lr", {"lr": -1.0}, ValueError, r"Invalid learning rate: -1.0"),
     Case("wrong betas", {"betas": (2.0, 0.9)}, ValueError, r"Invalid beta parameter"),
-    Case("differentiable", {"differentiable": True}, UnsupportedError, r"differentiable: got True, expected False"),
+    Case("differentiable", {"differentiable": True}, UnsupportedError, r"differentiable=True: an offloaded step"),
     Case("fraction above", {"fraction": 1.5}, UsageError, r"fraction: got 1.5, expected 'auto', or a number from 0"),
     Case("fraction below", {"fraction": -0.1}, UsageError, r"fraction: got -0.1"),
     Case("fraction nan", {"fraction": float("nan")}, UsageError, r"fraction: got nan"),
@@ -59,7 +59,7 @@ CASES = [
     Case("master of no type", {"master_dtype": "wide"}, UsageError, r"master_dtype: got 'wide', expected 'auto', No"),
     Case("master of integers", {"master_dtype": torch.int32}, UsageError, r"master_dtype: got torch.int32"),
     Case("complex master", {"master_dtype": torch.complex64}, UsageError, r"master_dtype: got torch.complex64"),
-    Case("no threads", {"threads": 0}, UsageError, r"threads: got 0, expected a whole number of at least 1, or None"),
+    Case("no threads", {"threads": 0}, UsageError, r"threads: got 0, expected an integer of at least 1, or None"),
     Case("half a thread", {"threads": 1.5}, UsageError, r"threads: got 1.5"),
     Case("threads a flag", {"threads": True}, UsageError, r"threads: got True"),
     Case("gradients of a kind", {"offload_gradients": "no"}, UsageError, r"offload_gradients: got 'no', expected True"),
@@ -98,9 +98,7 @@ def test_an_optimizer_is_not_copied(copier: Callable[[Any], Any], cpu_session: s
     model = wide()
     optimizer = offloaded(AdamW, cpu_session)(model)
     train(model, optimizer, batches(1))
-    with pytest.raises(
-        UnsupportedError, match=r"got an OffloadedOptimizer to be copied or pickled, expected its state_dict"
-    ):
+    with pytest.raises(UnsupportedError, match=r"cannot be copied or pickled: .* load this one's state_dict"):
         copier(optimizer)
     optimizer.close()
 

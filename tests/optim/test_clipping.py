@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import spillway
-from optim.plain_loop import NARROW, pair, windows
+from optim.plain_loop import NARROW, NARROW_KINDS, pair, windows
 from optim.support import batches
-from spillway.optim.host_parameter import HostParameter
+from spillway.optim.gradient import Snapshot
+from support import pairwise
 
 
 @NARROW
@@ -43,9 +44,11 @@ def test_a_norm_after_gradients_were_scaled_by_hand(
     both.optimizer.close()
 
 
-@NARROW
-@pytest.mark.parametrize("sizes", [[1, 1], [2, 2], [1, 3]], ids=["one", "two", "ragged"])
-@pytest.mark.parametrize("first", ["nothing", "norm"])
+@pytest.mark.parametrize(
+    ("session", "dtype", "sizes", "first"),
+    [(*kind, *row) for kind, *row in pairwise(NARROW_KINDS, [[1, 1], [2, 2], [1, 3]], ["nothing", "norm"])],
+    indirect=["session"],
+)
 def test_clipping_by_value(dtype: torch.dtype, sizes: list[int], first: str, session: spillway.Session) -> None:
     both = pair(dtype, session, lr=1e-2)
     for window in windows(dtype, sizes):
@@ -66,7 +69,7 @@ def test_a_norm_after_gradients_were_multiplied_with_a_power_of_two(
     factor: float | torch.Tensor, session: spillway.Session
 ) -> None:
     both = pair(torch.bfloat16, session, lr=1e-2)
-    for batch in batches(8, torch.bfloat16):
+    for batch in batches(4, torch.bfloat16):
         both.backward(batch)
         for gradient in both.gradients():
             gradient.mul_(factor)
@@ -77,13 +80,16 @@ def test_a_norm_after_gradients_were_multiplied_with_a_power_of_two(
     both.optimizer.close()
 
 
-@pytest.mark.parametrize("factor", [0.37, torch.tensor(0.37)], ids=["number", "tensor"])
-@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+@pytest.mark.parametrize(
+    ("session", "factor", "order"),
+    pairwise(["cpu", "adversary"], [0.37, torch.tensor(0.37)], [1.0, 2.0, float("inf")]),
+    indirect=["session"],
+)
 def test_a_norm_after_gradients_were_multiplied_with_any_number(
     factor: float | torch.Tensor, order: float, session: spillway.Session
 ) -> None:
     both = pair(torch.bfloat16, session, lr=1e-2)
-    for batch in batches(8, torch.bfloat16):
+    for batch in batches(4, torch.bfloat16):
         both.backward(batch)
         for gradient in both.gradients():
             gradient.mul_(factor)
@@ -97,8 +103,8 @@ def test_a_norm_after_gradients_were_multiplied_with_any_number(
 def test_each_gradient_is_read_once_for_a_norm(cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair(torch.bfloat16, cpu_session, lr=1e-2)
     read: list[object] = []
-    whole = HostParameter.whole
-    monkeypatch.setattr(HostParameter, "whole", lambda held, values: (read.append(held), whole(held, values))[1])
+    whole = Snapshot.whole
+    monkeypatch.setattr(Snapshot, "whole", lambda values: (read.append(values.held), whole(values))[1])
     for batch in batches(2, torch.bfloat16):
         both.backward(batch)
     for gradient in both.gradients():

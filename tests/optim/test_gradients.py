@@ -243,7 +243,8 @@ def test_a_deed_is_done_as_to_plain_gradients(deed: str, before: int, session: s
     assert_same_state(ours.state_dict(), optimizers[0].state_dict())
     del results
     ours.close()
-    gc.collect()
+    if session.used_bytes != (0, 0):
+        gc.collect()
     assert session.used_bytes == (0, 0)
 
 

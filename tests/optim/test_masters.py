@@ -11,28 +11,31 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import spillway
-from optim.plain_loop import NARROW, pair, windows
+from optim.plain_loop import NARROW, NARROW_KINDS, pair, windows
 from optim.support import assert_same_values, batches, is_away, train, wide
 from spillway import OffloadedOptimizer
+from support import pairwise
 
-CLASSES = pytest.mark.parametrize(
-    ("optimizer_class", "defaults"),
+CLASSES: list[tuple[type[Optimizer], dict[str, Any]]] = [
+    (torch.optim.AdamW, {"lr": 1e-2}),
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    (torch.optim.Adagrad, {"lr": 0.1}),
+    (torch.optim.RMSprop, {"lr": 1e-2}),
+    (torch.optim.NAdam, {"lr": 1e-2}),
+]
+
+
+@pytest.mark.parametrize(
+    ("session", "dtype", "optimizer_class", "defaults", "sizes", "max_norm"),
     [
-        (torch.optim.AdamW, {"lr": 1e-2}),
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (torch.optim.Adagrad, {"lr": 0.1}),
-        pytest.param(torch.optim.RMSprop, {"lr": 1e-2}, marks=pytest.mark.long),
-        (torch.optim.NAdam, {"lr": 1e-2}),
+        (*kind, *way, sizes, max_norm)
+        for kind, way, sizes, max_norm in pairwise(
+            NARROW_KINDS, CLASSES, [[1, 1, 1, 1], [3, 3, 3], [1, 4, 1, 2, 1]], [None, 0.05]
+        )
     ],
-    ids=["AdamW", "SGD", "Adagrad", "RMSprop", "NAdam"],
+    indirect=["session"],
 )
-
-
-@NARROW
-@CLASSES
-@pytest.mark.parametrize("sizes", [[1, 1, 1, 1], [3, 3, 3], [1, 4, 1, 2, 1]], ids=["one", "three", "ragged"])
-@pytest.mark.parametrize("max_norm", [None, 0.05], ids=["", "clipped"])
-def test_windows_of_any_size(
+def test_accumulation_steps_of_any_size(
     dtype: torch.dtype,
     optimizer_class: type[Optimizer],
     defaults: dict[str, Any],
@@ -53,10 +56,11 @@ def test_windows_of_any_size(
     both.optimizer.close()
 
 
-@NARROW
-@pytest.mark.parametrize("factor", [0.1, torch.tensor(0.7)], ids=["number", "tensor"])
-@pytest.mark.parametrize("divides", [False, True], ids=["times", "by"])
-@pytest.mark.parametrize("sizes", [[1, 1], [1, 3]], ids=["one", "ragged"])
+@pytest.mark.parametrize(
+    ("session", "dtype", "factor", "divides", "sizes"),
+    [(*kind, *row) for kind, *row in pairwise(NARROW_KINDS, [0.1, torch.tensor(0.7)], [False, True], [[1, 1], [1, 3]])],
+    indirect=["session"],
+)
 def test_gradients_that_are_scaled_by_hand(
     dtype: torch.dtype, factor: float | Tensor, divides: bool, sizes: list[int], session: spillway.Session
 ) -> None:

@@ -11,8 +11,8 @@ import torch
 
 import spillway
 from spillway import OffloadedOptimizer
-from spillway.optim.gradient import OffloadedGradient
 from spillway.optim.host_parameter import CHUNK
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.testing import AdversaryBackend
 
 PAGE = Path(__file__).parents[2] / "docs" / "optimizer.md"

@@ -17,7 +17,7 @@ from torch.nn import Parameter
 import spillway
 from optim.support import batches, here, is_away, loss_of, offloaded, same_bits, saved, train, wide
 from spillway import OffloadedOptimizer, UnsupportedError
-from spillway.optim.gradient import OffloadedGradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 
 
 @pytest.fixture
@@ -69,9 +69,7 @@ VIEWS: dict[str, Callable[[Tensor], object]] = {
 
 @pytest.mark.parametrize("name", VIEWS, ids=lambda name: name.replace(" ", "-"))
 def test_views_of_it_are_refused(name: str, away: Tensor) -> None:
-    with pytest.raises(
-        UnsupportedError, match=r"got aten\..* of a gradient that is on the host, expected no view of it"
-    ):
+    with pytest.raises(UnsupportedError, match=r"aten\..* would make a view of a gradient"):
         VIEWS[name](away)
     assert same_bits(away.clone(), torch.arange(6.0).view(2, 3))
     assert same_bits(away.clone()[0], torch.arange(3.0))

@@ -149,8 +149,15 @@ def test_the_size_of_a_piece_is_a_whole_number_of_cache_lines(dtype: torch.dtype
     assert CHUNK * dtype.itemsize % LINE == 0
 
 
-@pytest.mark.parametrize(("optimizer_class", "options", "dtype"), [case for case in cases() if "wei" in str(case.id)])
-@pytest.mark.parametrize("numel", [64, 192])
+@pytest.mark.parametrize(
+    ("optimizer_class", "options", "dtype", "numel"),
+    # Each class, and each dtype, with pieces of both sizes.
+    [
+        (*case.values, [64, 192][(OPTIONS.index(case.values[:2]) + DTYPES.index(case.values[2])) % 2])
+        for case in cases()
+        if "wei" in str(case.id)
+    ],
+)
 def test_the_optimizer_in_pieces_is_the_plain_one(
     optimizer_class: type[Optimizer],
     options: dict[str, Any],

@@ -7,9 +7,8 @@ from typing import Any, cast
 import pytest
 
 from spillway.errors import CorruptError, TierFullError, TransferError
+from spillway.optim.chunks import ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline
 from spillway.optim.state_store import StepCost
-from spillway.optim.states import Layout
-from spillway.optim.streaming import ChunkedStore, ChunkTransfer, StateChunk, TransferPipeline
 
 
 class Written:
@@ -41,7 +40,7 @@ class Written:
     def wait(self, transfer: ChunkTransfer) -> None:
         self.note("wait", transfer)
 
-    def put_chunk(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:
+    def store(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:
         self.note("put", transfer)
 
     def finish(self, transfer: ChunkTransfer) -> None:
@@ -55,8 +54,8 @@ class Written:
         self.note("drop", transfer)
 
 
-def as_store(store: Written) -> ChunkedStore:
-    return cast(ChunkedStore, store)
+def as_store(store: Written) -> ChunkTier:
+    return cast(ChunkTier, store)
 
 
 def run(store: Written, window: int) -> list[str]:

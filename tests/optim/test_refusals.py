@@ -33,7 +33,7 @@ def test_a_sparse_gradient_is_refused(session: spillway.Session) -> None:
         embedding(torch.tensor([1, 2])).sum().backward()
     embedding.zero_grad()
     embedding.weight.grad = torch.eye(10, 3).to_sparse()
-    with pytest.raises(UnsupportedError, match="leave the parameter to an optimizer of its own"):
+    with pytest.raises(UnsupportedError, match="Give the parameter to an optimizer of its own"):
         optimizer.step()
     embedding.zero_grad()
     embedding.weight.grad = torch.ones(10, 3)
@@ -57,10 +57,10 @@ def test_a_sparse_gradient_is_refused(session: spillway.Session) -> None:
 def test_a_parameter_whose_elements_do_not_fill_its_memory_is_refused(
     tensor: Tensor, session: spillway.Session
 ) -> None:
-    with pytest.raises(UnsupportedError, match="expected one whose elements fill its memory; make it contiguous"):
+    with pytest.raises(UnsupportedError, match=r"overlap or leave gaps\. Make it contiguous"):
         OffloadedOptimizer([Parameter(tensor)], torch.optim.SGD, lr=0.1, session=session)
     optimizer = OffloadedOptimizer([good := Parameter(torch.ones(2))], torch.optim.SGD, lr=0.5, session=session)
-    with pytest.raises(UnsupportedError, match="expected one whose elements fill its memory"):
+    with pytest.raises(UnsupportedError, match="overlap or leave gaps"):
         optimizer.add_param_group({"params": [Parameter(torch.ones(2)), Parameter(tensor)]})
     assert len(optimizer.param_groups) == 1, "what was refused is in no group"
     good.sum().backward()
@@ -97,9 +97,7 @@ def test_a_parameter_that_was(change: str, when: str, session: spillway.Session)
         if not is_away(parameter.grad):
             parameter.grad = torch.ones_like(parameter)
     before = [one.detach().clone() for one in model.parameters()]
-    with pytest.raises(
-        UsageError, match=r"got a parameter of shape .*, expected shape .*, as it was when the optimizer"
-    ):
+    with pytest.raises(UsageError, match=r"A parameter has shape .*It had shape .* when the optimizer was made"):
         optimizer.step()
     assert_same_values(model.parameters(), before)
     optimizer.close()

@@ -151,7 +151,7 @@ def test_a_state_of_another_shape_is_refused_where_a_fused_kernel_would_write_pa
     state = saved(optimizer.state_dict())
     kept = saved(optimizer.state_dict())
     state["state"][1]["exp_avg"] = torch.zeros(3)
-    with pytest.raises(UsageError, match=r"exp_avg: got a state of shape \(3,\) for a parameter of \(19, 7\)"):
+    with pytest.raises(UsageError, match=r"exp_avg: got a state of shape \(3,\) for a parameter of shape \(19, 7\)"):
         optimizer.load_state_dict(state)
     assert_same_state(optimizer.state_dict(), kept)
     optimizer.close()

@@ -12,7 +12,7 @@ import pytest
 from optim.store_scenarios import SCENARIOS
 from removal import Without, parsed
 from spillway.errors import SpillwayError
-from spillway.optim import disk_store, gpu_store, gradient, streaming, transfers
+from spillway.optim import chunked_store, chunks, disk_store, gpu_store, gradient, offloaded_gradient, transfers
 
 # What waits, and what lets others wait.
 WAITS = ("wait", "synchronize", "finish", "_finish_oldest", "settle", "after", "append", "run")
@@ -20,7 +20,7 @@ WAITS = ("wait", "synchronize", "finish", "_finish_oldest", "settle", "after", "
 # Of these, what orders no accesses.
 ELSEWHERE = {
     # The gradient is waited for where it is read, too: this tells waiting from computing.
-    "step.gradient.wait(transfers)",
+    "step.wait()",
     # What is there in vain is waited for in the test of an arena that is full.
     "self._finish_oldest()",
 }
@@ -31,7 +31,7 @@ NOT_OF_STORES = (gradient.Gradient, gradient.DeviceContext, gradient.Snapshot, g
 
 
 def _waits() -> Iterator[tuple[object, str, int, str]]:
-    for module in (streaming, gpu_store, disk_store, gradient, transfers):
+    for module in (chunked_store, chunks, gpu_store, disk_store, gradient, offloaded_gradient, transfers):
         owners = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
         for owner in (*owners, module):
             if owner in NOT_OF_STORES:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,9 @@ from optim.store_loops import (
     small_pieces,
 )
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
-from spillway.optim.states import Slot
+from spillway.optim.chunks import Slot
 from spillway.testing import AdversaryBackend
+from support import pairwise
 
 SERVED = [info for info in optim_db if info.optim_cls.__name__ not in ("SparseAdam", "LBFGS")]
 BF16 = torch.bfloat16
@@ -56,8 +58,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[spillway.S
     small_pieces(monkeypatch)
     with session(tmp_path, window=8192) as found:
         yield found
-        gc.collect()
-        found.synchronize()
+        if found.used_bytes != (0, 0):
+            gc.collect()
+            found.synchronize()
         assert found.used_bytes == (0, 0)
 
 
@@ -136,13 +139,14 @@ def test_a_scaler_skips_steps_with_infinities(way: Way, here: spillway.Session) 
     compare(way, here, AdamW, {"fused": True}, Loop(steps=5, scale=1024.0, infinite=(0, 3), clip=0.01, dtype=BF16))
 
 
-@pytest.mark.parametrize("window", [0, 1 << 12, 1 << 26])
-def test_the_window_changes_no_bit(way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int) -> None:
+@pytest.mark.parametrize(("way", "window", "checks"), pairwise(WAYS, [0, 1 << 12, 1 << 26], [False, True]), ids=str)
+def test_the_window_changes_no_bit(
+    way: Way, window: int, checks: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     small_pieces(monkeypatch)
-    for adversary in (None, AdversaryBackend()):
-        with session(tmp_path, window=window, adversary=adversary) as where:
-            compare(way, where, AdamW, {"fused": True}, Loop(clip=0.01, dtype=BF16))
-            compare(way, where, AdamW, {"fused": True}, Loop(micro=2))
+    with session(tmp_path, window=window, adversary=AdversaryBackend() if checks else None) as where:
+        compare(way, where, AdamW, {"fused": True}, Loop(clip=0.01, dtype=BF16))
+        compare(way, where, AdamW, {"fused": True}, Loop(micro=2))
 
 
 def test_groups_schedules_and_late_groups(way: Way, here: spillway.Session) -> None:
@@ -216,30 +220,33 @@ def closed(optimizer: Optimizer) -> None:
         optimizer.close()
 
 
-@pytest.mark.parametrize("other", [PLAIN, MEMORY, DEVICE, DISK], ids=str)
-def test_training_resumes_from_and_with_other_ways(way: Way, other: Way, here: spillway.Session) -> None:
-    for first, second in ((way, other), (other, way)):
-        reference = net()
-        uninterrupted = made(PLAIN, reference, here)
-        Loop(steps=3).run(reference, uninterrupted)
-        Loop(steps=3, seed=2).run(reference, uninterrupted)
-        model = net()
-        optimizer = made(first, model, here)
-        Loop(steps=3).run(model, optimizer)
-        weights, state = saved((model.state_dict(), optimizer.state_dict()))
-        closed(optimizer)
-        fresh = net()
-        resumed = made(second, fresh, here)
-        Loop(steps=1, seed=7).run(fresh, resumed)
-        fresh.load_state_dict(weights)
-        resumed.load_state_dict(state)
-        Loop(steps=3, seed=2).run(fresh, resumed)
-        assert same(fresh, reference)
-        closed(resumed)
+RESUMED = [pair for pair in itertools.product([PLAIN, MEMORY, *WAYS], repeat=2) if any(one in WAYS for one in pair)]
 
 
-@pytest.mark.parametrize("weights_first", [True, False])
-@pytest.mark.parametrize("other", [MEMORY, DEVICE, DISK], ids=str)
+@pytest.mark.parametrize(("first", "second"), RESUMED, ids=str)
+def test_training_resumes_from_and_with_other_ways(first: Way, second: Way, here: spillway.Session) -> None:
+    reference = net()
+    uninterrupted = made(PLAIN, reference, here)
+    Loop(steps=3).run(reference, uninterrupted)
+    Loop(steps=3, seed=2).run(reference, uninterrupted)
+    model = net()
+    optimizer = made(first, model, here)
+    Loop(steps=3).run(model, optimizer)
+    weights, state = saved((model.state_dict(), optimizer.state_dict()))
+    closed(optimizer)
+    fresh = net()
+    resumed = made(second, fresh, here)
+    Loop(steps=1, seed=7).run(fresh, resumed)
+    fresh.load_state_dict(weights)
+    resumed.load_state_dict(state)
+    Loop(steps=3, seed=2).run(fresh, resumed)
+    assert same(fresh, reference)
+    closed(resumed)
+
+
+@pytest.mark.parametrize(
+    ("way", "other", "weights_first"), pairwise(WAYS, [MEMORY, DEVICE, DISK], [True, False]), ids=str
+)
 def test_masters_are_carried_whatever_is_loaded_first(
     way: Way, other: Way, here: spillway.Session, weights_first: bool
 ) -> None:
@@ -494,12 +501,12 @@ def test_what_cannot_be_meant_is_refused(here: spillway.Session) -> None:
         make(tier="tape")
     with pytest.raises(UsageError, match="step_on: got 'disk', expected 'host' or 'device'"):
         make(step_on="disk")
-    with pytest.raises(UnsupportedError, match="expected one of them"):
+    with pytest.raises(UnsupportedError, match="Leave one of the two out"):
         make(tier="disk", step_on="device")
     for way in WAYS:
-        with pytest.raises(UnsupportedError, match=r"got Own with .* expected a class of torch\.optim"):
+        with pytest.raises(UnsupportedError, match=r"Own with .* a class that is not torch's"):
             make(Own, **way.options)
-    with pytest.raises(UsageError, match="the host steps nothing"):
+    with pytest.raises(UsageError, match="the CPU steps nothing"):
         make(step_on="device", fraction="auto")
     make(Own)
 
@@ -511,7 +518,7 @@ def test_a_parameter_that_was_moved_is_named_before_anything_is_stepped(way: Way
     before = [one.detach().clone() for one in model.parameters()]
     model(torch.randn(8, 33)).sum().backward()
     model[2].weight.data = torch.zeros(17, 66)
-    with pytest.raises(UsageError, match="got a parameter of shape"):
+    with pytest.raises(UsageError, match="A parameter has shape"):
         optimizer.step()
     model[2].weight.data = before[2].clone()
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), before, strict=True))

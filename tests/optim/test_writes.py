@@ -19,6 +19,7 @@ from optim.plain_loop import Pair, pair
 from optim.support import assert_same_values, batches, same_bits
 from optim.test_edits import take_anew
 from spillway import OffloadedOptimizer, UsageError
+from support import pairwise
 
 Write = Callable[[Module], object]
 
@@ -109,7 +110,6 @@ WRITES: list[Write] = [
 ]
 
 ALWAYS = {clamp, other_data, by_numpy, swapped, an_average_that_was_here}
-MARKED = [pytest.param(write, id=write.__name__, marks=() if write in ALWAYS else pytest.mark.long) for write in WRITES]
 
 WAYS: dict[str, dict[str, Any]] = {
     "host": {},
@@ -120,6 +120,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "gradients stay": {"offload_gradients": False},
     "in backward": {"step_in_backward": True},
 }
+
+
+def name_of(value: Any) -> str:
+    """The id of a test's argument."""
+    return str(getattr(value, "__name__", value)).replace(" ", "-")
 
 
 class _Both:
@@ -155,18 +160,22 @@ def times(each: _Both, data: list[torch.Tensor], *, between: bool) -> None:
     each.step(data[3])
 
 
+KINDS = [("cpu", torch.float32), ("adversary", torch.float32), ("adversary", torch.bfloat16)]
 TYPES = pytest.mark.parametrize(
-    ("session", "dtype"),
-    [("cpu", torch.float32), ("adversary", torch.float32), ("adversary", torch.bfloat16)],
-    indirect=["session"],
-    ids=["float32-in-place", "float32", "bfloat16"],
+    ("session", "dtype"), KINDS, indirect=["session"], ids=["float32-in-place", "float32", "bfloat16"]
 )
 """Parameters that are stepped as they lie, those that are read and have no master, and those that have one."""
 
 
-@TYPES
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.replace(" ", "-"))
-@pytest.mark.parametrize("write", MARKED)
+@pytest.mark.parametrize(
+    ("write", "way", "dtype", "session"),
+    [
+        pytest.param(write, way, dtype, session, marks=() if write in ALWAYS else pytest.mark.long)
+        for write, way, (session, dtype) in pairwise(WRITES, WAYS, KINDS)
+    ],
+    indirect=["session"],
+    ids=name_of,
+)
 def test_a_write_is_where_the_next_step_starts(
     write: Write, way: str, dtype: torch.dtype, session: spillway.Session
 ) -> None:
@@ -186,7 +195,7 @@ def test_of_pieces(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pieces_of(64)
-    monkeypatch.setattr("spillway.optim.streaming.CHUNK", 64)
+    monkeypatch.setattr("spillway.optim.chunked_store.CHUNK", 64)
     both = pair(dtype, session, torch.optim.AdamW, {**WAYS[way], "fused": True}, lr=1e-2)
     between = not WAYS[way].get("step_in_backward")
     times(_Both(both, of_one_element), batches(4, dtype), between=between)
@@ -317,11 +326,16 @@ def cleared(ours: dict[str, Any], plain: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "pieces", [pytest.param(64, id="pieces"), pytest.param(1 << 22, id="whole", marks=pytest.mark.long)]
+    ("edit", "way", "dtype", "session", "pieces"),
+    [
+        (edit, way, dtype, session, pieces)
+        for edit, way, (session, dtype), pieces in pairwise(
+            [zeroed, other_steps, replaced, updated, cleared], SEEN, KINDS, [64, 1 << 22]
+        )
+    ],
+    indirect=["session"],
+    ids=name_of,
 )
-@TYPES
-@pytest.mark.parametrize("way", SEEN, ids=lambda way: way.replace(" ", "-"))
-@pytest.mark.parametrize("edit", [zeroed, other_steps, replaced, updated, cleared], ids=lambda edit: edit.__name__)
 def test_a_state_is_seen_and_an_edit_of_it_is_where_the_next_step_starts(
     edit: Callable[[dict[str, Any], dict[str, Any]], None],
     way: str,
@@ -332,7 +346,7 @@ def test_a_state_is_seen_and_an_edit_of_it_is_where_the_next_step_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pieces_of(pieces)
-    monkeypatch.setattr("spillway.optim.streaming.CHUNK", pieces)
+    monkeypatch.setattr("spillway.optim.chunked_store.CHUNK", pieces)
     both = pair(dtype, session, torch.optim.AdamW, {**SEEN[way], "fused": True}, lr=1e-2)
     for number, batch in enumerate(batches(4, dtype)):
         both.backward(batch)

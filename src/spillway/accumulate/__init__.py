@@ -7,6 +7,6 @@ DDP and FSDP2. ``splits`` checks any training step.
 
 from spillway.accumulate.accumulator import Accumulator
 from spillway.accumulate.splits import split_equals_whole
-from spillway.accumulate.stepping import DeviceNumber, WindowStep
+from spillway.accumulate.stepping import AccumulationStep, DeviceNumber
 
-__all__ = ["Accumulator", "DeviceNumber", "WindowStep", "split_equals_whole"]
+__all__ = ["AccumulationStep", "Accumulator", "DeviceNumber", "split_equals_whole"]

@@ -25,7 +25,7 @@ from spillway.accumulate.gradients import (
     is_number,
     narrow,
 )
-from spillway.accumulate.stepping import Stepper, Totals, WindowStep
+from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
 from spillway.accumulate.wrappers import Wrappers
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
@@ -74,19 +74,19 @@ class Accumulator:
 
     As a loop, which opens and closes micro-batches and steps the optimizer:
 
-        >>> window = spillway.Accumulator(model, optimizer, steps=8, max_norm=1.0)  # doctest: +SKIP
-        >>> for batch in window(loader):  # doctest: +SKIP
+        >>> accumulator = spillway.Accumulator(model, optimizer, steps=8, max_norm=1.0)  # doctest: +SKIP
+        >>> for batch in accumulator(loader):  # doctest: +SKIP
         ...     loss_sum, tokens = forward(model, batch)
-        ...     window.backward(loss_sum, weight=tokens)
-        ...     if window.stepped:
-        ...         print(f"{window.last.index}: {window.last.loss:.4f}")
+        ...     accumulator.backward(loss_sum, weight=tokens)
+        ...     if accumulator.stepped:
+        ...         print(f"{accumulator.last.index}: {accumulator.last.loss:.4f}")
 
     or by hand:
 
         >>> for batch in batches:  # doctest: +SKIP
-        ...     with window.micro(weight=batch.tokens):
-        ...         window.backward(forward(model, batch))
-        >>> record = window.step()  # doctest: +SKIP
+        ...     with accumulator.micro(weight=batch.tokens):
+        ...         accumulator.backward(forward(model, batch))
+        >>> record = accumulator.step()  # doctest: +SKIP
 
     With ``"tokens"`` and ``"samples"`` pass *sums* of losses (``reduction="sum"``) and their weights. Gradients are
     divided by the total weight over all micro-batches and ranks. With ``"steps"`` pass means. Each micro-batch has one
@@ -95,8 +95,8 @@ class Accumulator:
     Under DDP and FSDP2 all ranks need the same number of micro-batches, each with a backward. A micro-batch without
     tokens has ``weight=0`` and a loss of 0 that depends on the model.
 
-    The CPU stalls only in torch's ``GradScaler.step``, and when you read numbers of ``window.last``. With a scaler, a
-    scheduler and a fused optimizer, the scheduler stalls too.
+    The CPU stalls only in torch's ``GradScaler.step``, and when you read numbers of ``accumulator.last``. With a
+    scaler, a scheduler and a fused optimizer, the scheduler stalls too.
 
     The accumulator clears the gradients of the optimizer's parameters when an accumulation step begins and after the
     optimizer has stepped. An exception before the backward of a micro-batch drops that micro-batch only. An exception
@@ -167,7 +167,7 @@ class Accumulator:
         self._reduced = False
         self._micro: _MicroBatch | None = None
         self._totals = Totals(self._wrappers.groups)
-        self.last: WindowStep | None = None
+        self.last: AccumulationStep | None = None
         """Results of the last accumulation step; ``None`` before the first."""
         self.stepped = False
         """Whether the optimizer has stepped since the current micro-batch began."""
@@ -210,7 +210,9 @@ class Accumulator:
     def _end_pass(self, *, idle: bool) -> None:
         """Handle micro-batches that are left: the last batch had no backward, or they are carried."""
         if idle:
-            raise UsageError("no batch of this pass had a backward; call window.backward(loss) for loss.backward()")
+            raise UsageError(
+                "no batch of this pass had a backward; call accumulator.backward(loss) for loss.backward()"
+            )
         if self._state is not State.FILLING or self._partial == "carry":
             return
         if self._partial == "drop":
@@ -271,13 +273,13 @@ class Accumulator:
 
         Raises:
             UsageError: outside of a micro-batch; for a second backward in one; without a weight, or with two; for a
-                loss without a backward; if DDP or FSDP2 would leave gradients unreduced.
+                loss without a backward; if DDP or FSDP2 left gradients unreduced.
         """
         micro = self._micro
         if micro is None:
             raise UsageError(
                 "backward() was called outside of a micro-batch; call it, with the forward before it, inside of "
-                "`with window.micro():` or `for batch in window(loader):`"
+                "`with accumulator.micro():` or `for batch in accumulator(loader):`"
             )
         self._check_usable()
         if micro.had_backward:
@@ -305,7 +307,7 @@ class Accumulator:
             else:
                 self.step()
 
-    def step(self) -> WindowStep:
+    def step(self) -> AccumulationStep:
         """Normalise and clip the gradients, and step the optimizer. A loop calls this itself.
 
         Returns:
@@ -323,9 +325,9 @@ class Accumulator:
         if not self._reduced:
             raise UsageError(
                 f"step() was called after {self._progress}, whose gradients are not "
-                f"reduced over ranks; open the last one by window.micro(last=True), or call discard()"
+                f"reduced over ranks; open the last one by accumulator.micro(last=True), or call discard()"
             )
-        with self._spoiled_by_errors(), label("window_step"):
+        with self._spoiled_by_errors(), label("accumulation_step"):
             record = self._stepper.step(self._parameters(), self._totals, index=self._index, count=self.micro_batches)
         self.last, self.stepped = record, True
         self._index += 1
@@ -378,7 +380,7 @@ class Accumulator:
         if self._state is not State.EMPTY or (self._micro is not None and not self._micro.had_backward):
             raise UsageError(
                 f"state_dict() was called in the middle of an accumulation step ({self._progress}), whose gradients "
-                f"cannot be saved; save where window.stepped is true, or call discard() and resume with the first "
+                f"cannot be saved; save where accumulator.stepped is true, or call discard() and resume with the first "
                 f"batch of this accumulation step"
             )
         return {"index": self._index}

@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
 
+from spillway._torch import sparse_values
 from spillway.errors import UsageError
 
 Weight = float | Tensor
@@ -87,9 +88,9 @@ def is_number(value: Any) -> bool:
 
 
 class Factors:
-    """What gradients are multiplied by: ``divisor / total``.
+    """The numbers that gradients are multiplied by: ``divisor / total``.
 
-    ``divisor`` returns what DDP or FSDP2 has divided a gradient by. If ``total`` is 0, gradients are 0 and stay 0.
+    ``divisor`` gives the number that DDP or FSDP2 has divided a gradient by. With a ``total`` of 0, gradients are 0.
     """
 
     def __init__(self, total: Weight, divisor: Callable[[Parameter], float]) -> None:
@@ -150,7 +151,7 @@ def _own_part(gradient: Tensor) -> Tensor:
     if hasattr(gradient, "to_local"):
         local: Tensor = gradient.to_local()
         return local
-    return gradient._values() if gradient.layout is torch.sparse_coo else gradient
+    return sparse_values(gradient) if gradient.layout is torch.sparse_coo else gradient
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -73,9 +73,9 @@ def split_equals_whole(
 
     Example:
         >>> def step(micro_batches):  # doctest: +SKIP
-        ...     window = spillway.Accumulator(model, optimizer, steps=len(micro_batches))
-        ...     for tokens in window(micro_batches):
-        ...         window.backward(loss_sum(model(tokens), tokens), weight=tokens.numel())
+        ...     accumulator = spillway.Accumulator(model, optimizer, steps=len(micro_batches))
+        ...     for tokens in accumulator(micro_batches):
+        ...         accumulator.backward(loss_sum(model(tokens), tokens), weight=tokens.numel())
         >>> spillway.split_equals_whole(step, tokens, model=model, optimizer=optimizer)  # doctest: +SKIP
         3.1e-08
     """
@@ -240,7 +240,7 @@ class _Comparison:
         """The relative difference of one gradient, the tolerance, and whether it is wrong."""
         whole = self._whole.get(name)
         if whole is None or found is None:
-            # None is not the same as zeros: an optimizer skips the parameter.
+            # A missing gradient is not the same as zeros: an optimizer skips the parameter.
             return math.inf, 0.0, True
         if self._tolerance == 0 and torch.equal(whole, found):
             return 0.0, 0.0, False

@@ -83,7 +83,7 @@ class DeviceNumber:
 
 
 @dataclass(frozen=True, slots=True)
-class WindowStep:
+class AccumulationStep:
     """Results of one accumulation step. Numbers are :class:`DeviceNumber`, read on demand."""
 
     index: int
@@ -190,7 +190,7 @@ class Stepper:
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
         return scaled
 
-    def step(self, parameters: Sequence[Parameter], totals: Totals, *, index: int, count: int) -> WindowStep:
+    def step(self, parameters: Sequence[Parameter], totals: Totals, *, index: int, count: int) -> AccumulationStep:
         """Normalise, clip and step. Parameters are clipped in this order. ``count`` is of this rank's micro-batches."""
         totals.finish()
         factors = self._factors(totals.weight, count)
@@ -210,7 +210,7 @@ class Stepper:
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
         divisors = {"steps": totals.micro_batches, "sum": 1.0}
-        return WindowStep(
+        return AccumulationStep(
             index=index,
             loss=DeviceNumber(totals.loss / divisors.get(self.normalize, totals.weight)),
             weight=DeviceNumber(totals.weight),

@@ -24,7 +24,6 @@ is refused.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -33,13 +32,12 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+from spillway import _torch
 from spillway.accumulate.gradients import HALF, Writer
 from spillway.blocks import is_a
 from spillway.errors import UnsupportedError, UsageError
 
 _FSDP = "torch.distributed.fsdp"
-_REDUCER_NAMES = ("_check_reducer_finalized", "_reset_state")
-_GROUP_NAMES = ("fsdp_params", "mesh_info", "mp_policy", "gradient_divide_factor", "_partial_reduce_output")
 
 
 class Wrappers:
@@ -61,7 +59,7 @@ class Wrappers:
         self.ranks = _size_of(self.groups)
 
     def divisors(self) -> dict[int, float]:
-        """What gradients are divided by when they are reduced, by ``id`` of the parameter; 1 for all others."""
+        """The divisors of gradients when they are reduced, by ``id`` of the parameter; 1 for all others."""
         return {id(parameter): divisor for wrapper in self._all for parameter, divisor in wrapper.divisors()}
 
     def writers(self) -> dict[int, Writer]:
@@ -107,8 +105,7 @@ class _Replicated:
         self._sync = sync
         self._has_run = False
         for module in modules:
-            _check_names(module.reducer, _REDUCER_NAMES, "DDP")
-
+            _torch.check_ddp(module)
         self.groups: Sequence[Any] = (max((each.process_group for each in modules), key=lambda group: group.size()),)
 
     def divisors(self) -> Iterator[tuple[Parameter, float]]:
@@ -137,7 +134,7 @@ class _Replicated:
         self._has_run = True
         for module in self._modules:
             try:
-                module.reducer._check_reducer_finalized()
+                _torch.check_reduced(module)
             except RuntimeError as error:
                 raise UsageError(
                     "the micro-batch that reduces gradients has not used every parameter, so DDP left gradients of "
@@ -152,7 +149,7 @@ class _Replicated:
     def discard(self, *, failed: bool) -> None:
         # After a failed backward DDP refuses the next forward.
         for module in self._modules if failed else ():
-            module.reducer._reset_state()
+            _torch.reset_ddp(module)
 
 
 class _Sharded:
@@ -164,16 +161,15 @@ class _Sharded:
         self._modules = modules
         self._sync = sync
         self._waits = waits
-        for group in self._parameter_groups():
-            _check_names(group, _GROUP_NAMES, "FSDP2")
+        for group in _torch.fsdp_groups(modules):
+            _torch.check_fsdp(group)
             if waits:
                 self._check_dtype(group)
-
-        found = [_process_groups(group) for group in self._parameter_groups()]
+        found = [_process_groups(group) for group in _torch.fsdp_groups(modules)]
         self.groups: Sequence[Any] = max(found, key=_size_of, default=())
 
     def divisors(self) -> Iterator[tuple[Parameter, float]]:
-        for group in self._parameter_groups():
+        for group in _torch.fsdp_groups(self._modules):
             given = group.gradient_divide_factor
             divisor = float(_size_of(_process_groups(group)) if given is None else given)
             for each in group.fsdp_params:
@@ -183,7 +179,9 @@ class _Sharded:
         return last or self._sync == "every"
 
     def completes(self, *, last: bool) -> bool:
-        return last or (self._sync == "every" and not any(_has_replicas(group) for group in self._parameter_groups()))
+        return last or (
+            self._sync == "every" and not any(_has_replicas(group) for group in _torch.fsdp_groups(self._modules))
+        )
 
     def switch(self, switches: ExitStack, *, last: bool) -> None:
         if last:
@@ -201,8 +199,8 @@ class _Sharded:
 
     def check(self, *, last: bool) -> None:
         """See NOTE [ FSDP2: what it holds ]."""
-        for group in self._parameter_groups():
-            held = group._partial_reduce_output
+        for group in _torch.fsdp_groups(self._modules):
+            held = _torch.partial_reduction(group)
             trained = [each for each in group.fsdp_params if each.sharded_param.requires_grad]
             elements = sum(each.padded_sharded_param_size.numel() for each in trained)
             if held is not None and (last or held.numel() != elements):
@@ -214,30 +212,13 @@ class _Sharded:
 
     def leave(self, *, last: bool) -> bool:
         # FSDP2 cannot start a forward in the middle of another one.
-        return all(module._get_fsdp_state()._training_state.name == "IDLE" for module in self._modules)
+        return all(_torch.is_idle(module) for module in self._modules)
 
     def discard(self, *, failed: bool) -> None:
-        for group in self._parameter_groups():
-            group._partial_reduce_output = None
-            for each in group.fsdp_params:
-                each.unsharded_accumulated_grad = None
-                if hasattr(each, "_unsharded_param"):
-                    each._unsharded_param.grad = None
-        for module in self._modules if failed else ():
-            # Since torch 2.13. Before, FSDP2 cannot use a model again whose forward or backward has failed.
-            if hasattr(module, "reset_iter_state") and module._get_fsdp_state()._is_root:
-                module.reset_iter_state()
-
-    def _parameter_groups(self) -> Iterator[Any]:
-        seen = set()
-        for module in self._modules:
-            state = module._get_fsdp_state()
-            groups = getattr(state, "_fsdp_param_groups", None)
-            for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
-                # Modules that are sharded together share their state.
-                if group is not None and id(group) not in seen:
-                    seen.add(id(group))
-                    yield group
+        for group in _torch.fsdp_groups(self._modules):
+            _torch.drop_unreduced(group)
+        if failed:
+            _torch.reset_fsdp(self._modules)
 
     def _check_dtype(self, group: Any) -> None:
         """Raise if FSDP2 itself would sum gradients in a dtype narrower than float32."""
@@ -250,15 +231,6 @@ class _Sharded:
                 f"{policy.reduce_dtype or dtypes.pop()} instead of float32; say "
                 f"fully_shard(..., mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))"
             )
-
-
-def _check_names(owner: object, names: Sequence[str], kind: str) -> None:
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        raise UnsupportedError(
-            f"{kind} of torch {torch.__version__} has no {' and no '.join(missing)}, which accumulation reads; use a "
-            f"torch that Spillway was tested with"
-        )
 
 
 def _process_groups(group: Any) -> list[Any]:
@@ -291,15 +263,13 @@ def _groups(group: Any, wrappers: Iterable[_Replicated | _Sharded]) -> Sequence[
 
 
 def _refuse(modules: Iterable[Module]) -> None:
-    contract: Any = sys.modules.get("torch.distributed._composable.contract")
     for module in modules:
         if is_a(module, _FSDP, "FullyShardedDataParallel"):
             raise UnsupportedError(
                 f"{type(module).__name__} is the first generation of FSDP, which clips and unscales gradients by its "
                 f"own methods; use torch.distributed.fsdp.fully_shard or DDP"
             )
-        composed = contract is not None and "replicate" in (contract._get_registry(module) or ())
-        if composed and not is_a(module, _FSDP, "FSDPModule"):
+        if _torch.is_replicated(module) and not is_a(module, _FSDP, "FSDPModule"):
             raise UnsupportedError(
                 f"{type(module).__name__} was wrapped by replicate() of torch.distributed._composable, which is not "
                 f"supported; use torch.nn.parallel.DistributedDataParallel or fully_shard"

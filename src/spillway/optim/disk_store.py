@@ -1,7 +1,7 @@
-"""States and masters in the session's spill file, streamed to CPU memory to be stepped there.
+"""States and fp32 master weights in the session's spill file, streamed to CPU memory to be stepped there.
 
 The CPU worker thread steps chunk after chunk. Tasks read those that come next, and write those that were stepped.
-Gradients are in pinned memory. Parameters are read from the device: see NOTE [ A step reads the parameter ].
+Gradients are in pinned memory. Parameters are read from the GPU: see NOTE [ A step reads the parameter ].
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from spillway.errors import SessionError
-from spillway.optim.gradient import DeviceContext
+from spillway.optim.chunked_store import ChunkedStore
+from spillway.optim.chunks import ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline
+from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.state_store import ParamStep, StepCost
-from spillway.optim.states import Layout, Slot, host_copy
-from spillway.optim.streaming import ChunkedStore, ChunkTransfer, StateChunk, TransferPipeline
-from spillway.optim.tensors import on_error
-from spillway.optim.transfers import Upload, aligned
+from spillway.optim.state_store import SettingsOf, StepCost, in_order
+from spillway.optim.transfers import Upload, aligned, on_error
 from spillway.runtime.arena import Block, pages
 from spillway.runtime.backend import Backend, Event, Several
 from spillway.runtime.bytes import Bytes, Cells
@@ -33,11 +33,7 @@ from spillway.runtime.spill_file import Extent, SpillFile
 
 
 class DiskPlace:
-    """Consecutive extents of a chunk in the spill file. They are freed with the last reference.
-
-    Raises:
-        TierFullError: if the file has no room.
-    """
+    """Consecutive extents of a chunk in the spill file. They are freed with the last reference."""
 
     def __init__(self, file: SpillFile, nbytes: int) -> None:
         self.file = file
@@ -54,37 +50,8 @@ def _free(file: SpillFile, extents: Sequence[Extent]) -> None:
             file.free(extent)
 
 
-class DiskStore(ChunkedStore):
-    """Streams chunks from the spill file to CPU memory. See :class:`~spillway.optim.streaming.ChunkedStore`."""
-
-    def add(self, held: HostParameter) -> None:
-        super().add(held)
-        # Raises if no spill file can be made.
-        held.context.transfers.spill_file()
-
-    def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
-        if not any(step.gradient.factors for step in steps):
-            # The first gradients are there first. A factor needs all of them, and the next forward the first.
-            steps = sorted(steps, key=lambda step: step.gradient.number)
-        ends: dict[HostParameter, list[Event]] = {}
-        for context, transfers in self.transfers_of(steps, cost).items():
-            parts = (part for transfer in transfers for part in transfer.chunk.parts)
-            ready = context.transfers.ready(part.held.local() for part in parts)
-            pipeline = TransferPipeline(self, context.transfers.window, transfers)
-            for transfer in transfers:
-                # All of them before the first step begins, because it loads others ahead.
-                transfer.ready = ready
-            for transfer in transfers:
-                end = context.lane.run(functools.partial(self._step_chunk, transfer, pipeline))
-                for step in transfer.steps.values():
-                    ends.setdefault(step.held, []).append(end)
-            cost.closing.append(context.lane.run(pipeline.settle))
-        for step in steps:
-            held = step.held
-            held.mark_written()
-            held.updated = held.context.transfers.backend.all_of(ends[held])
-            held.gradient.reader = held.context.last_task()
-            cost.on_host += held.numel
+class DiskTier(ChunkTier):
+    """Stores chunks in the spill file, and streams them to CPU memory."""
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
         chunk, layout = transfer.chunk, transfer.next_layout()
@@ -141,7 +108,7 @@ class DiskStore(ChunkedStore):
                 self.release(context, memory)
         transfer.memory = transfer.room = None
 
-    def put_chunk(self, transfer: ChunkTransfer, place: DiskPlace, layout: Layout) -> None:
+    def store(self, transfer: ChunkTransfer, place: DiskPlace, layout: Layout) -> None:
         if layout.slots:
             assert transfer.memory is not None
             transfer.left = _move(transfer.chunk.context.transfers.backend, place, transfer.memory, read=False)
@@ -178,8 +145,38 @@ class DiskStore(ChunkedStore):
         backend.host_access(memory, write=True)
         _move(backend, place, memory, read=False).synchronize()
 
-    def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
-        return host_copy(key, value, held)
+
+class DiskStore(ChunkedStore):
+    """Streams chunks from the spill file to CPU memory, and steps them there."""
+
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
+        super().__init__(DiskTier(), optimizer_class, given, settings)
+
+    def add(self, held: HostParameter) -> None:
+        super().add(held)
+        # Raises if no spill file can be made.
+        held.context.transfers.spill_file()
+
+    def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
+        ends: dict[HostParameter, list[Event]] = {}
+        for context, transfers in self.transfers_of(in_order(steps), cost).items():
+            parts = (part for transfer in transfers for part in transfer.chunk.parts)
+            ready = context.transfers.ready(part.held.local() for part in parts)
+            pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
+            for transfer in transfers:
+                # All of them before the first step begins, because it loads others ahead.
+                transfer.ready = ready
+            for transfer in transfers:
+                end = context.lane.run(functools.partial(self._step_chunk, transfer, pipeline))
+                for step in transfer.steps.values():
+                    ends.setdefault(step.held, []).append(end)
+            cost.closing.append(context.lane.run(pipeline.settle))
+        for step in steps:
+            held = step.held
+            held.mark_written()
+            held.updated = held.context.transfers.backend.all_of(ends[held])
+            held.gradient.reader = held.context.last_task()
+            cost.on_host += held.numel
 
     # All below is for the CPU worker thread.
 
@@ -189,14 +186,14 @@ class DiskStore(ChunkedStore):
             pipeline.take(transfer)
             undo.callback(pipeline.drop, transfer)
             for step in transfer.steps.values():
-                step.gradient.wait(transfers)
+                step.wait()
             transfer.states = transfer.chunk.opened(transfer.memory)
             began = time.perf_counter()
             parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
             staging = None
             parts = [transfer.chunk.parts[index] for index in transfer.steps]
             if parts[0].held.has_master:
-                # Parameters are copied to the device from there. Before anything is stepped: there may be no memory.
+                # Parameters are copied to the GPU from there. Before anything is stepped: there may be no memory.
                 staging = pipeline.with_room(lambda: transfers.pinned(sum(aligned(part.nbytes) for part in parts)))
                 undo.callback(transfers.arena.free, staging)
             self.step_parts(transfer, parameters)
@@ -219,14 +216,14 @@ class DiskStore(ChunkedStore):
             transfers.give_back(transfer.values.pop(index))
         else:
             transfers.backend.host_access(sent.memory, write=True)
-        gradient = part.held.part(transfer.steps[index].gradient, part.start, part.numel, None)
+        gradient = transfer.steps[index].part(part.start, part.numel)
         parameter.grad = gradient.as_strided(*part.form, int(gradient.storage_offset()))
         return parameter
 
     def _upload(
         self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter], staging: Block | None
     ) -> Event:
-        """Queue the copies of parameters to the device; gives their end."""
+        """Queue the copies of parameters to the GPU; gives their end."""
         assert transfer.ready is not None
         transfers = transfer.chunk.context.transfers
         uploads = []

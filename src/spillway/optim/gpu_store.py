@@ -1,12 +1,12 @@
-"""States and masters in pinned memory, streamed to the GPU to be stepped there.
+"""States and fp32 master weights in pinned memory, streamed to the GPU to be stepped there.
 
 The thread that calls ``step`` queues everything, on its compute stream and two copy streams. It waits only for
 gradients that are summed on the CPU. Memory on the GPU is allocated on the compute stream, and copy streams wait for
 compute before they touch it. Since chunks arrive some ahead of their step, the incoming stream waits for the step of
 some chunks before. Compute waits for a chunk when its step comes, and for its way back before its memory is freed.
 
-Parameters without a master are stepped where they are. The GPU's memory for all of this is within the in-flight limit.
-Exceptions are a parameter that is larger, and a parameter's first step, in which the class makes the state itself.
+Parameters without a master weight are stepped where they are. The GPU's memory for all of this is within the in-flight
+limit. Exceptions are a parameter that is larger, and a parameter's first step, in which the class makes the state.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from spillway.optim.gradient import DeviceContext
+from spillway.optim.chunked_store import ChunkedStore
+from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
+from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.state_store import ParamStep, SettingsOf, StepCost
-from spillway.optim.states import STEP, Layout, Slot, host_copy, moves
-from spillway.optim.streaming import ChunkedStore, ChunkPart, ChunkTransfer, StateChunk, TransferPipeline
-from spillway.optim.tensors import on_error
-from spillway.optim.transfers import Pinned, aligned
+from spillway.optim.state_store import SettingsOf, StepCost
+from spillway.optim.states import STEP
+from spillway.optim.transfers import Pinned, aligned, on_error
 from spillway.runtime.backend import Event, Lane
 from spillway.runtime.bytes import Bytes, Cells, Flat, over
 
@@ -51,30 +51,16 @@ class _Range(NamedTuple):
         return self.pinned.range(self.offset, self.nbytes)
 
 
-class GpuStore(ChunkedStore):
-    """Streams chunks from pinned memory to the GPU. See :class:`~spillway.optim.streaming.ChunkedStore`.
+class PinnedTier(ChunkTier):
+    """Stores chunks in pinned memory, and streams them to the GPU.
 
     A chunk is stored in one range of bytes. If a parameter is cut, every tensor of its state has a range of its own, in
     which the pieces are neighbours. So the CPU sees it whole without a copy.
     """
 
-    steps_on_device = True
-
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
-        super().__init__(optimizer_class, given, settings)
+    def __init__(self) -> None:
         self._streams: dict[DeviceContext, _Streams] = {}
         self._wholes: weakref.WeakValueDictionary[Hashable, Pinned] = weakref.WeakValueDictionary()
-
-    def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
-        for context, transfers in self.transfers_of(steps, cost).items():
-            self._step_all(context, transfers)
-        for step in steps:
-            step.held.updated = None
-            cost.streamed += step.held.numel
-
-    def close(self) -> None:
-        super().close()
-        self._streams.clear()
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
         stored = transfer.chunk.layout.nbytes if transfer.chunk.is_stored else 0
@@ -90,7 +76,7 @@ class GpuStore(ChunkedStore):
 
     def load(self, transfer: ChunkTransfer) -> None:
         chunk, context = transfer.chunk, transfer.chunk.context
-        backend, incoming = context.transfers.backend, self._streams_of(context).incoming
+        backend, incoming = context.transfers.backend, self.streams_of(context).incoming
         stored = chunk.layout.nbytes if chunk.is_stored else 0
         gradients = list(_pinned_gradients(transfer))
         nbytes, layout = transfer.nbytes, transfer.next_layout()
@@ -133,10 +119,10 @@ class GpuStore(ChunkedStore):
         transfer.states = []
         transfer.gradients.clear()
 
-    def put_chunk(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
+    def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
             return
-        transfers, outgoing = transfer.chunk.context.transfers, self._streams_of(transfer.chunk.context).outgoing
+        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
         backend, memory = transfers.backend, transfer.memory
         assert memory is not None
         backend.wait(outgoing, backend.record(backend.compute()))
@@ -181,8 +167,45 @@ class GpuStore(ChunkedStore):
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
 
+    def streams_of(self, context: DeviceContext) -> _Streams:
+        if context not in self._streams:
+            backend = context.transfers.backend
+            self._streams[context] = _Streams(backend.lane("states in"), backend.lane("states out"))
+        return self._streams[context]
+
+    def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:
+        """A piece's part of the memory of a whole tensor."""
+        key = (part.held, slot.name, slot.dtype)
+        whole = self._wholes.get(key)
+        if whole is None:
+            arena = part.held.context.transfers.arena
+            whole = self._wholes[key] = Pinned(arena, part.held.numel * slot.dtype.itemsize)
+        return _Range(slot.start, slot.nbytes, whole, part.start * slot.dtype.itemsize)
+
+    def _copy_in(self, context: DeviceContext, target: Bytes, source: Bytes) -> None:
+        if source.nbytes:
+            context.transfers.backend.copy(self.streams_of(context).incoming, target, source)
+            context.transfers.received_bytes += source.nbytes
+
+
+class GpuStore(ChunkedStore):
+    """Streams chunks from pinned memory to the GPU, and steps them there."""
+
+    tier: PinnedTier
+    steps_on_device = True
+
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
+        super().__init__(PinnedTier(), optimizer_class, given, settings)
+
+    def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
+        for context, transfers in self.transfers_of(steps, cost).items():
+            self._step_all(context, transfers)
+        for step in steps:
+            step.held.updated = None
+            cost.streamed += step.held.numel
+
     def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
-        value = host_copy(key, value, held)
+        value = super().converted(key, value, held)
         if not isinstance(value, torch.Tensor) or moves(value):
             return value
         settings = self._settings(held)
@@ -190,12 +213,12 @@ class GpuStore(ChunkedStore):
         return value if stays else value.to(held.local().device)
 
     def _step_all(self, context: DeviceContext, transfers: Sequence[ChunkTransfer]) -> None:
-        backend, incoming = context.transfers.backend, self._streams_of(context).incoming
-        on_host = [step for one in transfers for step in one.steps.values() if step.gradient.on_device is None]
+        backend, incoming = context.transfers.backend, self.tier.streams_of(context).incoming
+        on_host = [step for one in transfers for step in one.steps.values() if step.on_device is None]
         if on_host:
-            # What is queued for gradients on the CPU is done before they are loaded.
+            # Tasks that sum gradients on the CPU end before the sums are loaded.
             backend.wait(incoming, context.last_task())
-        pipeline = TransferPipeline(self, context.transfers.window, transfers)
+        pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
         with contextlib.ExitStack() as at_last:
             at_last.callback(pipeline.settle)
             if on_host:
@@ -220,51 +243,31 @@ class GpuStore(ChunkedStore):
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
         parameter = self.parameter(transfer, index, part.of(part.held.local().detach()))
-        snapshot = transfer.steps[index].gradient
+        snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
         for factor in snapshot.factors:
-            factor.apply_on_device(found)
+            factor.apply(found, on_device=True)
         parameter.grad = found
         return parameter
 
-    def _lend(self, context: DeviceContext, steps: Sequence[ParamStep]) -> None:
+    def _lend(self, context: DeviceContext, steps: Sequence[Snapshot]) -> None:
         """Copies read gradients on the CPU until now. Later tasks, and the memory's next owners, come after."""
-        end = context.transfers.backend.record(self._streams_of(context).incoming)
+        end = context.transfers.backend.record(self.tier.streams_of(context).incoming)
         for step in steps:
-            raw, total = step.gradient.raw, step.gradient.sum
+            raw, total = step.raw, step.sum
             if raw is not None:
                 raw.batch.copies = [end]
             if total is not None and total.pinned is not None:
                 total.pinned.after("in", end)
         context.lane.run(end.synchronize)
 
-    def _streams_of(self, context: DeviceContext) -> _Streams:
-        if context not in self._streams:
-            backend = context.transfers.backend
-            self._streams[context] = _Streams(backend.lane("states in"), backend.lane("states out"))
-        return self._streams[context]
-
-    def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:
-        """A piece's part of the memory of a whole tensor."""
-        key = (part.held, slot.name, slot.dtype)
-        whole = self._wholes.get(key)
-        if whole is None:
-            arena = part.held.context.transfers.arena
-            whole = self._wholes[key] = Pinned(arena, part.held.numel * slot.dtype.itemsize)
-        return _Range(slot.start, slot.nbytes, whole, part.start * slot.dtype.itemsize)
-
-    def _copy_in(self, context: DeviceContext, target: Bytes, source: Bytes) -> None:
-        if source.nbytes:
-            context.transfers.backend.copy(self._streams_of(context).incoming, target, source)
-            context.transfers.received_bytes += source.nbytes
-
 
 def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:
     """The gradients that are loaded with a chunk: the part, its elements, and the event after which they are there."""
     for index, step in transfer.steps.items():
         part = transfer.chunk.parts[index]
-        raw, total = step.gradient.raw, step.gradient.sum
+        raw, total = step.raw, step.sum
         if total is not None:
             assert total.pinned is not None
             size = total.dtype.itemsize

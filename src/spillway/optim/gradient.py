@@ -1,14 +1,8 @@
-"""Gradients of parameters that are stepped on the CPU, and the tensors that stand for them on the device.
+"""The gradient of a parameter that is stepped on the CPU: its bytes, its norms, and how it is summed.
 
-``p.grad`` is an :class:`OffloadedGradient`: a tensor on the device in all that can be asked without reading bytes. The
-operators of training loops become operations on the CPU: autograd adds to it, ``clip_grad_norm_`` takes its norm and
-scales it, ``GradScaler`` searches it for infinities and unscales it, ``zero_grad`` fills it with zeros or drops it. For
-any other operator the gradient is reloaded, and offloaded again if it was written. Only views are refused: writes to
-them would be lost.
-
-:class:`Gradient` is what the CPU has of it. The first gradient that arrives is kept as it is (``raw``). From the first
-accumulation on, gradients are summed on the CPU, in the type of the step, in their order of arrival (``sum``).
-Multiplications are noted (``factors``), and applied when the gradient is read. See NOTE [ Threads ].
+The first gradient that arrives is kept as it is (``raw``). From the first accumulation on, gradients are summed on the
+CPU, in the type of the step, in their order of arrival (``sum``). Multiplications are noted (``factors``), and applied
+when a step reads the gradient. See NOTE [ Threads ].
 """
 
 from __future__ import annotations
@@ -20,12 +14,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only
 
-from spillway.errors import UnsupportedError, UsageError
+from spillway._torch import foreach_norm, make_wrapper, version_of
+from spillway.errors import UsageError
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import local_of, scratch_of, with_strides_of
 from spillway.optim.transfers import Pinned, SentTensor, Transfers, Upload
 from spillway.runtime.backend import Event, HostLane, TaskEnd, finish
@@ -34,165 +29,9 @@ from spillway.runtime.bytes import Cells
 if TYPE_CHECKING:
     from spillway.optim.host_parameter import HostParameter
 
-aten = torch.ops.aten
-_SAME = {aten.detach.default, aten.alias.default}
-_SCALE = {
-    aten.mul_.Tensor: "mul_",
-    aten.mul_.Scalar: "mul_",
-    aten.div_.Tensor: "div_",
-    aten.div_.Scalar: "div_",
-    aten._foreach_mul_.Scalar: "mul_",
-    aten._foreach_mul_.Tensor: "mul_",
-    aten._foreach_div_.Scalar: "div_",
-    aten._foreach_div_.Tensor: "div_",
-}
-_ZERO = {aten.zero_.default, aten._foreach_zero_.default}
-_CHECK = aten._amp_foreach_non_finite_check_and_unscale_.default
-
-
-class OffloadedGradient(torch.Tensor):
-    """A gradient whose bytes are on the CPU. It looks like a tensor on the device."""
-
-    _home: weakref.ref[Gradient]
-    kept: Gradient | None = None
-    """Its bytes, if the user keeps it past its parameter's next gradient."""
-
-    @property
-    def home(self) -> Gradient:
-        home = self._home()
-        if home is None:
-            raise UsageError(
-                "got a gradient whose optimizer is gone, expected it to live as long as its gradients are used; keep "
-                "the OffloadedOptimizer, or close() it first"
-            )
-        return home
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        copied = self.home.restore()
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.home.restore().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        first = args[0] if args else None
-        if isinstance(first, OffloadedGradient):
-            if function in _SAME:
-                return first
-            if function is aten.add_.Tensor and not kwargs and _is_gradient(args[1], first):
-                first.home.arrive(args[1])
-                return first
-            if function is aten.linalg_vector_norm.default and len(args) <= 2 and not kwargs:
-                return first.home.norm(float(args[1]) if len(args) == 2 else 2.0)
-        if function is aten._foreach_norm.Scalar and not kwargs:
-            return _norms(*args)
-        if (function in _SCALE and _is_factor(args[1])) or function in _ZERO or function is _CHECK:
-            return _apply_to_each(function, args)
-        return _run_on_reloaded(function, args, kwargs)
-
-
-def _apply_to_each(function: Any, args: tuple[Any, ...]) -> Any:
-    """Run an operator on gradients of which some may be on the device."""
-    listed = isinstance(args[0], (list, tuple))
-    gradients = list(args[0]) if listed else [args[0]]
-    offloaded = [gradient for gradient in gradients if isinstance(gradient, OffloadedGradient)]
-    on_device = [gradient for gradient in gradients if not isinstance(gradient, OffloadedGradient)]
-    if on_device:
-        function(on_device, *args[1:])
-    for gradient in offloaded:
-        if function is _CHECK:
-            found, inverse = args[1:]
-            found.copy_(torch.maximum(found, gradient.home.has_nonfinite().to(found.device, found.dtype)))
-            gradient.home.scale("mul_", inverse)
-        elif function in _ZERO:
-            gradient.home.fill_with_zeros()
-        else:
-            gradient.home.scale(_SCALE[function], args[1])
-    return None if listed else args[0]
-
-
-def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tensor]:
-    """Norms of gradients of which some may be on the device."""
-    on_device = [gradient for gradient in gradients if not isinstance(gradient, OffloadedGradient)]
-    found = iter(torch._foreach_norm(on_device, order) if on_device else ())
-    return [one.home.norm(float(order)) if isinstance(one, OffloadedGradient) else next(found) for one in gradients]
-
-
-def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an operator on reloaded gradients.
-
-    They have the type that they show, if the operator only reads. If it writes one, they have the type of the step, in
-    which gradients are summed.
-    """
-    written = _written(function, args, kwargs)
-    work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, OffloadedGradient)}
-    reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}
-
-    def reload(tensor: torch.Tensor) -> torch.Tensor:
-        if isinstance(tensor, OffloadedGradient):
-            if id(tensor) not in reloaded:
-                reloaded[id(tensor)] = (tensor, tensor.home.restore(exact=bool(work)))
-            return reloaded[id(tensor)][1]
-        # Some operators need all their arguments in one type.
-        is_read = type(tensor) is torch.Tensor and not any(tensor is one for one in written)
-        return tensor.to(work[tensor.dtype]) if is_read and tensor.dtype in work else tensor
-
-    result = function(*tree_map_only(torch.Tensor, reload, args), **tree_map_only(torch.Tensor, reload, kwargs))
-    for offloaded, tensor in reloaded.values():
-        if any(offloaded is one for one in written):
-            offloaded.home.begin(tensor)
-    of_tensor = {id(tensor): offloaded for offloaded, tensor in reloaded.values()}
-    return tree_map_only(torch.Tensor, lambda tensor: of_tensor.get(id(tensor), tensor), result)
-
-
-def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operator writes to.
-
-    Raises:
-        UnsupportedError: if the operator gives views of an offloaded gradient.
-    """
-    written = []
-    for index, argument in enumerate(function._schema.arguments):
-        given = args[index] if index < len(args) else kwargs.get(argument.name)
-        found = [one for one in tree_flatten(given)[0] if isinstance(one, torch.Tensor)]
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written += found
-        elif argument.alias_info is not None and any(isinstance(one, OffloadedGradient) for one in found):
-            raise UnsupportedError(
-                f"got {function} of a gradient that is on the host, expected no view of it: what is written to a "
-                f"view would be lost; clone the gradient first, or make the optimizer with offload_gradients=False"
-            )
-    return written
-
-
-def _is_gradient(other: Any, gradient: OffloadedGradient) -> bool:
-    return (
-        type(other) is torch.Tensor
-        and other.shape == gradient.shape
-        and other.dtype == gradient.dtype
-        and other.layout == torch.strided
-    )
-
-
-def _is_factor(other: Any) -> bool:
-    return isinstance(other, (int, float)) or (
-        isinstance(other, torch.Tensor) and other.ndim == 0 and not isinstance(other, OffloadedGradient)
-    )
-
 
 class Factor:
-    """A number that gradients are multiplied with (``"mul_"``), or divided by (``"div_"``).
-
-    It is the user's number, or a copy of the user's tensor on the device, which is sent to the CPU.
-    """
+    """A number that gradients are multiplied with (``"mul_"``) or divided by (``"div_"``), or a copy of a tensor."""
 
     def __init__(self, operation: str, value: torch.Tensor | float, transfers: Transfers) -> None:
         self.operation = operation
@@ -215,17 +54,14 @@ class Factor:
             self._release()
         return self._value
 
-    def apply(self, tensor: torch.Tensor) -> None:
-        """Multiply in place; for the CPU worker thread."""
-        getattr(tensor, self.operation)(self.value())
+    def apply(self, tensor: torch.Tensor, *, on_device: bool = False) -> None:
+        """Multiply in place: on the GPU, or in the CPU worker thread."""
+        getattr(tensor, self.operation)(self.given if on_device else self.value())
 
     def applied(self, tensor: torch.Tensor, scratch: torch.Tensor | None) -> torch.Tensor:
         """The product, in scratch memory if there is some; for the CPU worker thread."""
         product: torch.Tensor = getattr(torch, self.operation[:-1])(tensor, self.value(), out=scratch)
         return product
-
-    def apply_on_device(self, tensor: torch.Tensor) -> None:
-        getattr(tensor, self.operation)(self.given)
 
     @functools.cached_property
     def is_power_of_two(self) -> bool:
@@ -240,7 +76,7 @@ class Factor:
 
 @dataclass(eq=False)
 class DeviceContext:
-    """What the gradients of one device have in common."""
+    """The copy streams, threads and counts that all gradients of one GPU share."""
 
     transfers: Transfers
     lane: HostLane
@@ -255,30 +91,25 @@ class DeviceContext:
     accumulates: bool = False
     """Whether a second gradient ever arrived before a step."""
     norms: set[float] = field(default_factory=set)
-    """Orders of norms that were asked for. From then on they are taken on the device, before the offload."""
+    """Orders of norms that were asked for. From then on they are taken on the GPU, before the offload."""
     expected: int = 0
     """How many gradients of a parameter arrived in the last accumulation step."""
-    _factor: tuple[torch.Tensor, int | None, Factor] | None = None
     gradients: weakref.WeakSet[Gradient] = field(default_factory=weakref.WeakSet)
+    _factor: tuple[torch.Tensor, int | None, Factor] | None = None
     _additions: deque[tuple[int, Event]] = field(default_factory=deque)
     _additions_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def check(self) -> None:
-        """Raise if bytes cannot be moved any more.
-
-        Raises:
-            SessionError: the session is closed, or belongs to another process.
-            UsageError: the optimizer is closed.
-        """
+        """Raise if bytes cannot be moved any more: the session or the optimizer is closed."""
         self.check_session()
         if self.closed:
             raise UsageError(
-                "got a gradient of an OffloadedOptimizer that is closed, expected an open one: its bytes are gone; "
-                "close() after the last use of what was kept of its gradients"
+                "got a gradient of a closed OffloadedOptimizer, whose bytes are gone. Call close() after the "
+                "last use of its gradients."
             )
 
     def close(self, *, lost: bool) -> None:
-        """Do what was queued, and end."""
+        """Finish all queued tasks, and end."""
         self.lane.close()
         self.workers.close()
         if not lost:
@@ -291,9 +122,9 @@ class DeviceContext:
         """One factor for all gradients that are multiplied with the same tensor."""
         if not isinstance(value, torch.Tensor):
             return Factor(operation, value, self.transfers)
-        last = self._factor
         # An inference tensor has no version: its value may have changed.
-        version = None if value.is_inference() else value._version
+        version = None if value.is_inference() else version_of(value)
+        last = self._factor
         known = last is not None and last[0] is value and version is not None and last[1] == version
         if last is None or not known or last[2].operation != operation:
             last = self._factor = (value, version, Factor(operation, value, self.transfers))
@@ -317,7 +148,7 @@ class DeviceContext:
 
 
 class GradientSum:
-    """Memory in which a parameter's gradients are summed; for the CPU worker thread."""
+    """CPU memory in which a parameter's gradients are summed; for the CPU worker thread."""
 
     def __init__(self, held: HostParameter) -> None:
         transfers = held.context.transfers
@@ -340,43 +171,63 @@ class GradientSum:
 
 @dataclass(eq=False, slots=True)
 class Snapshot:
-    """A gradient as it will be when all that was queued is done; for the CPU worker thread."""
+    """A parameter's gradient as it will be when all queued tasks are done; for the CPU worker thread."""
 
-    raw: SentTensor | None
-    sum: GradientSum | None
-    factors: tuple[Factor, ...]
+    held: HostParameter
+    raw: SentTensor | None = None
+    sum: GradientSum | None = None
+    factors: tuple[Factor, ...] = ()
     on_device: torch.Tensor | None = None
-    """The gradient itself, if it is on the device, where it is stepped."""
-    _read: torch.Tensor | None = None
-
-    def read(self, transfers: Transfers) -> torch.Tensor:
-        """Wait for the gradient as it arrived, flat."""
-        if self._read is None:
-            assert self.raw is not None
-            self._read = transfers.read(self.raw)
-        return self._read
-
-    def needs_no_scratch(self, dtype: torch.dtype) -> bool:
-        """Whether a step in this type can read it where it is."""
-        return not self.factors and (self.raw is None or self.raw.dtype == dtype)
+    """The gradient itself, if it is on the GPU and is stepped there."""
+    _arrived: torch.Tensor | None = None
 
     @property
     def number(self) -> int:
         """Its place in the order of arrival. A sum was there before."""
         return 0 if self.raw is None else self.raw.batch.number
 
-    def wait(self, transfers: Transfers) -> None:
+    @property
+    def needs_scratch(self) -> bool:
+        """Whether a step needs a copy of it: in another type, or multiplied."""
+        return bool(self.factors) or (self.raw is not None and self.raw.dtype != self.held.work_dtype)
+
+    def wait(self) -> None:
         """Wait until it and its factors are on the CPU."""
         if self.raw is not None:
-            self.read(transfers)
+            self._read()
         for factor in self.factors:
             factor.value()
+
+    def part(self, start: int, numel: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
+        """Elements in the type of the step, with their factors; in scratch memory if they change."""
+        held, factors = self.held, list(self.factors)
+        found = self.sum.tensor if self.sum is not None else self._read()
+        if numel != held.numel:
+            found = found[start : start + numel]
+        scratch = None if scratch is None else scratch[:numel]
+        if found.dtype != held.work_dtype:
+            found = found.to(held.work_dtype) if scratch is None else scratch.copy_(found)
+        elif factors:
+            found = factors.pop(0).applied(found, scratch)
+        for factor in factors:
+            factor.apply(found)
+        return found
+
+    def whole(self) -> torch.Tensor:
+        """All of it, in the parameter's shape."""
+        return self.part(0, self.held.numel).as_strided(*self.held.form)
+
+    def _read(self) -> torch.Tensor:
+        if self._arrived is None:
+            assert self.raw is not None
+            self._arrived = self.held.context.transfers.read(self.raw)
+        return self._arrived
 
 
 class _CpuNorm(NamedTuple):
     done: Event
     found: list[float]
-    """The norm, once that is done."""
+    """The norm, once the task is done."""
     factors: tuple[Factor, ...]
     """The factors that it contains."""
 
@@ -390,10 +241,10 @@ class Gradient:
     raw: SentTensor | None = None
     sum: GradientSum | None = None
     summed: bool = False
-    """Whether ``sum`` holds the gradient."""
+    """Whether ``sum`` has the gradient."""
     factors: list[Factor] = field(default_factory=list)
     norms: dict[float, torch.Tensor] = field(default_factory=dict)
-    """Of a single gradient, without factors; on the device."""
+    """Norms of a single gradient, without factors; on the GPU."""
     reader: Event | None = None
     """The end of the last step that reads it."""
     count: int = 0
@@ -407,12 +258,12 @@ class Gradient:
         self.context.gradients.add(self)
 
     def __del__(self) -> None:
-        # Tasks that read the gradient hold it, so there are none.
+        # Tasks that read the gradient reference it, so there are none.
         if self.raw is not None:
             self.context.transfers.give_back(self.raw)
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Replace whatever there was by a new gradient."""
+        """Replace the gradient by a new one."""
         self._check_open()
         self.clear()
         self.arrive(tensor)
@@ -420,7 +271,7 @@ class Gradient:
     def stand_in(self, tensor: torch.Tensor) -> OffloadedGradient:
         """A tensor in the place of a gradient that was offloaded."""
         like = self.held.local()
-        stand_in: OffloadedGradient = torch.Tensor._make_wrapper_subclass(
+        stand_in: OffloadedGradient = make_wrapper(
             OffloadedGradient, like.shape, dtype=tensor.dtype, device=like.device, strides=like.stride()
         )
         # Weak: the optimizer holds the parameter, which holds this tensor, and the collector does not see that.
@@ -494,17 +345,17 @@ class Gradient:
         """The gradient, for a reader that applies the factors."""
         self._wait_for_reader()
         self.context.transfers.flush()
-        return Snapshot(self.raw, self.sum if self.summed else None, tuple(self.factors))
+        return Snapshot(self.held, self.raw, self.sum if self.summed else None, tuple(self.factors))
 
     def snapshot_for_device(self, now: torch.Tensor) -> Snapshot:
-        """The same for a step on the device. ``now`` is the local part of ``p.grad``: it may be on the device."""
+        """The same for a step on the GPU. ``now`` is the local part of ``p.grad``, which may be a plain tensor."""
         if isinstance(now, OffloadedGradient):
             return self.snapshot()
         self.clear()
-        return Snapshot(None, None, (), on_device=with_strides_of(now, self.held.local()))
+        return Snapshot(self.held, on_device=with_strides_of(now, self.held.local()))
 
     def norm(self, order: float) -> torch.Tensor:
-        """Its norm in the type of the step; a tensor without dimensions, on the device."""
+        """Its norm in the type of the step; a tensor without dimensions, on the GPU."""
         self.context.check()
         if order > 0:
             self.context.norms.add(order)
@@ -517,31 +368,30 @@ class Gradient:
             # Code that asks for one norm asks for all: the workers take the others meanwhile.
             for gradient in list(self.context.gradients):
                 gradient.measure(order)
-        measured = self._cpu_norms[order]
+        measured, local = self._cpu_norms[order], self.held.local()
         measured.done.synchronize()
-        dtype = self.held.work_dtype.to_real()
-        return torch.tensor(measured.found[0], dtype=dtype, device=self.held.local().device)
+        return torch.tensor(measured.found[0], dtype=self.held.work_dtype.to_real(), device=local.device)
 
     def measure(self, order: float) -> None:
         """Let the CPU take its norm, if there is a gradient and the norm is not known."""
         known = self._has_device_norm(order) or self._has_cpu_norm(order)
         if known or not (self.raw is not None or self.summed):
             return
-        values, context, held = self.snapshot(), self.context, self.held
+        values, context = self.snapshot(), self.context
         found: list[float] = []
 
         def measure() -> None:
-            found.append(float(torch.linalg.vector_norm(held.whole(values), order)))
+            found.append(float(torch.linalg.vector_norm(values.whole(), order)))
 
         def when_there() -> Event:
-            values.wait(context.transfers)
+            values.wait()
             return context.workers.run(measure)
 
         self.reader = context.lane.run(when_there)
         self._cpu_norms[order] = _CpuNorm(self.reader, found, values.factors)
 
     def has_nonfinite(self) -> torch.Tensor:
-        """1 if an element is infinite or NaN, else 0; on the device."""
+        """1 if an element is infinite or NaN, else 0; on the GPU."""
         if self.held.numel == 0:
             return torch.zeros((), device=self.held.local().device)
         return (~self.norm(math.inf).isfinite()).float()
@@ -549,16 +399,15 @@ class Gradient:
     def restore(self, *, exact: bool = False) -> torch.Tensor:
         """Reload the gradient in the type in which it arrived. If ``exact``, at least in the type of the step."""
         self.context.check()
-        held, transfers = self.held, self.context.transfers
-        stand_in = self.stand_in_if_alive()
-        dtype = stand_in.dtype if stand_in is not None else held.local().dtype
+        transfers, stand_in = self.context.transfers, self.stand_in_if_alive()
+        dtype = stand_in.dtype if stand_in is not None else self.held.local().dtype
         if exact:
-            dtype = torch.promote_types(dtype, held.work_dtype)
-        target = held.empty_on_device(dtype)
+            dtype = torch.promote_types(dtype, self.held.work_dtype)
+        target = self.held.empty_on_device(dtype)
         values, ready = self.snapshot(), transfers.ready()
 
         def upload() -> Event:
-            gradient = held.part(values, 0, held.numel, None)
+            gradient = values.part(0, target.numel())
             nbytes = target.numel() * dtype.itemsize
             block = transfers.pinned(nbytes)
             transfers.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
@@ -570,14 +419,14 @@ class Gradient:
         return target
 
     def _wait_for_reader(self) -> None:
-        """Wait until the workers have read it. What is queued from now on comes after."""
+        """Wait until the workers have read it. Later tasks come after."""
         if self.reader is not None:
             # An error of that step is raised where its parameter is waited for.
             finish(self.reader)
             self.reader = None
 
     def _has_device_norm(self, order: float) -> bool:
-        """Whether the norm that was taken on the device gives its own norm, to the last bit."""
+        """Whether the norm that was taken on the GPU gives its own norm, to the last bit."""
         return order in self.norms and all(order == math.inf or factor.is_power_of_two for factor in self.factors)
 
     def _has_cpu_norm(self, order: float) -> bool:
@@ -586,8 +435,8 @@ class Gradient:
     def _check_open(self) -> None:
         if self.sealed:
             raise UsageError(
-                "got a gradient that is added to, multiplied or written between backward and step(), expected it as "
-                "it came: step_in_backward=True has stepped its parameter; leave that out to accumulate, clip or scale"
+                "A gradient was added to, multiplied or written between backward and step(), but step_in_backward=True "
+                "has stepped its parameter. Leave that option out to accumulate, clip or scale."
             )
 
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
@@ -597,7 +446,7 @@ class Gradient:
             if tensor.device.type == "cpu" or not tensor.numel():
                 return {order: torch.linalg.vector_norm(tensor, order, dtype=dtype) for order in orders}
             # The kernel of clip_grad_norm_: another one's last bit may differ.
-            return {order: torch._foreach_norm([tensor], order, dtype=dtype)[0] for order in orders}
+            return {order: foreach_norm([tensor], order, dtype=dtype)[0] for order in orders}
 
     def _settle(self) -> None:
         """The gradient so far becomes the sum, with its factors."""
@@ -635,8 +484,7 @@ class Gradient:
 def _add_to(total: torch.Tensor, gradient: torch.Tensor, *, first: bool) -> None:
     """Add a flat gradient to a flat sum of the same or a wider type. The first one is copied."""
     scratch = scratch_of(total.dtype)
-    size = scratch.numel()
-    for part, new in zip(torch.split(total, size), torch.split(gradient, size), strict=True):
+    for part, new in zip(torch.split(total, len(scratch)), torch.split(gradient, len(scratch)), strict=True):
         if first:
             part.copy_(new)
         elif new.dtype == part.dtype:

@@ -2,12 +2,12 @@
 
 NOTE [ A step reads the parameter ]
 
-Each step reads the parameter itself, as it is when ``step()`` is called. A master only adds the bits that the
-parameter's type has no room for. So every write between two steps counts, also one that changes no version: through
+Each step reads the parameter itself, as it is when ``step()`` is called. An fp32 master weight only adds the bits that
+the parameter's type cannot hold. So every write between two steps counts, also one that changes no version: through
 ``.data``, a NumPy view, a library's kernel, a collective.
 
 The read copies as many bytes to the CPU as the parameter has. On the CPU itself the step works on the parameter's own
-memory. Tensor versions would miss the writes above, and a checksum on the device would arrive no sooner than the bytes.
+memory. Tensor versions would miss the writes above, and a checksum on the GPU would arrive no sooner than the bytes.
 ``step_in_backward=True`` reads each parameter when its gradient has arrived.
 """
 
@@ -20,8 +20,10 @@ from typing import NamedTuple
 
 import torch
 
+from spillway._torch import version_of
 from spillway.errors import UnsupportedError, UsageError
-from spillway.optim.gradient import DeviceContext, Gradient, OffloadedGradient, Snapshot
+from spillway.optim.gradient import DeviceContext, Gradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.optimizer_class import State
 from spillway.optim.tensors import CHUNK, flat, follow, is_dense, local_of, memory_of
 from spillway.optim.transfers import Pinned, SentTensor, Upload
@@ -49,35 +51,35 @@ class _Form(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Piece:
-    """A part of a master that is stepped as a parameter of its own."""
+    """A part of a master weight that is stepped as a parameter of its own."""
 
     start: int
     """Its first element, in memory order."""
     numel: int
     tensor: torch.nn.Parameter
-    """Over the master's memory."""
+    """Over the master weight's memory."""
     known: bool = False
     """Whether it was ever written."""
+    begun: bool = False
+    """Whether the class's constructor has seen it: some classes make their state there."""
+    state: State = field(default_factory=dict)
     parts: State = field(default_factory=dict)
     """Values of its state that are parts of the whole parameter's."""
 
 
 class HostParameter:
-    """A user's parameter, and what the CPU has of it.
+    """A user's parameter, its master weight, its state and its gradient.
 
     Args:
-        work_dtype: the type of its master, and of the gradient that it is stepped with.
+        work_dtype: the type of its master weight, and of the gradient that it is stepped with.
         cut: whether it may be stepped in pieces.
-
-    Raises:
-        UnsupportedError: if its elements overlap, or leave gaps.
     """
 
     def __init__(
         self, parameter: torch.Tensor, group: int, context: DeviceContext, work_dtype: torch.dtype, *, cut: bool
     ) -> None:
         self.pinned: Pinned | None = None
-        """Memory of the master. Without a master of a wider type it is a copy of the parameter."""
+        """Memory of the master weight. If that has no wider type, it is a copy of the parameter."""
         self.parameter = parameter
         self.group = group
         self.context = context
@@ -86,14 +88,14 @@ class HostParameter:
         self._form = _Form.of(local)
         if local.layout != torch.strided or not is_dense(local):
             raise UnsupportedError(
-                f"got a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout}, expected "
-                f"one whose elements fill its memory; make it contiguous, or give it to an optimizer of its own"
+                f"The elements of a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout} "
+                f"overlap or leave gaps. Make it contiguous, or give it to an optimizer of its own."
             )
         self.numel = local.numel()
         self.cut = cut
         self.gradient = Gradient(self, context)
         self.in_place = False
-        """Whether the step works on the parameter's own memory, which is then the master."""
+        """Whether the step works on the parameter's own memory, which is then the master weight."""
         self.master: torch.Tensor | None = None
         """In the parameter's shape and strides."""
         self.pieces: list[Piece] = []
@@ -107,13 +109,8 @@ class HostParameter:
 
     @property
     def has_master(self) -> bool:
-        """Whether the master has a wider type than the parameter."""
+        """Whether the master weight has a wider type than the parameter."""
         return self.work_dtype != self._form.dtype
-
-    @property
-    def known(self) -> bool:
-        """Whether all of the master was ever written."""
-        return bool(self.pieces) and all(piece.known for piece in self.pieces)
 
     @property
     def kind(self) -> Hashable:
@@ -130,7 +127,7 @@ class HostParameter:
         return local_of(self.parameter)
 
     def fresh_gradient(self) -> Gradient:
-        """Where a new gradient goes. One that the user kept stays as it is."""
+        """The gradient that takes the next one's bytes. A gradient that the user kept stays as it is."""
         kept = self.gradient.stand_in_if_alive()
         if kept is not None:
             kept.kept = kept.home
@@ -138,11 +135,7 @@ class HostParameter:
         return self.gradient
 
     def adopt(self, tensor: OffloadedGradient) -> OffloadedGradient:
-        """The user has made this the parameter's gradient: one that was kept, or another parameter's.
-
-        Returns:
-            The tensor that stands for it from now on.
-        """
+        """Take a gradient that the user has set: one that was kept, or another parameter's. Gives its stand-in."""
         home = tensor.home
         if home is self.gradient:
             return tensor
@@ -159,8 +152,8 @@ class HostParameter:
         """Raise a ``UsageError`` if the parameter was moved, cast or resized."""
         if not self.is_unchanged():
             raise UsageError(
-                f"got a parameter of {_Form.of(self.local())}, expected {self._form}, as it was when the "
-                f"optimizer was made; move, cast or resize a model before its optimizer is made"
+                f"A parameter has {_Form.of(self.local())}. It had {self._form} when the optimizer was made. Move, "
+                f"cast or resize a model before you make its optimizer."
             )
 
     def is_unchanged(self) -> bool:
@@ -187,7 +180,7 @@ class HostParameter:
         local = self.local()
         # Not the address: it is reused when the memory is freed.
         storage = weakref.ref(local.untyped_storage())
-        return self.parameter._version, local._version, local.storage_offset(), storage
+        return version_of(self.parameter), version_of(local), local.storage_offset(), storage
 
     def release(self) -> None:
         """Free all memory, and remove the hook."""
@@ -215,7 +208,7 @@ class HostParameter:
         return anonymous_pages(nbytes, huge=True).view(dtype)
 
     def make_master(self) -> None:
-        """Make the master and its pieces, or pieces of the parameter itself, wherever its memory is now."""
+        """Make the master weight and its pieces, or pieces of the parameter itself, wherever its memory is now."""
         if self.in_place:
             local = self.local()
             if self.master is not None and self.master.data_ptr() == local.data_ptr():
@@ -245,7 +238,7 @@ class HostParameter:
             ]
 
     def put_master(self, master: torch.Tensor) -> None:
-        """Set the master. The next step keeps it where its rounded value is the parameter's."""
+        """Set the master weight. The next step keeps it where its rounded value is the parameter's."""
         self.begin_step()
         assert self.master is not None
         flat(self.master).copy_(flat(master))
@@ -253,31 +246,12 @@ class HostParameter:
             piece.known = True
 
     def forget_master(self) -> None:
-        """The next step takes the master from the parameter."""
+        """The next step takes the master weight from the parameter."""
         for piece in self.pieces:
             piece.known = False
 
-    def whole(self, values: Snapshot) -> torch.Tensor:
-        """The gradient in the type of the step, with its factors, in the parameter's shape."""
-        return self.part(values, 0, self.numel, None).as_strided(*self.form)
-
-    def part(self, values: Snapshot, start: int, numel: int, scratch: torch.Tensor | None) -> torch.Tensor:
-        """Elements of the gradient in the type of the step, with its factors; in scratch memory if they change."""
-        found = values.sum.tensor if values.sum is not None else values.read(self.context.transfers)
-        if numel != self.numel:
-            found = found[start : start + numel]
-        scratch = None if scratch is None else scratch[:numel]
-        factors = list(values.factors)
-        if found.dtype != self.work_dtype:
-            found = found.to(self.work_dtype) if scratch is None else scratch.copy_(found)
-        elif factors:
-            found = factors.pop(0).applied(found, scratch)
-        for factor in factors:
-            factor.apply(found)
-        return found
-
     def begin_step(self) -> None:
-        """Prepare the master for being written."""
+        """Prepare the master weight for being written."""
         self.make_master()
         if self.pinned is not None:
             self.pinned.synchronize()
@@ -294,7 +268,7 @@ HostPiece = tuple[HostParameter, Piece]
 
 
 class ParameterRead:
-    """Copies of parameters to the CPU, for pieces of one device. See NOTE [ A step reads the parameter ]."""
+    """Copies of parameters to the CPU, for pieces of one GPU. See NOTE [ A step reads the parameter ]."""
 
     def __init__(self, pieces: Sequence[HostPiece], after: Event) -> None:
         self._transfers = pieces[0][0].context.transfers
@@ -314,7 +288,7 @@ class ParameterRead:
             self._transfers.give_back(sent)
 
     def finish(self, pieces: Sequence[HostPiece]) -> None:
-        """Wait for some pieces, and update their masters; for the CPU's threads."""
+        """Wait for some pieces, and update their master weights; for the CPU's threads."""
         try:
             for held, piece in pieces:
                 if held.has_master:
@@ -335,7 +309,7 @@ class ParameterRead:
 
 
 def upload(pieces: Sequence[HostPiece], after: Event) -> Event:
-    """Queue copies of pieces to their device, which casts them to the parameters' type; gives their end."""
+    """Queue copies of pieces to their GPU, which casts them to the parameters' type; gives their end."""
     sent = [(held, piece) for held, piece in pieces if not held.in_place]
     uploads = [Upload(held.local(), piece.start, Cells(held.range_of(piece), held.work_dtype)) for held, piece in sent]
     end = pieces[0][0].context.transfers.receive(uploads, after)

@@ -14,10 +14,11 @@ from spillway.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction
-from spillway.optim.placement import Placement
+from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
-from spillway.optim.tensors import local_of, many_processes, on_error
+from spillway.optim.tensors import local_of, many_processes
+from spillway.optim.transfers import on_error
 from spillway.session import Session
 from spillway.types import OptimizerStats
 
@@ -33,9 +34,10 @@ class OffloadedOptimizer(Optimizer):
     The notes of ``spillway.optim`` describe a step.
 
     Gradients are offloaded during backward, as soon as each is accumulated. ``p.grad`` is then a tensor whose bytes are
-    on the CPU. Later micro-batches are added there, in the master's type. ``torch.nn.utils.clip_grad_norm_`` and
-    ``torch.amp.GradScaler`` work on it without reloading it. FSDP2 and tensor parallel (``DTensor``) do the same. Plain
-    parameters in a process group are offloaded in ``step()``, since ``DistributedDataParallel`` may still reduce them.
+    on the CPU. Later micro-batches are added there, in the type of the fp32 master weight.
+    ``torch.nn.utils.clip_grad_norm_`` and ``torch.amp.GradScaler`` work on it without reloading it. Gradients of FSDP2
+    and tensor parallel (``DTensor``) are offloaded in the same way. Plain parameters in a process group are offloaded
+    in ``step()``, since ``DistributedDataParallel`` may still reduce them.
 
     You may write to parameters before :meth:`step` by any means: ``load_state_dict``, ``p.data.clamp_()``, NumPy. Each
     step reads the parameter itself. ``optimizer.state`` has the plain optimizer's entries between steps, and your edits
@@ -49,26 +51,26 @@ class OffloadedOptimizer(Optimizer):
             ``foreach``.
         fraction: the share of all elements that the CPU steps. The rest keeps state and step on the GPU; both step at
             the same time. ``"auto"`` begins with all of them, and chooses as many as slow a step down by no more than
-            ``slowdown``, from the times of the first steps. :attr:`fraction` says the result. Two runs may choose
+            ``slowdown``, from the times of the first steps. :attr:`fraction` is the result. Two runs may choose
             different ones, and the CPU's and the GPU's arithmetic differ in the last bits.
             Parameters on the CPU, beside others on a GPU, are always stepped on the CPU, and are not counted.
         slowdown: how much ``"auto"`` may slow a step down: 0.05 for 5 %.
-        device_budget: most bytes of state, masters included, that stay on the GPU, instead of a fraction: ``"2GiB"``.
+        device_budget: most bytes of state and master weights that stay on the GPU, instead of a fraction: ``"2GiB"``.
             The first parameters that fit are stepped there.
-        master_dtype: the type of the masters that narrower parameters are stepped in. ``"auto"``: ``float32`` for
-            ``bfloat16`` and ``float16``. ``None``: no masters, each parameter is stepped in its own type.
+        master_dtype: the type of the master weights of narrower parameters. ``"auto"``: ``float32`` for ``bfloat16``
+            and ``float16``. ``None``: no master weights, each parameter is stepped in its own type.
         offload_gradients: whether gradients are offloaded during backward. If not, they stay on the GPU until they are
             cleared, and are copied in ``step()``.
-        tier: where masters and state are stored: ``"host"``, CPU memory, or ``"disk"``, the session's spill file, from
-            which they are streamed to CPU memory to be stepped.
-        step_on: where parameters are stepped: ``"host"``, the CPU, or ``"device"``, the GPU. Then masters and state are
+        tier: the place of master weights and state: ``"host"``, CPU memory, or ``"disk"``, the session's spill file,
+            from which they are streamed to CPU memory to be stepped.
+        step_on: the place of the step: ``"host"``, the CPU, or ``"device"``, the GPU. Then master weights and state are
             in pinned CPU memory, and are streamed to the GPU for the step, within the session's in-flight limit. The
             class runs with your own ``fused`` and ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and
             ``Adagrad`` are streamed in pieces, those of other classes whole.
         threads: for the step. ``None``: one for each CPU of the process, shared by the ranks of the machine.
-        session: whose pinned memory is used. ``None``: the default one.
-        hold: which parameters the fraction takes: ``"last"``, from the last one on, whose gradients come first in
-            backward; or ``"first"``.
+        session: its pinned memory is used. ``None``: the default one.
+        hold: the parameters that the fraction takes first: the ``"last"``, whose gradients come first in backward, or
+            the ``"first"``.
         device_class: the class that steps the parameters on the GPU. ``None``: the same.
         step_in_backward: step each parameter on the CPU as soon as its gradient has arrived, so that the CPU's work is
             hidden behind backward. It is for loops that change no gradient, parameter or setting between backward and
@@ -79,9 +81,8 @@ class OffloadedOptimizer(Optimizer):
 
     Raises:
         UsageError: an argument of the wrong type or range.
-        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; ``tier="disk"`` or
-            ``step_on="device"`` with a class that is not torch's, since it steps all parameters in one call; both
-            together.
+        UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; ``tier="disk"`` together with
+            ``step_on="device"``, or one of them with a class that is not torch's.
         SpillPathError: no spill file can be made.
 
     Example:
@@ -130,13 +131,13 @@ class OffloadedOptimizer(Optimizer):
         )
         if fraction == "auto" and device_class is not optimizer_class:
             raise UsageError(
-                "device_class: got another one than optimizer_class with fraction='auto', expected the same: what "
-                "moves to the device takes its state along"
+                "device_class differs from optimizer_class with fraction='auto', but a parameter takes its state along "
+                "to the GPU. Leave device_class out, or give a number."
             )
         if step_in_backward and not traits.steps_alone:
             raise UnsupportedError(
-                f"got step_in_backward=True with {optimizer_class.__name__}, expected a class of torch.optim: another "
-                f"may step all parameters in one call"
+                f"step_in_backward=True with {optimizer_class.__name__}: a class that is not torch's may step all "
+                f"parameters in one call. Leave the option out, or use a class of torch.optim."
             )
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
@@ -155,8 +156,7 @@ class OffloadedOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step all parameters that have a gradient.
 
-        The CPU computes; the call returns when all is queued. Later code finds the new values, on streams that wait for
-        them.
+        The CPU computes, and the call returns when all is queued. Streams wait for the new values before later code.
         """
         self._check_usable()
         loss = None
@@ -170,7 +170,7 @@ class OffloadedOptimizer(Optimizer):
         return loss
 
     def synchronize(self) -> None:
-        """Let compute wait for all parameters that the last step has not copied back yet.
+        """Let compute wait for all parameters that the last step is still copying to the GPU.
 
         You need it only after :meth:`overlap_forward`, to read a parameter otherwise than by calling a module. Errors
         of the step are raised here.
@@ -219,39 +219,33 @@ class OffloadedOptimizer(Optimizer):
         self._steps.overlap(model, blocks)
 
     def divide(self, fraction: float) -> None:
-        """From the next step on, the CPU steps this share of all elements. State moves accordingly.
+        """From the next step on, the CPU steps this share of all elements, from 0 to 1. State moves accordingly.
 
         ``spillway.attach(model, budget=..., optimizer=...)`` calls it with the plan's number. In a process group, all
         ranks have to call it with the same number, between two steps.
 
-        Args:
-            fraction: from 0 to 1, as for the constructor.
-
         Raises:
             UsageError: for another number; with ``fraction="auto"``, a ``device_budget`` or ``step_in_backward=True``,
                 which decide it themselves.
-
-        Example:
-            >>> optimizer.divide(0.5)  # doctest: +SKIP
         """
         self._check_usable()
         options = self._placement.options
         if self._tuner is not None or options.budget is not None or options.step_in_backward:
             raise UsageError(
-                "divide: got an optimizer with fraction='auto', a device_budget or step_in_backward=True, expected one "
-                "with a number, or no fraction at all; leave that out"
+                "divide() of an optimizer with fraction='auto', a device_budget or step_in_backward=True, which decide "
+                "the fraction themselves. Leave these out, or give a number."
             )
         check_fraction(fraction)
         self.synchronize()
         self._steps.take_edits()
         for context in self._placement.contexts.values():
-            # Tasks that change masters are done.
+            # Tasks that write master weights end.
             context.last_task().finish()
         self._divide(float(fraction))
         self._steps.forget_costs()
 
     def profile(self) -> OptimizerProfile | None:
-        """The cost of stepping all elements on the CPU, and of having them on the GPU; for planning.
+        """The cost of stepping all elements on the CPU, and their bytes on the GPU; for planning.
 
         ``None`` until the CPU has stepped all of them in the last two steps. Waits for the GPU.
         """
@@ -273,16 +267,16 @@ class OffloadedOptimizer(Optimizer):
             stall_seconds=stats.stall_seconds,
         )
 
-    def refresh_masters(self) -> None:
-        """The next step takes all masters from their parameters, and drops their further bits.
+    def refresh_master_weights(self) -> None:
+        """The next step takes all fp32 master weights from their parameters, and drops their further bits.
 
-        Each step reads its parameters anyway, and keeps a master where its rounded value is the parameter's.
+        Without this call a step keeps a master weight whose rounded value is the parameter's.
         """
-        self._steps.early.check_none("refresh_masters()")
+        self._steps.early.check_none("refresh_master_weights()")
         self.synchronize()
         for held in self._placement.held.values():
             self._placement.store.forget_master(held)
-        self._placement.device.refresh_masters()
+        self._placement.device.refresh_master_weights()
 
     def close(self) -> None:
         """Reload gradients, remove hooks from parameters, and free all memory. The state is gone.
@@ -309,7 +303,7 @@ class OffloadedOptimizer(Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
-        """Each parameter's state as the plain optimizer has it, with its master. Waits for the last step.
+        """Each parameter's state as the plain optimizer has it, with its master weight. Waits for the last step.
 
         With ``tier="disk"`` a state is read when you ask for one of its values, and stays in CPU memory until the next
         step.
@@ -325,7 +319,7 @@ class OffloadedOptimizer(Optimizer):
         self._views.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """The plain optimizer's state dict, which loads it. A master is an entry ``"master"`` of a parameter's state.
+        """The plain optimizer's state dict, which loads it. A master weight is an entry ``"master"`` of a state.
 
         The tensors are on the CPU, and later steps change them: copy what you keep. With ``tier="disk"`` all of them
         are read, into memory of their own.
@@ -343,10 +337,10 @@ class OffloadedOptimizer(Optimizer):
             self._views.state = seen
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this class or of the plain one. It does not pass the GPU on its way to the CPU.
+        """Load a state of this class or of the plain one. It is not copied to the GPU on its way to the CPU.
 
-        Masters come from the state, if they are there and their rounded values are the parameters' at the next step.
-        Else they are made from the parameters.
+        A master weight of the state counts if its rounded value is the parameter's at the next step. Otherwise the
+        step makes it from the parameter.
         """
         self._check_usable()
         self._steps.early.check_dropped(self._steps.pending)
@@ -354,7 +348,7 @@ class OffloadedOptimizer(Optimizer):
         parameters = [parameter for _, parameter in self._placement.parameters()]
         loaded: list[State] = []
 
-        # The plain class's method would move every state to the device, in the parameter's type.
+        # The plain class's method would move every state to the GPU, in the parameter's type.
         def take(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
             states = state_dict["state"]
             loaded.extend(states.get(one, {}) for group in state_dict["param_groups"] for one in group["params"])
@@ -379,8 +373,8 @@ class OffloadedOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
-            "got an OffloadedOptimizer to be copied or pickled, expected its state_dict() to be; another optimizer, "
-            "made over the other parameters, loads that"
+            "An OffloadedOptimizer cannot be copied or pickled: its memory is its own. Make another one over the other "
+            "parameters, and load this one's state_dict()."
         )
 
     def _add(self, parameters: list[tuple[int, torch.Tensor]]) -> None:
@@ -391,10 +385,10 @@ class OffloadedOptimizer(Optimizer):
         """Let the CPU step another fraction, if the measured steps say so."""
         if many_processes():
             raise UnsupportedError(
-                "fraction: got 'auto' in a process group, expected a number, the same on every rank; find it in a run "
-                "of one process (optimizer.fraction says it)"
+                "fraction='auto' in a process group: ranks would choose different ones. Give the same number on every "
+                "rank. A run of one process finds it: optimizer.fraction."
             )
-        # The device may not have waited for the last step yet.
+        # The GPU may not have waited for the last step yet.
         chosen = tuner.note(self._steps.older.times(), self.fraction)
         if chosen is not None:
             self._divide(chosen)
@@ -404,7 +398,7 @@ class OffloadedOptimizer(Optimizer):
             self._move(group, parameter)
 
     def _move(self, group: int, parameter: torch.Tensor) -> None:
-        """Move a parameter's state and step from the CPU to its device, or back."""
+        """Move a parameter's state and step from the CPU to its GPU, or back."""
         held = self._placement.held.get(parameter)
         if held is None:
             self._steps.watch(self._placement.move_to_cpu(group, parameter))
@@ -430,11 +424,11 @@ class OffloadedOptimizer(Optimizer):
         self._session.check_open()
         if self._closed:
             raise UsageError(
-                "got an OffloadedOptimizer that is closed, expected an open one: its state is gone; make a new one, "
-                "and close() after the last state_dict()"
+                "got a closed OffloadedOptimizer, whose state is gone. Make a new one, and close() after the last "
+                "state_dict()."
             )
 
     def _check_usable(self) -> None:
         self._check_open()
         if any(context.transfers.backend.is_capturing() for context in self._placement.contexts.values()):
-            raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
+            raise UnsupportedError(IN_CAPTURE)

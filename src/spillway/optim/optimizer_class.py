@@ -1,4 +1,4 @@
-"""What Spillway knows of an optimizer class, and how it steps parameters by one."""
+"""Traits of an optimizer class, and how parameters are stepped by one."""
 
 from __future__ import annotations
 
@@ -49,19 +49,13 @@ class ClassTraits:
 
     @classmethod
     def of(cls, optimizer_class: type[Optimizer], what: str = "optimizer_class") -> ClassTraits:
-        """The traits of a class. A class that is not torch's own is assumed to step all parameters in one call.
-
-        Raises:
-            UsageError: if it is no optimizer class.
-            UnsupportedError: if it cannot step parameter by parameter on the CPU.
-        """
+        """The traits of a class. A class that is not torch's own is assumed to step all parameters in one call."""
         if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
-            raise UsageError(f"{what}: got {optimizer_class!r}, expected a class, like torch.optim.AdamW")
+            raise UsageError(f"{what}: got {optimizer_class!r}, expected an optimizer class, like torch.optim.AdamW")
         for refused, why in _REFUSED.items():
             if issubclass(optimizer_class, refused):
-                raise UnsupportedError(
-                    f"{what}: got {optimizer_class.__name__}, expected another: {why}; use it as it is"
-                )
+                name = optimizer_class.__name__
+                raise UnsupportedError(f"{what}: {name} cannot be offloaded: {why}. Use {name} itself.")
         return cls(
             fused=_FUSED_ON_CPU.get(optimizer_class, frozenset()),
             steps_alone=f"{optimizer_class.__module__}.".startswith("torch.optim."),
@@ -75,22 +69,18 @@ class ClassTraits:
 
 @dataclass(frozen=True, slots=True)
 class ClassArguments:
-    """The user's arguments for one class, or for the CPU's and the device's class."""
+    """The user's arguments for one class, or for the CPU's and the GPU's class."""
 
     cpu: dict[str, Any]
     device: dict[str, Any]
     defaults: dict[str, Any]
-    """What groups begin with."""
+    """The settings of a new group."""
     device_only: dict[str, Any]
-    """Group entries of the device's class that differ from those of the CPU's class."""
+    """Group entries of the GPU's class that differ from those of the CPU's class."""
 
     @classmethod
     def of(cls, cpu_class: type[Optimizer], device_class: type[Optimizer], given: dict[str, Any]) -> ClassArguments:
-        """Divide arguments between two classes.
-
-        Raises:
-            UsageError: for a name that neither class takes, or a missing one whose defaults differ.
-        """
+        """Divide arguments between two classes."""
         if device_class is cpu_class:
             return cls(given, given, _defaults_of(cpu_class, given), {})
         cpu, device = taken_by(cpu_class, given), taken_by(device_class, given)
@@ -103,7 +93,7 @@ class ClassArguments:
         # An entry that no constructor takes describes the class, and is no setting.
         settings = taken_by(cpu_class, taken_by(device_class, unlike))
         if settings:
-            raise UsageError(f"{names}: got no {sorted(settings)}, of which their defaults differ, expected them")
+            raise UsageError(f"{names} have different defaults of {sorted(settings)}. Pass these arguments.")
         return cls(cpu, device, {**of_device, **of_cpu, **given}, unlike)
 
 
@@ -119,11 +109,11 @@ def _defaults_of(optimizer_class: type[Optimizer], given: dict[str, Any]) -> dic
     """All defaults of an optimizer of the class. Errors of its constructor are raised."""
     dummy = torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))
     if given.get("differentiable"):
-        raise UnsupportedError("differentiable: got True, expected False: the step is not part of a graph")
+        raise UnsupportedError("differentiable=True: an offloaded step is not part of an autograd graph. Leave it out.")
     try:
         defaults = dict(optimizer_class([dummy], **for_cpu(given)).defaults)
     except TypeError as error:
-        raise UsageError(f"{optimizer_class.__name__}: got {sorted(given)}, which it refuses: {error}") from error
+        raise UsageError(f"{optimizer_class.__name__} refuses the arguments {sorted(given)}: {error}") from error
     unknown = [name for name in given if name not in defaults]
     if unknown:
         raise UsageError(f"{optimizer_class.__name__}: got {unknown}, expected some of {sorted(defaults)}")
@@ -168,25 +158,24 @@ def written_by_step(group: dict[str, Any], before: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in group.items() if name != "params" and before.get(name) is not value}
 
 
-def step_of(optimizer_class: type[Optimizer]) -> Callable[[Optimizer], object]:
-    """The class's own step without torch's hooks and labels: a step of a piece is not the user's step."""
-    step: Any = optimizer_class.step
-    inner: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
-    return inner
-
-
 class BorrowingOptimizer:
     """Steps parameters and states that the caller lends for each step."""
 
     def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
         self._class = optimizer_class
         self._given = dict(given)
-        self._step = step_of(optimizer_class)
+        step: Any = optimizer_class.step
+        # Without torch's hooks and labels: a step of a piece is not the user's step.
+        self._step: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._optimizer: Optimizer | None = None
 
-    def begin(self, parameters: Sequence[torch.nn.Parameter], settings: Mapping[str, Any]) -> dict[Any, State]:
+    def begin(self, parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> dict[Any, State]:
         """The states that the class's constructor makes for some parameters. Most classes make none."""
-        return dict(self._class([{**settings, "params": list(parameters)}], **self._given).state)
+        optimizer = self._class([{**settings, "params": list(parameters)}], **self._given)
+        states = dict(optimizer.state)
+        optimizer.state, optimizer.param_groups = defaultdict(dict), []
+        self._optimizer = self._optimizer or optimizer
+        return states
 
     def step(self, groups: list[dict[str, Any]], states: defaultdict[torch.Tensor, State]) -> None:
         """Step the parameters of groups by their gradients, in one call."""
@@ -196,7 +185,7 @@ class BorrowingOptimizer:
         optimizer = self._optimizer
         optimizer.state, optimizer.param_groups = states, groups
         try:
-            with label("host step"):
+            with label("parameter step"):
                 self._step(optimizer)
         finally:
             optimizer.state, optimizer.param_groups = defaultdict(dict), []

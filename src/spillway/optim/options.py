@@ -1,4 +1,4 @@
-"""The user's options, the CPU threads, and which parameters the CPU steps: pure choices."""
+"""The user's options, the CPU's threads, and the choice of parameters that the CPU steps."""
 
 from __future__ import annotations
 
@@ -38,12 +38,7 @@ _MARGIN = 0.97
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The arguments of an :class:`~spillway.OffloadedOptimizer`, without those of its classes.
-
-    Raises:
-        UsageError: a value of the wrong type or range.
-        UnsupportedError: values that do not go together.
-    """
+    """The arguments of an :class:`~spillway.OffloadedOptimizer`, without those of its classes."""
 
     fraction: Fraction
     slowdown: float
@@ -71,37 +66,37 @@ class Options:
         _ = self.threads_of_step, self.budget
         if self.step_in_backward and not (self.offload_gradients and self.tier == self.step_on == "host"):
             raise UnsupportedError(
-                f"got step_in_backward=True with tier={self.tier!r}, step_on={self.step_on!r}, offload_gradients="
-                f"{self.offload_gradients}, expected 'host', 'host' and True; leave one of them out"
+                f"step_in_backward=True needs tier='host', step_on='host' and offload_gradients=True, got tier="
+                f"{self.tier!r}, step_on={self.step_on!r}, offload_gradients={self.offload_gradients}"
             )
         if self.tier == "disk" and self.step_on == "device":
             raise UnsupportedError(
-                'got tier="disk" with step_on="device", expected one of them: what lies on disk comes to host memory, '
-                "and is stepped there"
+                'got tier="disk" with step_on="device", but a state on disk is loaded to CPU memory and stepped there. '
+                "Leave one of the two out."
             )
 
     @cached_property
     def budget(self) -> int | None:
-        """The device's, in bytes."""
+        """The bytes of state that may stay on the GPU."""
         return None if self.device_budget is None else parse_bytes(self.device_budget, what="device_budget")
 
     @cached_property
     def threads_of_step(self) -> int:
         """The user's number; else one for each CPU of this process, shared by the ranks of the machine, at most 16.
 
-        If there are more than four, two are left to the threads that queue the device's work.
+        If there are more than four, two are left to the threads that launch the GPU's kernels.
         """
         threads = self.threads
         if threads is not None:
             if not isinstance(threads, int) or isinstance(threads, bool) or threads < 1:
-                raise UsageError(f"threads: got {threads!r}, expected a whole number of at least 1, or None")
+                raise UsageError(f"threads: got {threads!r}, expected an integer of at least 1, or None")
             return threads
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         mine = max(1, min(_MOST_THREADS, cpus // local_ranks()))
         return mine - 2 if mine > _FEW_THREADS else mine
 
     def work_dtype(self, parameter: torch.Tensor) -> torch.dtype:
-        """The type that a parameter is stepped in: its master's, if it has one."""
+        """The type that a parameter is stepped in: that of its master weight, if it has one."""
         wanted, own = self.master_dtype, parameter.dtype
         if wanted is None or not parameter.is_floating_point():
             return own
@@ -113,18 +108,18 @@ class Options:
     def _check_fraction(self) -> None:
         fraction, slowdown = self.fraction, self.slowdown
         if fraction is not None and self.device_budget is not None:
-            raise UsageError("got both a fraction and a device_budget, expected one of them; leave one out")
+            raise UsageError("got both a fraction and a device_budget, but each decides alone. Leave one out.")
         if fraction is None:
             return
         if fraction != "auto":
             check_fraction(fraction, "'auto', or a number")
             return
         if self.step_on == "device":
-            raise UsageError("fraction: got 'auto' with step_on='device', expected a number: the host steps nothing")
+            raise UsageError("fraction='auto' with step_on='device': the CPU steps nothing. Give a number.")
         if self.step_in_backward:
             raise UsageError(
-                "fraction: got 'auto' with step_in_backward=True, expected a number: the host's work is behind "
-                "backward, where what it costs cannot be seen"
+                "fraction='auto' with step_in_backward=True: the CPU's work is hidden behind backward, so its cost "
+                "cannot be measured. Give a number."
             )
         if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
             raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
@@ -133,17 +128,13 @@ class Options:
 def check_fraction(fraction: object, expected: str = "a number") -> None:
     """Raise a ``UsageError`` if a fraction is no number from 0 to 1."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise UsageError(f"fraction: got {fraction!r}, expected {expected} from 0 (none on the host) to 1 (all)")
+        raise UsageError(f"fraction: got {fraction!r}, expected {expected} from 0 (none on the CPU) to 1 (all)")
 
 
 def workers_of(threads: int) -> tuple[int, int]:
     """How many workers share some threads, and how many each has.
 
     Several, so that one computes while another is in Python. Few, because all of them need Python's lock there.
-
-    Example:
-        >>> workers_of(14), workers_of(4), workers_of(1)
-        ((7, 2), (2, 2), (1, 1))
     """
     workers = max(1, threads // _THREADS_OF_A_WORKER)
     return workers, threads // workers
@@ -165,21 +156,16 @@ def compute_with(threads: int) -> None:
 
 
 def counted(devices: Sequence[torch.device]) -> list[bool]:
-    """Which parameters a fraction counts: those on a device, or all if all are on the CPU.
-
-    Example:
-        >>> counted([torch.device("cuda"), torch.device("cpu")])
-        [True, False]
-    """
+    """Whether a fraction counts each parameter: those on a GPU count, or all if all are on the CPU."""
     on_device = [device.type != "cpu" for device in devices]
     return on_device if any(on_device) else [True] * len(devices)
 
 
 def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -> list[bool]:
-    """Which parameters the CPU steps, so that they have at least a fraction of all elements.
+    """Whether the CPU steps each parameter, so that it has at least a fraction of all elements.
 
     ``last_first`` begins with the last ones. Their gradients come first in backward. The first ones, which the next
-    forward needs first, are then stepped on the device.
+    forward needs first, are then stepped on the GPU.
 
     Example:
         >>> held_of([4, 4, 2], 0.5)
@@ -198,10 +184,10 @@ def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -
 
 
 def held_beyond(nbytes: Sequence[int], budget: int) -> list[bool]:
-    """Which parameters the CPU steps, so that the state of the others fits a budget.
+    """Whether the CPU steps each parameter, so that the state of the others fits a budget.
 
-    Each parameter that the rest of the budget has room for stays on the device, beginning with the first. ``nbytes``
-    are bytes of state, masters included.
+    A parameter stays on the GPU if it fits the rest of the budget, beginning with the first. ``nbytes`` are bytes of
+    state, master weights included.
 
     Example:
         >>> held_beyond([4, 8, 2, 4], 7)
@@ -220,7 +206,7 @@ class StepTimes(NamedTuple):
     step_seconds: float
     """From the end of the step before."""
     stall_seconds: float
-    """How long of this the device waited for the optimizer."""
+    """How long of this the GPU stalled for the optimizer."""
     host_seconds: float
     """How long the CPU computed."""
 
@@ -228,9 +214,9 @@ class StepTimes(NamedTuple):
 class FractionTuner:
     """Chooses the fraction of elements that the CPU steps, for ``fraction="auto"``.
 
-    The CPU's work grows with the fraction. A part of it is hidden behind the device's work, and the rest is a stall.
-    So the times at one fraction give the largest fraction that costs no more than allowed. The choice is measured
-    again, and lowered if it costs more after all.
+    The CPU's work grows with the fraction. A part of it is hidden behind the GPU's work, and the rest is a stall. So
+    the times at one fraction give the largest fraction that costs no more than allowed. The choice is measured again,
+    and lowered if it costs more after all.
     """
 
     def __init__(self, slowdown: float) -> None:

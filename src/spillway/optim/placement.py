@@ -1,4 +1,4 @@
-"""Which parameters the CPU steps and which their device, and the step on the device."""
+"""The division of parameters between the CPU and their GPU, and the step on the GPU."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from spillway.optim.gpu_store import GpuStore
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import (
+    BorrowingOptimizer,
     ClassArguments,
     ClassTraits,
     State,
@@ -25,24 +26,25 @@ from spillway.optim.optimizer_class import (
     cpu_settings_of,
     for_cpu,
     settings_of,
-    step_of,
     written_by_step,
 )
 from spillway.optim.options import Options, compute_with, counted, held_beyond, held_of, workers_of
 from spillway.optim.state_store import MemoryStore, StateStore
 from spillway.optim.states import MASTER, device_copy
-from spillway.optim.tensors import follow, local_of, on_error
-from spillway.optim.transfers import Transfers
+from spillway.optim.tensors import follow, local_of
+from spillway.optim.transfers import Transfers, on_error
 from spillway.runtime.backend import HostLane
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
+
+IN_CAPTURE = "An optimizer step in a CUDA graph's capture: the CPU computes it. Call step() outside of the capture."
 
 Groups = Callable[[], list[dict[str, Any]]]
 """Gives the optimizer's param groups, which loading a state replaces."""
 
 
 class Placement:
-    """Which parameters the CPU steps (``held``) and which their device (``device``), and all their states."""
+    """Parameters that the CPU steps or streams (``held``), parameters of the GPU (``device``), and all their states."""
 
     def __init__(
         self,
@@ -63,7 +65,7 @@ class Placement:
         self._groups = groups
         self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
         self._threads: tuple[HostLane, HostLane] | None = None
-        self.device = DeviceStep(device_class, arguments.device, arguments.device_only)
+        self.device = DeviceStep(device_class, arguments)
         self.store = self._new_store()
 
     def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
@@ -83,7 +85,7 @@ class Placement:
         return sum(sizes[parameter] for parameter in self.held) / max(1, sum(sizes.values()))
 
     def state_bytes(self, group: int, parameter: torch.Tensor) -> int:
-        """Bytes of a parameter's state, its master included."""
+        """Bytes of a parameter's state, its master weight included."""
         local, work = local_of(parameter), self.options.work_dtype(parameter)
         master = 0 if work == local.dtype else local.numel() * work.itemsize
         return master + self._prediction.nbytes(local.shape, work, self._groups()[group])
@@ -112,7 +114,7 @@ class Placement:
                 yield group, parameter
 
     def move_to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        """Let the CPU step a parameter that the device stepped."""
+        """Let the CPU step a parameter that the GPU stepped."""
         held = self._made(group, parameter)
         with on_error(self.remove, held):
             self.held[parameter] = held
@@ -122,7 +124,7 @@ class Placement:
         return held
 
     def copy_to_device(self, held: HostParameter) -> None:
-        """Let the device step a parameter. :meth:`remove` completes the move."""
+        """Let the GPU step a parameter. :meth:`remove` completes the move."""
         (state,), parameter = self.store.load_all([held]), held.parameter
         with on_error(self.device.discard, parameter):
             self.device.add(parameter, held.group, held.work_dtype)
@@ -142,7 +144,7 @@ class Placement:
         return self.device.state_of(parameter) if held is None else self.store.state_of(held)
 
     def all_states(self) -> dict[torch.Tensor, State]:
-        """All states with their masters. Those of the CPU are there."""
+        """All states with their master weights. Those of the CPU are loaded."""
         states = dict(zip(self.held, self.store.load_all(list(self.held.values())), strict=True))
         return {one: states[one] if one in states else self.device.state_of(one) for _, one in self.parameters()}
 
@@ -177,7 +179,7 @@ class Placement:
         if context is None:
             runtime = self._session.runtime(device)
             if not isinstance(runtime, DeviceRuntime):
-                raise UnsupportedError("got a step in a CUDA graph's capture, expected it outside: the host computes")
+                raise UnsupportedError(IN_CAPTURE)
             if self._threads is None:
                 # One worker thread and its workers for all devices, which share the CPUs.
                 threads = self.options.threads_of_step
@@ -197,9 +199,8 @@ class Placement:
             return MemoryStore(self._class, self._given, self._cpu_settings, workers=workers)
         if not self.traits.steps_alone:
             raise UnsupportedError(
-                f"got {self._class.__name__} with tier={tier!r} and step_on={step_on!r}, expected a class of "
-                f"torch.optim: another may step all parameters in one call, with all of their state there at once; "
-                f'leave both at "host"'
+                f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}: a class that is not torch's may "
+                f'step all parameters in one call, which needs all of their state at once. Leave both at "host".'
             )
         if tier == "disk":
             return DiskStore(self._class, for_cpu(self._given), self._cpu_settings)
@@ -220,7 +221,7 @@ class Placement:
         return HostParameter(parameter, group, self.context_of(device), work, cut=cut)
 
     def _on_cpu(self, parameters: Sequence[tuple[int, torch.Tensor]], fraction: float) -> list[bool]:
-        """Which parameters the CPU steps: by the rest of the device's budget, or by a fraction if there is none."""
+        """Whether the CPU steps each of them: by the rest of the GPU's budget, or by a fraction without a budget."""
         may_stay = counted([local_of(parameter).device for _, parameter in parameters])
         among = list(zip(parameters, may_stay, strict=True))
         budget = self.options.budget
@@ -235,14 +236,12 @@ class Placement:
 
 
 class DeviceStep:
-    """Steps parameters on their device, with masters there if they need some."""
+    """Steps parameters on their GPU, with fp32 master weights there if they need some."""
 
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], own: dict[str, Any]) -> None:
-        self._class = optimizer_class
-        self._given = given
-        self._own = own
-        self._step = step_of(optimizer_class)
-        self._inner: Optimizer | None = None
+    def __init__(self, optimizer_class: type[Optimizer], arguments: ClassArguments) -> None:
+        self._optimizer = BorrowingOptimizer(optimizer_class, arguments.device)
+        self._arguments = arguments
+        self._states: defaultdict[torch.Tensor, State] = defaultdict(dict)
         self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
         self._work: dict[torch.Tensor, tuple[int, torch.dtype]] = {}
 
@@ -257,10 +256,7 @@ class DeviceStep:
 
     def discard(self, parameter: torch.Tensor) -> None:
         """Remove a parameter and its state."""
-        stepped = self._stepped(parameter)
-        if self._inner is not None and stepped is not None:
-            self._inner.state.pop(stepped, None)
-        self._masters.pop(parameter, None)
+        self._states.pop(self._masters.pop(parameter, parameter), None)
         del self._work[parameter]
 
     def step(self, groups: Sequence[dict[str, Any]]) -> None:
@@ -275,13 +271,11 @@ class DeviceStep:
         if not by_group:
             return
         indices = sorted(by_group)
-        lent = [{**groups[index], **self._own, "params": by_group[index]} for index in indices]
-        inner = self._inner_with(lent)
-        lent = [{**inner.defaults, **group} for group in lent]
+        lent = [{**self._settings(groups[index]), "params": by_group[index]} for index in indices]
+        for group in lent:
+            self._begin(group["params"], group)
         before = [dict(group) for group in lent]
-        inner.param_groups = lent
-        self._step(inner)
-        inner.param_groups = []
+        self._optimizer.step(lent, self._states)
         for index, group, old in zip(indices, lent, before, strict=True):
             groups[index].update(written_by_step(group, old))
         with torch.no_grad():
@@ -291,19 +285,19 @@ class DeviceStep:
                     master.grad = None
 
     def state_of(self, parameter: torch.Tensor) -> State:
-        """A parameter's state as the plain optimizer has it, with its master."""
-        stepped = self._stepped(parameter)
-        state = {} if self._inner is None or stepped is None else dict(self._inner.state.get(stepped, {}))
-        if stepped is not None and stepped is not parameter:
+        """A parameter's state as the plain optimizer has it, with its master weight."""
+        stepped = self._masters.get(parameter, parameter)
+        state = dict(self._states.get(stepped, {}))
+        if stepped is not parameter:
             state[MASTER] = stepped.detach()
         return state
 
     def begin_state(self, parameter: torch.Tensor, groups: Sequence[dict[str, Any]]) -> None:
         """Give a new parameter the state that the class's constructor makes."""
-        self._inner_with([{**groups[self._work[parameter][0]], "params": [self._ready(parameter)]}])
+        self._begin([self._ready(parameter)], groups[self._work[parameter][0]])
 
     def put_state(self, parameter: torch.Tensor, state: State, groups: Sequence[dict[str, Any]]) -> None:
-        """Copy a state to the device. Without a master, one is made from the parameter."""
+        """Copy a state to the GPU. Without a master weight, one is made from the parameter."""
         group, dtype = self._work[parameter]
         settings = groups[group]
         on_device = bool(settings.get("capturable") or settings.get("fused"))
@@ -311,36 +305,26 @@ class DeviceStep:
             key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
         }
         master = state.pop(MASTER, None)
-        if dtype != local_of(parameter).dtype:
-            old = self._masters.pop(parameter, None)
-            if old is not None and self._inner is not None:
-                self._inner.state.pop(old, None)
-            if master is None:
-                self._ready(parameter)
-            else:
-                self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
-        stepped = self._masters.get(parameter, parameter)
-        inner = self._inner_with([{**settings, "params": [stepped]}])
-        inner.param_groups = []
-        if state:
-            inner.state[stepped] = state
+        self._states.pop(self._masters.pop(parameter, parameter), None)
+        if master is None or dtype == local_of(parameter).dtype:
+            self._ready(parameter)
         else:
-            inner.state.pop(stepped, None)
+            self._masters[parameter] = torch.nn.Parameter(master.to(dtype), requires_grad=False)
+        if state:
+            self._states[self._masters.get(parameter, parameter)] = state
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take all masters from their parameters."""
+    def refresh_master_weights(self) -> None:
+        """Take all master weights from their parameters."""
         for parameter, master in self._masters.items():
             master.copy_(parameter)
 
     def close(self) -> None:
         self._masters.clear()
-        self._inner = None
+        self._states.clear()
 
-    def _stepped(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        if self._work[parameter][1] == local_of(parameter).dtype:
-            return parameter
-        return self._masters.get(parameter)
+    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
+        return {**self._arguments.defaults, **group, **self._arguments.device_only}
 
     @torch.no_grad()
     def _ready(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -355,15 +339,8 @@ class DeviceStep:
             follow(local_of(master), local_of(parameter).detach())
         return master
 
-    def _inner_with(self, groups: list[dict[str, Any]]) -> Optimizer:
-        """The optimizer, with what the class's constructor makes for parameters that are new to it."""
-        known = {} if self._inner is None else self._inner.state
-        missing = [{**group, "params": [one for one in group["params"] if one not in known]} for group in groups]
-        missing = [group for group in missing if group["params"]]
-        if missing or self._inner is None:
-            new = self._class(missing or groups, **self._given)
-            if self._inner is None:
-                self._inner = new
-            for parameter, state in new.state.items():
-                self._inner.state.setdefault(parameter, state)
-        return self._inner
+    def _begin(self, parameters: Sequence[torch.Tensor], settings: dict[str, Any]) -> None:
+        """Let the class's constructor make what it makes for new parameters."""
+        new = [one for one in parameters if one not in self._states]
+        if new:
+            self._states.update(self._optimizer.begin(new, settings))

@@ -1,18 +1,19 @@
-"""Where states and masters are between steps, and how they are stepped from there.
+"""Stores of states and fp32 master weights between steps, which also step them.
 
 NOTE [ State stores ]
 
-* :class:`MemoryStore`: CPU memory, where the CPU steps them as they are.
-* :class:`~spillway.optim.gpu_store.GpuStore`: pinned memory, from which they are streamed to the GPU to be stepped.
-* :class:`~spillway.optim.disk_store.DiskStore`: the session's spill file, from which they are streamed to CPU memory.
+* :class:`MemoryStore`: CPU memory. The CPU steps them in place.
+* :class:`~spillway.optim.gpu_store.GpuStore`: pinned memory. They are streamed to the GPU and stepped there.
+* :class:`~spillway.optim.disk_store.DiskStore`: the session's spill file. They are streamed to CPU memory and stepped
+  there.
 
-The last two are a :class:`~spillway.optim.streaming.ChunkedStore`: what moves at once is a *chunk*, a piece of a large
-parameter or several small ones, with masters and states side by side. A transfer is one chunk's way to the step and
-back. A pipeline has some transfers arrive ahead of the one that is stepped, and some go back behind it.
+The last two are a :class:`~spillway.optim.chunked_store.ChunkedStore`. Its unit is a *chunk*: a piece of a large
+parameter or several small parameters, with master weights and states side by side. A transfer takes one chunk to its
+step and back. A pipeline prefetches the chunks of the next steps, and stores those of earlier steps.
 
-A state is stored once. While it is stored, its tensors are ``Slot``s. Numbers, like a count of steps, stay where they
-are. A chunk that cannot be written back, for example to a full disk, stays where it was stepped. The user gets the
-error, and the next step uses the chunk from there.
+A state is stored once. While it is stored, its tensors are ``Slot``s. Numbers, like a count of steps, are not moved. If
+a chunk cannot be written back, for example to a full disk, it stays where it was stepped. The user gets the error, and
+the next step uses the chunk from there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -36,30 +37,28 @@ from spillway.optim.optimizer_class import BorrowingOptimizer, ClassTraits, Stat
 from spillway.optim.options import StepTimes
 from spillway.optim.states import MASTER, follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, batches, flat, scratch_of
-from spillway.runtime.backend import Event, HostLane, Stalls, TaskEnd
+from spillway.runtime.backend import Event, Stalls, TaskEnd
 from spillway.types import OptimizerStats
 
 _WITHOUT_SCRATCH = 4
-"""How many times as many elements share a call that reads gradients as they are: calls keep Python busy."""
+"""How many times as many elements share a call that reads gradients in place: calls keep Python busy."""
 _READ_TOGETHER = 8
-"""How many times as many elements are read from the device at once."""
+"""How many times as many elements are read from the GPU at once."""
 
 Settings = dict[str, Any]
 
 SettingsOf = Callable[[HostParameter], Settings]
-"""Gives the settings of a parameter's group, for where it is stepped."""
+"""Gives the settings of a parameter's group, for the place of its step."""
 
 
-class ParamStep(NamedTuple):
-    """A parameter that is stepped, and its gradient."""
-
-    held: HostParameter
-    gradient: Snapshot
+def in_order(steps: Sequence[Snapshot]) -> Sequence[Snapshot]:
+    """Steps in the order in which their gradients arrive, unless a factor needs all of them."""
+    return steps if any(step.factors for step in steps) else sorted(steps, key=lambda step: step.number)
 
 
 @dataclass(eq=False)
 class StepCost:
-    """What one step costs, counted from the end of the step before."""
+    """The cost of one step, counted from the end of the step before."""
 
     on_host: int = 0
     """Elements that the CPU steps."""
@@ -113,17 +112,16 @@ class StepCost:
 
 
 class StateStore(ABC):
-    """Where states and masters are between steps. See NOTE [ State stores ]."""
+    """Stores states and fp32 master weights between steps, and steps parameters. See NOTE [ State stores ]."""
 
     steps_on_device: bool = False
-    """Whether the device steps the parameters. Gradients that are on the device then stay there."""
+    """Whether the GPU steps the parameters. Gradients that are on the GPU then stay there."""
 
     @abstractmethod
     def add(self, held: HostParameter) -> None:
         """Add a parameter."""
 
-    @abstractmethod
-    def prepare(self, held: Iterable[HostParameter]) -> None:
+    def prepare(self, held: Iterable[HostParameter]) -> None:  # noqa: B027
         """Reserve memory for what the next step of these parameters makes.
 
         Raises:
@@ -132,8 +130,8 @@ class StateStore(ABC):
         """
 
     @abstractmethod
-    def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
-        """Step parameters, or queue that."""
+    def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
+        """Step parameters by their gradients, or queue that. ``overlapped``: blocks wait in the next forward."""
 
     @abstractmethod
     def state_of(self, held: HostParameter) -> State:
@@ -145,11 +143,11 @@ class StateStore(ABC):
 
     @abstractmethod
     def load_all(self, held: Sequence[HostParameter]) -> list[State]:
-        """All of the parameters' states with their masters, on the CPU."""
+        """All of the parameters' states with their master weights, on the CPU."""
 
     @abstractmethod
     def put(self, states: Sequence[tuple[HostParameter, State]]) -> None:
-        """Set parameters' states, as they were saved, with their masters if they have some."""
+        """Set parameters' states, as they were saved, with their master weights if they have some."""
 
     @abstractmethod
     def begin(self, held: Sequence[HostParameter]) -> None:
@@ -157,7 +155,7 @@ class StateStore(ABC):
 
     @abstractmethod
     def forget_master(self, held: HostParameter) -> None:
-        """The next step takes a parameter's master from the parameter."""
+        """The next step takes a parameter's master weight from the parameter."""
 
     def end_step(self, cost: StepCost) -> dict[int, Settings]:
         """A step has ended: complete its cost. Gives the group entries that the class changed, by group."""
@@ -167,16 +165,8 @@ class StateStore(ABC):
     def discard(self, held: HostParameter) -> None:
         """Remove a parameter and its state."""
 
-    @abstractmethod
-    def close(self) -> None:
-        """Free everything."""
-
-
-class StepGroup(NamedTuple):
-    """Parameters of one group that are stepped together, and the group's settings on the CPU."""
-
-    steps: Sequence[ParamStep]
-    settings: Settings
+    def close(self) -> None:  # noqa: B027
+        """Free everything that parameters do not free themselves."""
 
 
 class _PerThread(threading.local):
@@ -198,15 +188,10 @@ class MemoryStore(StateStore):
         self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
         self._of_thread = _PerThread(optimizer_class, for_cpu(given))
         self._settings = settings
-        self._states: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        """Of every piece; lent to the optimizers of all threads."""
-        self._known: set[torch.Tensor] = set()
-        """Pieces that the class's constructor has seen: some classes make their state there."""
         self._written: dict[int, Settings] = {}
         """Group entries that the class changed, by group; complete when the step is done."""
         self._workers = workers
         self._given_out: deque[TaskEnd] = deque()
-        self._unfinished = 0
         self._seconds = 0.0
         """How long the CPU computed since the last step: the mean of the workers."""
         self._lock = threading.Lock()
@@ -215,32 +200,34 @@ class MemoryStore(StateStore):
         """Add a parameter. Its memory is made at its first step. On the CPU it may be the parameter's own."""
         held.in_place = held.context.transfers.backend.direct_disk and not held.has_master
 
-    def prepare(self, held: Iterable[HostParameter]) -> None:
-        """Memory is made when a parameter is stepped."""
-
-    def step(self, steps: Sequence[ParamStep], cost: StepCost, *, overlapped: bool) -> None:
+    def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         # Compute may have read and written parameters since the last step.
         ready = {
             context: context.transfers.ready(step.held.local() for step in steps if step.held.context is context)
             for context in {step.held.context for step in steps}
         }
         if not self._steps_alone:
-            by_group: dict[int, list[ParamStep]] = {}
+            groups: dict[int, list[Snapshot]] = {}
             for step in steps:
-                by_group.setdefault(step.held.group, []).append(step)
+                groups.setdefault(step.held.group, []).append(step)
+            settings = {group: self._settings(some[0].held) for group, some in groups.items()}
             if steps:
-                groups = [StepGroup(some, self._settings(some[0].held)) for some in by_group.values()]
-                self._queue(groups, ready, cost)
+                self._queue(steps, partial(self._step_together, groups, settings, ready), cost)
             return
-        if not overlapped and not any(step.gradient.factors for step in steps):
-            # The first gradients are there first. A factor needs all of them, and the next forward the first.
-            steps = sorted(steps, key=lambda step: step.gradient.number)
-        for some in batches(steps, CHUNK, size=lambda step: step.held.numel, key=lambda step: step.held.kind):
-            self._queue([StepGroup(some, self._settings(some[0].held))], ready, cost)
+        for some in batches(
+            # The next forward needs the first parameters first.
+            steps if overlapped else in_order(steps),
+            CHUNK,
+            size=lambda step: step.held.numel,
+            key=lambda step: step.held.kind,
+        ):
+            held = some[0].held
+            work = partial(self._step_each, some, self._settings(held), ready[held.context])
+            self._queue(some, work, cost)
 
     def state_of(self, held: HostParameter) -> State:
         state = dict(held.state)
-        if held.has_master and held.known:
+        if held.has_master and held.pieces and all(piece.known for piece in held.pieces):
             state[MASTER] = held.master
         return state
 
@@ -276,45 +263,39 @@ class MemoryStore(StateStore):
     def end_step(self, cost: StepCost) -> dict[int, Settings]:
         with self._lock:
             cost.host_seconds, self._seconds = self._seconds, 0.0
+        self._given_out.clear()
         written, self._written = self._written, {}
         return written
 
     def discard(self, held: HostParameter) -> None:
         for piece in held.pieces:
-            self._states.pop(piece.tensor, None)
-            self._known.discard(piece.tensor)
-            piece.parts = {}
+            piece.begun, piece.state, piece.parts = False, {}, {}
         held.state = {}
 
-    def close(self) -> None:
-        self._states.clear()
-        self._known.clear()
+    def _queue(self, steps: Sequence[Snapshot], work: Callable[[], Event], cost: StepCost) -> None:
+        """Queue a step of some parameters."""
+        for step in steps:
+            step.held.check()
 
-    def _queue(self, groups: Sequence[StepGroup], ready: dict[DeviceContext, Event], cost: StepCost) -> None:
-        """Queue a step in one call for a class that steps all parameters together, else of a single group."""
-        held = [step.held for group in groups for step in group.steps]
-        for one in held:
-            one.check()
+        def begin() -> Event:
+            for step in steps:
+                step.held.begin_step()
+            return work()
 
-        def work() -> Event:
-            for one in held:
-                one.begin_step()
-            return self._step_each(groups[0], ready) if self._steps_alone else self._step_together(groups, ready)
-
-        end = held[0].context.lane.run(work)
-        for one in held:
-            one.mark_written()
-            one.gradient.reader = one.updated = end
-        cost.on_host += sum(one.numel for one in held)
+        end = steps[0].held.context.lane.run(begin)
+        for step in steps:
+            held = step.held
+            held.mark_written()
+            held.gradient.reader = held.updated = end
+            cost.on_host += held.numel
 
     def _put_state(self, held: HostParameter, state: State) -> None:
         """Set a parameter's state. Its tensors are taken over, not copied."""
         self._begin_state(held, self._settings(held))
         for piece in held.pieces:
-            parts = {name: part_of(value, held, piece.start, piece.numel) for name, value in state.items()}
-            self._states[piece.tensor] = parts
-            piece.parts = dict(parts)
-        first = self._states[held.pieces[0].tensor]
+            piece.state = {name: part_of(value, held, piece.start, piece.numel) for name, value in state.items()}
+            piece.parts = dict(piece.state)
+        first = held.pieces[0].state
         held.state = {
             # Every piece has a number of its own, like a count of steps.
             name: first[name] if isinstance(value, torch.Tensor) and value.ndim == 0 else value
@@ -323,86 +304,73 @@ class MemoryStore(StateStore):
 
     def _begin_state(self, held: HostParameter, settings: Settings) -> None:
         """Let the class's constructor make what it makes for a new parameter."""
-        missing = [piece.tensor for piece in held.pieces if piece.tensor not in self._known]
+        missing = [piece for piece in held.pieces if not piece.begun]
         if missing:
-            for tensor, state in self._of_thread.optimizer.begin(missing, settings).items():
-                self._states.setdefault(tensor, state)
-            self._known.update(missing)
-            for piece in held.pieces:
+            made = self._of_thread.optimizer.begin([piece.tensor for piece in missing], settings)
+            for piece in missing:
+                piece.begun, piece.state = True, piece.state or made.get(piece.tensor, {})
                 self._gather(held, piece)
 
     # All below is for the CPU worker thread.
 
-    def _step_each(self, group: StepGroup, after: Mapping[DeviceContext, Event]) -> Event:
-        """Step parameters of one device, and queue their uploads; gives the end of those."""
-        first = group.steps[0].held
-        ready = after[first.context]
-        for held, gradient in group.steps:
-            gradient.wait(held.context.transfers)
-            self._begin_state(held, group.settings)
-            follow_first([self._states[piece.tensor] for piece in held.pieces])
-        gradients = dict(group.steps)
+    def _step_each(self, steps: Sequence[Snapshot], settings: Settings, ready: Event) -> Event:
+        """Step parameters of one group and GPU, and queue their uploads; gives the end of those."""
+        first = steps[0].held
+        context, backend = first.context, first.context.transfers.backend
+        for step in steps:
+            step.wait()
+            self._begin_state(step.held, settings)
+            follow_first([piece.state for piece in step.held.pieces])
+        gradients = {step.held: step for step in steps}
 
         def size(part: HostPiece) -> int:
-            held, piece = part
-            return piece.numel * (1 if gradients[held].needs_no_scratch(held.work_dtype) else _WITHOUT_SCRATCH)
+            return part[1].numel * (_WITHOUT_SCRATCH if gradients[part[0]].needs_scratch else 1)
 
         pieces = ((held, piece) for held in gradients for piece in held.pieces)
         # Pieces that share a call: as many as fit the scratch memory, and a few times more that need none.
         all_calls = batches(pieces, _WITHOUT_SCRATCH * CHUNK, size)
         # Calls whose parameters are read at once: few copies, because this thread waits for Python's lock.
         reads = batches(all_calls, _READ_TOGETHER * CHUNK, lambda parts: sum(piece.numel for _, piece in parts))
-        ends = []
+        ends: list[Event] = []
         for calls in reads:
             # Calls that are unfinished hold the memory of parameters that were read.
-            while first.cut and self._unfinished >= 2 * self._workers:
+            while len(self._given_out) >= 2 * self._workers:
                 self._given_out.popleft().finish()
             read = ParameterRead([part for parts in calls for part in parts], ready)
             for parts in calls:
-                step = partial(self._step_parts, parts, gradients, group.settings, read, ready)
-                ends.append(self._give_out(first.context.workers, step) if first.cut else step())
-        return first.context.transfers.backend.all_of(ends)
+                step_parts = partial(self._step_parts, parts, gradients, settings, read, ready)
+                if first.cut:
+                    self._given_out.append(context.workers.run(step_parts))
+                ends.append(self._given_out[-1] if first.cut else step_parts())
+        return backend.all_of(ends)
 
-    def _step_together(self, groups: Sequence[StepGroup], after: Mapping[DeviceContext, Event]) -> Event:
-        """The same in one call for parameters of any device."""
-        lent = []
-        for held, _ in (step for group in groups for step in group.steps):
-            whole = [(held, held.pieces[0])]
-            ParameterRead(whole, after[held.context]).finish(whole)
-        for steps, settings in groups:
-            for held, gradient in steps:
-                self._begin_state(held, settings)
-                held.pieces[0].tensor.grad = held.whole(gradient)
-            lent.append({**settings, "params": [step.held.pieces[0].tensor for step in steps]})
-        began = time.perf_counter()
+    def _step_together(
+        self, groups: dict[int, list[Snapshot]], settings: dict[int, Settings], ready: dict[DeviceContext, Event]
+    ) -> Event:
+        """Step parameters of any group and GPU in one call, for a class that steps all together."""
+        lent: list[Settings] = []
+        of_context: dict[DeviceContext, list[HostPiece]] = {}
+        for step in (step for some in groups.values() for step in some):
+            part = step.held, step.held.pieces[0]
+            of_context.setdefault(step.held.context, []).append(part)
+            ParameterRead([part], ready[step.held.context]).finish([part])
+        for group, some in groups.items():
+            for step in some:
+                self._begin_state(step.held, settings[group])
+                step.held.pieces[0].tensor.grad = step.whole()
+            lent.append({**settings[group], "params": [step.held.pieces[0].tensor for step in some]})
         before = [dict(group) for group in lent]
-        self._of_thread.optimizer.step(lent, self._states)
+        began = time.perf_counter()
+        states = _lent(part for parts in of_context.values() for part in parts)
+        self._of_thread.optimizer.step(lent, states)
         self._count(time.perf_counter() - began, alone=True)
-        for (steps, _), group, settings in zip(groups, lent, before, strict=True):
-            self._written.setdefault(steps[0].held.group, {}).update(written_by_step(group, settings))
-        stepped: defaultdict[DeviceContext, list[HostPiece]] = defaultdict(list)
-        for held, _ in (step for group in groups for step in group.steps):
-            held.pieces[0].tensor.grad = None
-            held.state = self._states[held.pieces[0].tensor]
-            stepped[held.context].append((held, held.pieces[0]))
-        ends = [upload(pieces, after[context]) for context, pieces in stepped.items()]
-        return next(iter(stepped)).transfers.backend.all_of(ends)
-
-    def _give_out(self, workers: HostLane, step: Callable[[], Event]) -> Event:
-        def work() -> Event:
-            try:
-                return step()
-            finally:
-                with self._lock:
-                    self._unfinished -= 1
-
-        end = workers.run(work)
-        with self._lock:
-            self._unfinished += 1
-        while self._given_out and self._given_out[0].query():
-            self._given_out.popleft()
-        self._given_out.append(end)
-        return end
+        for group, after, old in zip(groups, lent, before, strict=True):
+            self._written.setdefault(group, {}).update(written_by_step(after, old))
+        for held, piece in (part for parts in of_context.values() for part in parts):
+            piece.tensor.grad = None
+            held.state = piece.state = states[piece.tensor]
+        ends = [upload(parts, ready[context]) for context, parts in of_context.items()]
+        return next(iter(of_context)).transfers.backend.all_of(ends)
 
     def _step_parts(
         self,
@@ -410,25 +378,25 @@ class MemoryStore(StateStore):
         gradients: Mapping[HostParameter, Snapshot],
         settings: Settings,
         read: ParameterRead,
-        after: Event,
+        ready: Event,
     ) -> Event:
         """Step some pieces, and queue their uploads; in any thread."""
         read.finish(parts)
         began = time.perf_counter()
         used = 0
         for held, piece in parts:
-            values = gradients[held]
             scratch = scratch_of(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
-            gradient = held.part(values, piece.start, piece.numel, scratch)
+            gradient = gradients[held].part(piece.start, piece.numel, scratch)
             if piece.tensor.ndim != 1:
                 gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
             piece.tensor.grad = gradient
-            used += 0 if values.needs_no_scratch(held.work_dtype) else piece.numel
-        self._of_thread.optimizer.step_each([piece.tensor for _, piece in parts], settings, self._states)
+            used += piece.numel if gradients[held].needs_scratch else 0
+        states = _lent(parts)
+        self._of_thread.optimizer.step_each([piece.tensor for _, piece in parts], settings, states)
         for held, piece in parts:
-            piece.tensor.grad = None
+            piece.tensor.grad, piece.state = None, states[piece.tensor]
             self._gather(held, piece)
-        end = upload(parts, after)
+        end = upload(parts, ready)
         self._count(time.perf_counter() - began, alone=not held.cut)
         return end
 
@@ -438,18 +406,21 @@ class MemoryStore(StateStore):
 
     def _gather(self, held: HostParameter, piece: Piece) -> None:
         """Let ``held.state`` be what the plain optimizer has: whole tensors, of which the pieces have parts."""
-        state = self._states[piece.tensor]
         if len(held.pieces) == 1:
-            held.state = state
+            held.state = piece.state
             return
-        for name, value in state.items():
+        for name, value in piece.state.items():
             if value is piece.parts.get(name):
                 continue
             if isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() == piece.numel:
                 with self._lock:
                     if name not in held.state:
                         held.state[name] = held.new_host_tensor(value.dtype)
-                state[name] = flat(held.state[name], piece.start, piece.numel).copy_(value)
+                piece.state[name] = flat(held.state[name], piece.start, piece.numel).copy_(value)
             else:
                 held.state.setdefault(name, value)
-            piece.parts[name] = state[name]
+            piece.parts[name] = piece.state[name]
+
+
+def _lent(parts: Iterable[HostPiece]) -> defaultdict[torch.Tensor, State]:
+    return defaultdict(dict, {piece.tensor: piece.state for _, piece in parts})

@@ -1,23 +1,20 @@
-"""A parameter's optimizer state: its layout in a range of bytes, what users see of it, and how it is loaded."""
+"""A parameter's optimizer state as users see and edit it, and copies of states that are loaded."""
 
 from __future__ import annotations
 
 import copy
-import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeGuard
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from spillway.errors import UsageError
+from spillway.optim.chunks import Slot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.tensors import distributed_like, flat, is_dense, local_of
-from spillway.optim.transfers import aligned
-from spillway.runtime.bytes import Bytes, over
+from spillway.optim.tensors import distributed_like, flat, local_of
 
 MASTER = "master"
 """The name of the fp32 master weight in a parameter's state."""
@@ -27,66 +24,22 @@ _NUMBERS = {STEP, "mu_product", "eta", "mu"}
 """States of torch's classes that are numbers, also for a parameter without dimensions."""
 
 
-class Slot(NamedTuple):
-    """The place of a state tensor in a range of bytes."""
+def _after_loading(method: Callable[..., Any]) -> Any:
+    """A method of a dictionary that reads all values, after they were loaded."""
 
-    part: int
-    """The parameter, as a number among those that share the bytes."""
-    name: Hashable
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    start: int
-    """Its first byte."""
+    def read(self: StateView, *given: Any) -> Any:
+        self._load()
+        return method(self, *given)
 
-    @property
-    def nbytes(self) -> int:
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    def view(self, memory: Bytes | None) -> torch.Tensor:
-        """The tensor, in memory of this layout."""
-        assert memory is not None
-        start = (memory.start + self.start) // self.dtype.itemsize
-        return over(memory.storage, self.dtype, start, self.shape, self.strides)
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The slots of a range of bytes."""
-
-    slots: tuple[Slot, ...] = ()
-    nbytes: int = 0
-
-    @classmethod
-    def of(cls, states: Sequence[Mapping[Hashable, Any]]) -> Layout:
-        """A slot for every tensor of these states that moves, in their order. Each begins at a cache line.
-
-        Example:
-            >>> Layout.of([{"step": torch.tensor(1.0), "sum": torch.zeros(2, 3)}, {"sum": torch.zeros(4)}]).nbytes
-            80
-        """
-        slots: list[Slot] = []
-        end = 0
-        for part, state in enumerate(states):
-            for name, value in state.items():
-                if moves(value):
-                    strides = value.stride() if is_dense(value) else value.new_empty(value.shape).stride()
-                    slots.append(Slot(part, name, value.dtype, tuple(value.shape), tuple(strides), aligned(end)))
-                    end = slots[-1].start + slots[-1].nbytes
-        return cls(tuple(slots), end)
-
-
-def moves(value: object) -> TypeGuard[torch.Tensor]:
-    """Whether a value of a state moves to where it is stepped. Numbers and empty tensors stay."""
-    return isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() > 0
+    return read
 
 
 class StateView(dict[Any, Any]):
     """``optimizer.state[parameter]``: a parameter's state between steps.
 
     A tensor that is elsewhere is loaded when a value is read, with all others of the parameter. The next step begins
-    with what the user writes into a tensor, or puts in its place. Python's own dictionary reads values without
-    ``__getitem__``. So every method that reads one is overridden.
+    with the user's writes to a tensor, and with a value that is put in its place. Python's own dictionary reads values
+    without ``__getitem__``, so every method that reads one is overridden.
     """
 
     def __init__(self, *given: Any) -> None:
@@ -120,25 +73,11 @@ class StateView(dict[Any, Any]):
     def get(self, name: Any, default: Any = None) -> Any:
         return self[name] if super().__contains__(name) else default
 
-    def values(self) -> Any:
-        self._load()
-        return super().values()
-
-    def items(self) -> Any:
-        self._load()
-        return super().items()
-
-    def pop(self, *given: Any) -> Any:
-        self._load()
-        return super().pop(*given)
-
-    def popitem(self) -> Any:
-        self._load()
-        return super().popitem()
-
-    def setdefault(self, name: Any, default: Any = None) -> Any:
-        self._load()
-        return super().setdefault(name, default)
+    values = _after_loading(dict.values)
+    items = _after_loading(dict.items)
+    pop = _after_loading(dict.pop)
+    popitem = _after_loading(dict.popitem)
+    setdefault = _after_loading(dict.setdefault)
 
     def copy(self) -> dict[Any, Any]:
         return dict(self)
@@ -168,12 +107,7 @@ class StateView(dict[Any, Any]):
 
 
 class StateViews:
-    """``optimizer.state``: a view for every parameter that has a state.
-
-    Args:
-        state_of: gives a parameter's state, with a :class:`Slot` for each tensor that is elsewhere.
-        open_state: loads all of it.
-    """
+    """``optimizer.state``: a view for every parameter that has a state. ``open_state`` loads all of a state."""
 
     def __init__(self, state_of: Callable[[torch.Tensor], State], open_state: Callable[[torch.Tensor], State]) -> None:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -202,8 +136,8 @@ class StateViews:
             views = me()
             if views is None or views._views.get(parameter) is not mine():
                 raise UsageError(
-                    "got a state of an OffloadedOptimizer that is closed, or of a parameter whose state has moved, "
-                    "expected one that is there; ask for optimizer.state[parameter] again, and close() last"
+                    "got a state of a closed OffloadedOptimizer, or of a parameter whose state has moved. Read "
+                    "optimizer.state[parameter] again, and close() last."
                 )
             return as_distributed(views._open_state(parameter), parameter)
 
@@ -225,7 +159,7 @@ class StateViews:
         return dict(now or {})
 
     def with_states(self, states: Mapping[torch.Tensor, State]) -> defaultdict[torch.Tensor, Any]:
-        """What ``optimizer.state`` would be with these states, for a state dict."""
+        """``optimizer.state`` with these states in place of the views, for a state dict."""
         state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in self._views})
         state.update({one: as_distributed(found, one) for one, found in states.items() if found})
         return state
@@ -247,19 +181,13 @@ def as_distributed(state: State, parameter: torch.Tensor) -> State:
 
 
 def check_shapes(state: State, parameter: torch.Tensor, *, fused: bool) -> None:
-    """Refuse a state whose tensors would be read and written past their ends.
-
-    A fused kernel checks no size but the parameter's.
-
-    Raises:
-        UsageError: a tensor of another shape than the parameter's.
-    """
+    """Refuse a state of another shape than the parameter's: a fused kernel would write past the state's end."""
     for key, value in state.items():
         must_fit = (key == MASTER or (fused and key != STEP)) and isinstance(value, torch.Tensor)
         if must_fit and value.shape != parameter.shape:
             raise UsageError(
-                f"{key}: got a state of shape {tuple(value.shape)} for a parameter of {tuple(parameter.shape)}, "
-                f"expected the parameter's shape; load the state of the same model"
+                f"{key}: got a state of shape {tuple(value.shape)} for a parameter of shape {tuple(parameter.shape)}. "
+                f"Load the state of the same model."
             )
 
 
@@ -292,7 +220,7 @@ def host_copy(key: Any, value: Any, held: HostParameter) -> Any:
 
 
 def device_copy(key: Any, value: Any, parameter: torch.Tensor, work_dtype: torch.dtype, *, step_on_device: bool) -> Any:
-    """A copy of a state's value for a step on the device."""
+    """A copy of a state's value for a step on the GPU."""
     if not isinstance(value, torch.Tensor):
         return copy.deepcopy(value)
     value = value.detach()

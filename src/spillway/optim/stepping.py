@@ -1,4 +1,4 @@
-"""When parameters are stepped, and when compute waits for them: in ``step``, during backward, in the next forward."""
+"""The queue of steps: they begin in ``step`` or during backward, and compute waits for them there or in a forward."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from spillway._torch import set_local_part
 from spillway.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
-from spillway.optim.gradient import DeviceContext, OffloadedGradient
+from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
+from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.optim.optimizer_class import settings_of
 from spillway.optim.placement import Groups, Placement
-from spillway.optim.state_store import ParamStep, StepCost
+from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
-from spillway.optim.tensors import is_distributed, local_of, many_processes, on_error
+from spillway.optim.tensors import is_distributed, local_of, many_processes
+from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, label
 
 _TOGETHER = 1 << 20
@@ -48,7 +52,7 @@ class StepQueue:
         self._check_usable = check_usable
         self._forward_hooks: list[RemovableHandle] = []
         self._covered: set[Tensor] = set()
-        """The parameters that a block waits for, or a model."""
+        """The parameters that a hook waits for."""
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -118,7 +122,7 @@ class StepQueue:
         self.older = self.last = self.now = StepCost()
 
     def bring_back(self, held: HostParameter) -> None:
-        """Reload a parameter's gradient to the device, where it is a plain tensor."""
+        """Reload a parameter's gradient to the GPU, where it is a plain tensor."""
         if held in self.early.stepped:
             # Another optimizer would step by it again.
             _put_gradient(held, None)
@@ -156,7 +160,7 @@ class StepQueue:
             before = {one: one.updated for one in held}
             self._placement.store.prepare(held)
             try:
-                steps = [ParamStep(one, one.gradient.snapshot()) for one in held]
+                steps = [one.gradient.snapshot() for one in held]
                 self._placement.store.step(steps, self.now, overlapped=False)
             finally:
                 queued = [one for one in held if one.updated is not before[one]]
@@ -174,11 +178,11 @@ class StepQueue:
         store.step(steps, self.now, overlapped=bool(self._forward_hooks))
         self.pending = stepped.union(step.held for step in steps)
         if not store.steps_on_device and any(step.held.gradient.stand_in_if_alive() is None for step in steps):
-            # Gradients that stay on the device may be written as soon as this returns.
+            # Gradients that stay on the GPU may be written as soon as this returns.
             for context in contexts:
                 context.transfers.settle()
 
-    def _param_steps(self, some: Iterable[HostParameter]) -> Iterator[ParamStep]:
+    def _param_steps(self, some: Iterable[HostParameter]) -> Iterator[Snapshot]:
         on_device, offloads = self._placement.store.steps_on_device, self._placement.options.offload_gradients
         for held in some:
             gradient = held.parameter.grad
@@ -197,7 +201,7 @@ class StepQueue:
                 _offload_gradient(held, gradient)
             else:
                 held.fresh_gradient().begin(local)
-            yield ParamStep(held, held.gradient.snapshot_for_device(local) if on_device else held.gradient.snapshot())
+            yield held.gradient.snapshot_for_device(local) if on_device else held.gradient.snapshot()
 
     def _arrive(self, held: Iterable[HostParameter]) -> None:
         """Let compute wait for some parameters. The last of them end the step."""
@@ -248,7 +252,7 @@ def _offload_gradient(held: HostParameter, gradient: Tensor) -> None:
 def _put_gradient(held: HostParameter, local: Tensor | None) -> None:
     gradient = held.parameter.grad
     if local is not None and gradient is not None and is_distributed(gradient):
-        gradient._local_tensor = local  # type: ignore[attr-defined]
+        set_local_part(gradient, local)
     else:
         held.parameter.grad = local
 
@@ -256,17 +260,15 @@ def _put_gradient(held: HostParameter, local: Tensor | None) -> None:
 class BackwardSteps:
     """Steps parameters during backward, as their gradients arrive.
 
-    So the CPU's work is hidden behind the rest of backward. The user promises that each parameter gets one gradient
-    before each step, and that gradients, parameters and settings are not changed until then. A step cannot be undone,
-    so a broken promise is an error, where it is noticed first.
+    The user promises that each parameter gets one gradient before each step, and that gradients, parameters and
+    settings are not changed until then. A step cannot be undone, so a broken promise is an error.
 
-    A parameter may be written as soon as its gradient is accumulated: everything that reads it in backward was given to
-    the compute stream before. The parameter's version tells autograd of later readers. Readers that autograd does not
-    know find the stepped value: ``.data``, or a detached parameter in code that is recomputed.
+    A parameter may be written as soon as its gradient is accumulated: the compute stream has all kernels of backward
+    that read it. The parameter's version tells autograd of later readers. Others find the stepped value: ``.data``, or
+    a detached parameter in code that is recomputed.
 
     Args:
-        step: steps some parameters whose gradients are on their way to the CPU. It adds those that it has queued to
-            ``stepped``, also if it fails.
+        step: steps some parameters. It adds those that it has queued to ``stepped``, also if it fails.
     """
 
     def __init__(self, step: Callable[[Sequence[HostParameter]], None]) -> None:
@@ -283,15 +285,15 @@ class BackwardSteps:
         """Raise if a parameter's gradient has arrived before."""
         if held in self._arrived:
             raise UsageError(
-                "got a second gradient of a parameter before step(), expected one: step_in_backward=True has stepped "
-                "the parameter by the first; call step() after each backward, or leave it out to accumulate gradients"
+                "got a second gradient of a parameter before step(), but step_in_backward=True has stepped the "
+                "parameter by the first. Call step() after each backward, or leave the option out to accumulate."
             )
 
     def check_none(self, what: str) -> None:
         if self.stepped:
             raise UsageError(
-                f"got {what} between a backward and its step(), expected it after step(): step_in_backward=True has "
-                f"stepped some parameters and not the others"
+                f"got {what} between a backward and its step(): step_in_backward=True has stepped some parameters and "
+                f"not the others. Call it after step()."
             )
 
     def arrived(self, held: HostParameter, groups: Sequence[dict[str, Any]]) -> None:
@@ -310,23 +312,18 @@ class BackwardSteps:
                 self._waiting = [one for one in self._waiting if one not in self.stepped]
 
     def end(self, groups: Sequence[dict[str, Any]]) -> set[HostParameter]:
-        """``step()`` was called. Gives the parameters that were stepped.
-
-        Raises:
-            UsageError: if a gradient, a parameter or a setting was changed.
-        """
+        """``step()`` was called. Gives the parameters that were stepped, if nothing was changed."""
         for held in self.stepped:
             if not held.gradient.is_current():
                 raise UsageError(
-                    "got a step() for which a gradient was dropped or replaced, expected it as backward left it: "
-                    "step_in_backward=True has stepped the parameter; call step() after each backward, and "
-                    "zero_grad() after step(). A batch that was to be skipped has been stepped by: load_state_dict() "
-                    "of what was saved before begins anew"
+                    "A gradient was dropped or replaced before step(), but step_in_backward=True has stepped its "
+                    "parameter. Call step() after each backward, and zero_grad() after step(). To undo the step of a "
+                    "batch, load a state that was saved before: load_state_dict()."
                 )
             if not held.is_as_written():
                 raise UsageError(
-                    "got a parameter that was written between backward and step(), expected it to stay: "
-                    "step_in_backward=True has stepped it; write to parameters after step()"
+                    "A parameter was written between backward and step(), but step_in_backward=True has stepped it. "
+                    "Write to parameters after step()."
                 )
         for index in self._settings:
             self._check_settings(index, groups[index])
@@ -340,8 +337,8 @@ class BackwardSteps:
             self.check_none("load_state_dict()")
         if any(held in pending and not held.is_as_written() for held in self.stepped):
             raise UsageError(
-                "got parameters that were written while step_in_backward=True had others on their way to them, "
-                "expected the optimizer's state to be loaded first; call synchronize(), and load both again"
+                "Parameters were written while step_in_backward=True was copying stepped values to them. Call "
+                "synchronize(), and load the model and the optimizer again."
             )
 
     def reset(self) -> None:
@@ -352,34 +349,19 @@ class BackwardSteps:
 
     def _check_settings(self, index: int, group: dict[str, Any]) -> None:
         """Raise if a group's settings have changed."""
-        now, before = _values(group), self._settings.get(index)
-        if before is None:
-            self._settings[index] = copy.deepcopy(now)
-            return
-        names = before.keys() | now.keys()
-        changed = sorted(name for name in names if not _same(before.get(name), now.get(name)))
+        now = {
+            name: value.tolist() if isinstance(value, Tensor) else copy.deepcopy(value)
+            for name, value in settings_of(group).items()
+            # A scheduler adds it when it is made.
+            if name != "initial_lr"
+        }
+        before = self._settings.setdefault(index, now)
+        changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if changed:
             raise UsageError(
-                f"got other settings of group {index} before step() ({', '.join(changed)}) than when the first of its "
-                f"gradients came, expected the same: step_in_backward=True has stepped parameters with these; change "
-                f"them after step()"
+                f"Settings of group {index} were changed between backward and step(): {', '.join(changed)}. "
+                f"step_in_backward=True has stepped parameters with the old ones. Change them after step()."
             )
-
-
-def _values(group: dict[str, Any]) -> dict[str, object]:
-    """A group's settings, in a form that can be compared later."""
-    return {
-        # A scheduler adds initial_lr when it is made.
-        name: value.detach().cpu() if isinstance(value, Tensor) else value
-        for name, value in group.items()
-        if name not in ("params", "param_names", "initial_lr")
-    }
-
-
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
-    return one == other
 
 
 def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[RemovableHandle]:
@@ -387,9 +369,6 @@ def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[Re
 
     The model waits for parameters that are in no block, or in a block and elsewhere too. Modules that have parameters
     of their own wait for them as well: for calls that come by neither, and for state dicts.
-
-    Raises:
-        UsageError: if the model is no module, or has no blocks.
     """
     if not isinstance(model, Module):
         raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
@@ -406,14 +385,18 @@ def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[Re
 
     found = [named.module for named in find_blocks(model, blocks)]
     inside = {module for block in found for module in block.modules()}
-    outside = {one for module in model.modules() if module not in inside for one in _own(module)}
+    outside = {one for module in model.modules() if module not in inside for one in module.parameters(recurse=False)}
     in_blocks = Counter(parameter for block in found for parameter in block.parameters())
     of_model = outside.union(one for one, blocks_with_it in in_blocks.items() if blocks_with_it > 1)
     for block in found:
         hook(block, _Before(untraced, [one for one in block.parameters() if one not in of_model]))
     for module in model.modules():
         in_block = module in inside
-        hook(module, _Before(wait if in_block else untraced, _own(module), in_block=in_block), of_states=True)
+        hook(
+            module,
+            _Before(wait if in_block else untraced, module.parameters(recurse=False), in_block=in_block),
+            of_states=True,
+        )
     hook(model, _Before(untraced, [one for one in model.parameters() if one in of_model]))
     return handles
 
@@ -421,11 +404,11 @@ def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[Re
 class _Before:
     """A hook that waits. In a copy of the module, also a pickled one, it is a hook of Python's that does nothing.
 
-    A module in a block is called alone now and then. Compiled code calls the block, which has waited.
+    Compiled code calls a block, which has waited for the modules in it. Only an eager call may be of such a module.
     """
 
-    def __init__(self, wait: Wait, parameters: list[Tensor], *, in_block: bool = False) -> None:
-        self.parameters = parameters
+    def __init__(self, wait: Wait, parameters: Iterable[Tensor], *, in_block: bool = False) -> None:
+        self.parameters = list(parameters)
         self._wait = wait
         self._in_block = in_block
 
@@ -435,7 +418,3 @@ class _Before:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (contextlib.nullcontext(), "__exit__")
-
-
-def _own(module: Module) -> list[Tensor]:
-    return [parameter for parameter in module._parameters.values() if parameter is not None]

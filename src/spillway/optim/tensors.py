@@ -1,15 +1,15 @@
-"""Dense tensors, local parts of distributed tensors, and master weights that follow their parameters."""
+"""Dense tensors, local parts of distributed tensors, and fp32 master weights that follow their parameters."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 
+from spillway._torch import distributed_with, local_part
 from spillway.errors import UnsupportedError
 from spillway.runtime.bytes import Bytes
 
@@ -18,16 +18,6 @@ CHUNK = 1 << 22
 _Item = TypeVar("_Item")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@contextlib.contextmanager
-def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
-    """Undo something if the block raises."""
-    try:
-        yield
-    except BaseException:
-        undo(*args)
-        raise
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
@@ -41,17 +31,14 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a tensor. It is the very object: writes to it are seen."""
     if not is_distributed(tensor):
         return tensor
-    local = tensor._local_tensor  # type: ignore[attr-defined]
+    local: torch.Tensor = local_part(tensor)
     # A collective may be under way.
-    return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def distributed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Distribute a local part as a parameter is. The part may be on another device."""
-    if not is_distributed(parameter):
-        return local
-    make: Any = sys.modules["torch.distributed.tensor"].DTensor
-    return make(local, parameter._spec, requires_grad=False)  # type: ignore[no-any-return, attr-defined]
+    return distributed_with(local, parameter) if is_distributed(parameter) else local
 
 
 def many_processes() -> bool:
@@ -86,15 +73,11 @@ def flat(tensor: torch.Tensor, start: int = 0, numel: int | None = None) -> torc
 
 
 def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A gradient in its parameter's memory layout.
-
-    Raises:
-        UnsupportedError: if it is sparse.
-    """
+    """A gradient in its parameter's memory layout. Sparse ones are refused."""
     if tensor.layout != torch.strided:
         raise UnsupportedError(
-            f"got a gradient of layout {tensor.layout}, expected a dense one; leave the parameter to an optimizer of "
-            f"its own, or make the embedding with sparse=False"
+            f"got a gradient of layout {tensor.layout}, expected a dense one. Give the parameter to an optimizer of "
+            f"its own, or make the embedding with sparse=False."
         )
     if tensor.stride() == like.stride() and is_dense(tensor):
         return tensor.detach()
@@ -103,11 +86,7 @@ def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def follow(master: torch.Tensor, parameter: torch.Tensor) -> None:
-    """Update a master weight from its parameter. An element stays where its rounded value is the parameter's.
-
-    Args:
-        master: written in place.
-        parameter: the parameter's values, of the same shape and a narrower type.
+    """Update a master weight in place from its parameter. It keeps elements whose rounded value is the parameter's.
 
     Example:
         >>> master = torch.tensor([1.001, 2.0])
@@ -126,23 +105,20 @@ def follow(master: torch.Tensor, parameter: torch.Tensor) -> None:
         torch.where(same, part, new, out=part)
 
 
-class _PerThread(threading.local):
-    def __init__(self) -> None:
-        self.scratch: dict[torch.dtype, torch.Tensor] = {}
-
-
-_per_thread = _PerThread()
+_per_thread = threading.local()
 
 
 def scratch_of(dtype: torch.dtype) -> torch.Tensor:
     """The calling thread's scratch memory on the CPU: ``CHUNK`` elements, valid until the next call in the thread."""
-    if dtype not in _per_thread.scratch:
-        _per_thread.scratch[dtype] = torch.empty(CHUNK, dtype=dtype, device="cpu")
-    return _per_thread.scratch[dtype]
+    scratch: torch.Tensor | None = getattr(_per_thread, str(dtype), None)
+    if scratch is None:
+        scratch = torch.empty(CHUNK, dtype=dtype, device="cpu")
+        setattr(_per_thread, str(dtype), scratch)
+    return scratch
 
 
 def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
-    """Whether a flat master on the CPU, rounded, equals its parameter. Few calls: they need Python's lock."""
+    """Whether a flat master weight on the CPU, rounded, equals its parameter. Few calls: they need Python's lock."""
     numel, size = master.numel(), parameter.itemsize
     rounded = scratch_of(parameter.dtype)
     if numel != rounded.numel():
@@ -155,12 +131,7 @@ def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
 def batches(
     items: Iterable[_Item], most: int, size: Callable[[_Item], int], key: Callable[[_Item], Hashable] = lambda _: None
 ) -> Iterator[list[_Item]]:
-    """Neighbours of the same key whose sizes add up to at most so much; a larger item alone.
-
-    Example:
-        >>> list(batches([2, 3, 4, 9, 1], 5, size=lambda item: item))
-        [[2, 3], [4], [9], [1]]
-    """
+    """Neighbours of the same key whose sizes add up to at most so much; a larger item alone."""
     batch: list[_Item] = []
     total = 0
     for item in items:

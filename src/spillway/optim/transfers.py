@@ -1,4 +1,4 @@
-"""Copies of gradients and parameters to CPU memory, and of parameters back to their device.
+"""Copies of gradients and parameters to CPU memory, and of parameters back to their GPU.
 
 A gradient that is offloaded is kept alive until its copy is done. The session's in-flight limit (``window``) bounds
 those bytes: past it, the gradient's compute stream waits for the oldest copy, and frees that gradient. This goes by
@@ -7,14 +7,15 @@ program order, not by the clock, so that the peak is the same in every step.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,12 +37,18 @@ def aligned(nbytes: int, to: int = _ALIGNMENT) -> int:
     return -(-nbytes // to) * to
 
 
-class Pinned:
-    """A block of pinned memory. When the last reference is gone it is freed, after the last copies.
+@contextlib.contextmanager
+def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
+    """Undo something if the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo(*args)
+        raise
 
-    Raises:
-        TierFullError: if the arena is full.
-    """
+
+class Pinned:
+    """A block of pinned memory. When the last reference is gone it is freed, after the last copies."""
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
         self.block = arena.allocate(max(nbytes, 1))
@@ -133,18 +140,18 @@ class SentTensor(NamedTuple):
 
 
 class Upload(NamedTuple):
-    """Elements that are copied to the device."""
+    """Elements that are copied to the GPU."""
 
     target: torch.Tensor
     """A dense tensor."""
     start: int
     """Its first element that is written, in memory order."""
     source: Cells
-    """Pinned memory, of the target's type or of one that the device converts."""
+    """Pinned memory, of the target's type or of one that the GPU converts."""
 
 
 class Transfers:
-    """The two copy streams of one device."""
+    """The two copy streams of one GPU."""
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self.backend = runtime.backend
@@ -163,7 +170,7 @@ class Transfers:
         # Reentrant: a factor gives its memory back when it dies, in whatever thread the collector runs.
         self._lock = threading.RLock()
         self.waits = Stalls()
-        """How long the device waited for gradients and parameters."""
+        """How long the GPU waited for gradients and parameters."""
         self.sent_bytes = 0
         self.received_bytes = 0
 
@@ -193,7 +200,7 @@ class Transfers:
                 self._dispatch_open()
 
     def fetch(self, tensors: Sequence[torch.Tensor], after: Event) -> list[SentTensor]:
-        """Copy tensors that stay on the device, after an event; for the CPU worker thread."""
+        """Copy tensors that stay on the GPU, after an event; for the CPU worker thread."""
         batch = TransferBatch(self._out)
         sent = [batch.add(tensor) for tensor in tensors]
         if sent:
@@ -203,7 +210,7 @@ class Transfers:
         return sent
 
     def fetch_into(self, pairs: Sequence[tuple[Bytes, Bytes]], after: Event) -> Event:
-        """Copy bytes that stay on the device into pinned memory, after an event; for the CPU worker thread."""
+        """Copy bytes that stay on the GPU into pinned memory, after an event; for the CPU worker thread."""
         with self._lock:
             self.backend.wait(self._out, after)
             for target, source in pairs:
@@ -220,7 +227,7 @@ class Transfers:
         return self.host_view(sent.memory, sent.dtype, sent.numel, write=False)
 
     def receive(self, uploads: Sequence[Upload], after: Event) -> Event:
-        """Queue copies to the device, after an event; gives their end."""
+        """Queue copies to the GPU, after an event; gives their end."""
         with self._lock:
             if after is not self._followed:
                 self.backend.wait(self._back, after)

@@ -126,8 +126,8 @@ class HybridDeviceOptimizer(OffloadedOptimizer):
                     decoupled.zero_()
 
     def update_fp32_param_by_new_param(self) -> None:
-        """Set the fp32 master weights from the parameters: :meth:`refresh_masters`."""
-        self.refresh_masters()
+        """Set the fp32 master weights from the parameters: :meth:`refresh_master_weights`."""
+        self.refresh_master_weights()
 
     def dummy_step(self) -> None:
         """Create the optimizer state, to load a checkpoint in place: a step with gradients and learning rates of 0.

@@ -487,7 +487,7 @@ def test_a_step_shows_in_a_trace_under_its_name() -> None:
     window = spillway.Accumulator(model, optimizer, steps=2)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         windowed(model, window, LOADER[:4])
-    assert sum(event.name == "spillway.window_step" for event in profile.events()) == 2
+    assert sum(event.name == "spillway.accumulation_step" for event in profile.events()) == 2
 
 
 # Hazards.

@@ -1,0 +1,160 @@
+"""The tensor that stands for an offloaded gradient.
+
+``p.grad`` is an :class:`OffloadedGradient`. Its shape, type and device are those of the parameter, and its bytes are on
+the CPU. The operators of training loops become operations on the CPU: autograd adds to it, ``clip_grad_norm_`` takes
+its norm and scales it, ``GradScaler`` searches it for infinities and unscales it, ``zero_grad`` clears it. Any other
+operator reloads the gradient, and offloads it again after a write. Views are refused: writes to them would be lost.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from spillway._torch import foreach_norm, schema_of, tree_leaves, tree_map_only
+from spillway.errors import UnsupportedError, UsageError
+
+if TYPE_CHECKING:
+    from spillway.optim.gradient import Gradient
+
+_aten = torch.ops.aten
+_SCALE = {
+    overload: f"{name}_"
+    for name in ("mul", "div")
+    for packet in (getattr(_aten, f"{name}_"), getattr(_aten, f"_foreach_{name}_"))
+    for overload in (packet.Tensor, packet.Scalar)
+}
+_ZERO = {_aten.zero_.default, _aten._foreach_zero_.default}
+_CHECK = _aten._amp_foreach_non_finite_check_and_unscale_.default
+
+
+class OffloadedGradient(torch.Tensor):
+    """A gradient whose bytes are on the CPU. It looks like a tensor on the GPU."""
+
+    _home: weakref.ref[Gradient]
+    kept: Gradient | None = None
+    """Its bytes, if the user keeps it past its parameter's next gradient."""
+
+    @property
+    def home(self) -> Gradient:
+        home = self._home()
+        if home is None:
+            raise UsageError(
+                "The OffloadedOptimizer of this gradient is gone, and the gradient's bytes with it. Keep the "
+                "optimizer, or close() it first."
+            )
+        return home
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = self.home.restore()
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.home.restore().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, OffloadedGradient):
+            if function in (_aten.detach.default, _aten.alias.default):
+                return first
+            if function is _aten.add_.Tensor and not kwargs and _is_gradient(args[1], first):
+                first.home.arrive(args[1])
+                return first
+            if function is _aten.linalg_vector_norm.default and len(args) <= 2 and not kwargs:
+                return first.home.norm(float(args[1]) if len(args) == 2 else 2.0)
+        if function is _aten._foreach_norm.Scalar and not kwargs:
+            return _norms(*args)
+        if (function in _SCALE and _is_factor(args[1])) or function in _ZERO or function is _CHECK:
+            return _apply_to_each(function, args)
+        return _run_on_reloaded(function, args, kwargs)
+
+
+def _apply_to_each(function: Any, args: tuple[Any, ...]) -> Any:
+    """Run an operator on gradients of which some may be on the GPU."""
+    listed = isinstance(args[0], (list, tuple))
+    gradients = list(args[0]) if listed else [args[0]]
+    offloaded = [gradient for gradient in gradients if isinstance(gradient, OffloadedGradient)]
+    on_device = [gradient for gradient in gradients if not isinstance(gradient, OffloadedGradient)]
+    if on_device:
+        function(on_device, *args[1:])
+    for gradient in offloaded:
+        if function is _CHECK:
+            found, inverse = args[1:]
+            found.copy_(torch.maximum(found, gradient.home.has_nonfinite().to(found.device, found.dtype)))
+            gradient.home.scale("mul_", inverse)
+        elif function in _ZERO:
+            gradient.home.fill_with_zeros()
+        else:
+            gradient.home.scale(_SCALE[function], args[1])
+    return None if listed else args[0]
+
+
+def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tensor]:
+    """Norms of gradients of which some may be on the GPU."""
+    on_device = [gradient for gradient in gradients if not isinstance(gradient, OffloadedGradient)]
+    found = iter(foreach_norm(on_device, order) if on_device else ())
+    return [one.home.norm(float(order)) if isinstance(one, OffloadedGradient) else next(found) for one in gradients]
+
+
+def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operator on reloaded gradients: in the type that they show, or in that of the step if it writes one."""
+    written = _written(function, args, kwargs)
+    work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, OffloadedGradient)}
+    reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}
+
+    def reload(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, OffloadedGradient):
+            if id(tensor) not in reloaded:
+                reloaded[id(tensor)] = (tensor, tensor.home.restore(exact=bool(work)))
+            return reloaded[id(tensor)][1]
+        # Some operators need all their arguments in one type.
+        is_read = type(tensor) is torch.Tensor and not any(tensor is one for one in written)
+        return tensor.to(work[tensor.dtype]) if is_read and tensor.dtype in work else tensor
+
+    result = function(*tree_map_only(torch.Tensor, reload, args), **tree_map_only(torch.Tensor, reload, kwargs))
+    for offloaded, tensor in reloaded.values():
+        if any(offloaded is one for one in written):
+            offloaded.home.begin(tensor)
+    of_tensor = {id(tensor): offloaded for offloaded, tensor in reloaded.values()}
+    return tree_map_only(torch.Tensor, lambda tensor: of_tensor.get(id(tensor), tensor), result)
+
+
+def _written(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operator writes to. Operators that give views of an offloaded gradient are refused."""
+    written = []
+    for index, argument in enumerate(schema_of(function).arguments):
+        given = args[index] if index < len(args) else kwargs.get(argument.name)
+        found = [one for one in tree_leaves(given) if isinstance(one, torch.Tensor)]
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written += found
+        elif argument.alias_info is not None and any(isinstance(one, OffloadedGradient) for one in found):
+            raise UnsupportedError(
+                f"{function} would make a view of a gradient whose bytes are on the CPU, and writes to the view would "
+                f"be lost. Clone the gradient first, or make the optimizer with offload_gradients=False."
+            )
+    return written
+
+
+def _is_gradient(other: Any, gradient: OffloadedGradient) -> bool:
+    return (
+        type(other) is torch.Tensor
+        and other.shape == gradient.shape
+        and other.dtype == gradient.dtype
+        and other.layout == torch.strided
+    )
+
+
+def _is_factor(other: Any) -> bool:
+    return isinstance(other, (int, float)) or (
+        isinstance(other, torch.Tensor) and other.ndim == 0 and not isinstance(other, OffloadedGradient)
+    )
