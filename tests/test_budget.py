@@ -278,7 +278,7 @@ def test_what_attached_says_is_true(session: Session) -> None:
             None,
             None,
         )
-        failing(UsageError, lambda: attached.explain("1"), match="before there is a plan .*4 more calls")
+        failing(UsageError, lambda: attached.explain("1"), match="there is no plan yet .*4 more calls")
         begin = f"stage 'profiling operators', budget {format_bytes(budget)}, no plan yet: it takes 4 more calls"
         assert attached.explain().startswith(begin)
         assert repr(attached) == f"<spillway.Attached to Sequential, 4 blocks: 1, 2, ..., 4; {attached.explain()}>"
@@ -341,7 +341,7 @@ def test_larger_inputs_have_a_plan_and_much_larger_ones_start_anew(session: Sess
         assert attached.stage == "warming up"
         one_step(model, torch.cat([batch] * 3))
         assert attached.stage == "profiling operators"
-        assert "inputs of 1.0 MiB came where there had been 1022.0 KiB" in attached.explain()
+        assert "inputs of 1.0 MiB are larger than any before (1022.0 KiB)" in attached.explain()
         search(model, torch.cat([batch] * 3), attached)
 
 

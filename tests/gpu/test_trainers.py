@@ -142,7 +142,7 @@ def test_a_trainer_of_transformers(setting: str, tmp_path: Path, device: torch.d
         ours = train(SpillwayCallback(budget=plain.budget, log=True, session=session))
     ours.assert_like(plain)
     entries = [entry for entry in ours.logs if "loss" in entry]
-    assert entries[-1]["spillway/plan/holding"] == 1.0
+    assert entries[-1]["spillway/plan/active"] == 1.0
 
 
 @pytest.mark.usefixtures("deterministic")

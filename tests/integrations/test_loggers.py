@@ -53,9 +53,9 @@ def test_what_is_attached_has_its_plan_as_soon_as_there_is_one() -> None:
             model(torch.randn(4, 16)).sum().backward()
             seen.append(scalars(attached))
         assert attached.plan is not None and attached.measured is not None
-        assert "spillway/plan/budget_bytes" not in seen[0] and seen[0]["spillway/plan/holding"] == 0.0
+        assert "spillway/plan/budget_bytes" not in seen[0] and seen[0]["spillway/plan/active"] == 0.0
         last = seen[-1]
-        assert last["spillway/plan/holding"] == 1.0
+        assert last["spillway/plan/active"] == 1.0
         assert last["spillway/plan/predicted_peak_bytes"] == attached.plan.predicted_peak
         assert last["spillway/plan/checked_peak_bytes"] == attached.measured.peak_bytes
         assert last["spillway/plan/checked_seconds"] == attached.measured.seconds

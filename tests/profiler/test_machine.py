@@ -320,7 +320,7 @@ def test_what_cannot_be_kept_is_said_and_returned(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPILLWAY_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.warns(UserWarning, match=r"could not be kept .*set SPILLWAY_CACHE to a directory") as told:
+    with pytest.warns(UserWarning, match=r"could not be saved .*Set SPILLWAY_CACHE to a writable directory") as told:
         hardware = known_hardware("cpu", spill_directory=directory, seconds=SECONDS)
     assert hardware.flops > 0
     assert [warning.filename for warning in told] == [__file__]

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from spillway._torch import CALL, skip_call
 from spillway.attaching.block import BlockCall, KeptCall
-from spillway.attaching.call import PLACE, ModuleCall
+from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.validation import (
     check_arguments,
+    check_limits,
     check_planned,
     check_policy,
     refuse_checkpointing,
@@ -36,8 +38,8 @@ from spillway.types import StepStats
 from spillway.units import format_bytes, read_budget
 
 if TYPE_CHECKING:
+    from spillway.attaching.collector import DividedOptimizer, ProfileCollector
     from spillway.attaching.controller import Measured, PlanController
-    from spillway.attaching.measure import DividedOptimizer, ProfileCollector
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
@@ -84,9 +86,9 @@ def attach(
             outermost modules that match: ``"layers.*"`` takes ``layers.0``, and not ``layers.0.mlp``. A predicate or a
             list may name blocks within blocks. ``None``: the blocks that the model repeats.
         groups: names of groups, each with one or several patterns of dotted module names, or a
-            :class:`~spillway.Groups`. What a matching module saves is a group (:class:`~spillway.group`). Only groups
-            are offloaded, and what blocks offload. Blocks are checkpointed only if ``policy`` is a
-            :class:`~spillway.Recompute`.
+            :class:`~spillway.Groups`. The tensors that a matching module saves are a group (:class:`~spillway.group`).
+            Only groups and the tensors that blocks offload are offloaded. Blocks are checkpointed only if ``policy`` is
+            a :class:`~spillway.Recompute`.
         every: recompute each so many-th block only, from the first on.
         first: recompute only so many of the first blocks. ``None``: all.
         keep_last: leave out so many of the last blocks, which backward needs first.
@@ -99,8 +101,8 @@ def attach(
         hardware: the machine's speeds, as for :func:`spillway.plan`. ``None``: measured, once.
         host_budget: with a budget: bytes of CPU memory for what is offloaded. ``None``: what the session may have.
         disk_budget: with a budget: bytes of disk. ``None``: any.
-        allow: with a budget: what a plan may do, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``:
-            all but ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
+        allow: with a budget: decisions that a plan may make, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``.
+            ``None``: all but ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
         optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
             much of it is stepped on the CPU
             (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
@@ -110,8 +112,8 @@ def attach(
         The handle, whose :meth:`Attached.remove` undoes it. It need not be kept.
 
     Raises:
-        UsageError: for arguments that cannot be meant; blocks or submodules that are not found; a model that is
-            attached, or checkpoints by itself, already; one that is compiled around its blocks.
+        UsageError: for invalid arguments; blocks or submodules that are not found; a model that is attached, or
+            checkpoints by itself, already; one that is compiled around its blocks.
         UnsupportedError: for scripted modules, ``DataParallel``, and classes with a property for a forward, or with a
             ``__call__`` or ``__deepcopy__`` that does not use torch's.
 
@@ -123,18 +125,11 @@ def attach(
     check_arguments(model, session, every=every, first=first, keep_last=keep_last)
     if isinstance(policy, str):
         policy = policy_named(policy)
-    if budget is not None or plan is not None:
+    limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+    is_planned = budget is not None or plan is not None
+    if is_planned:
         check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
-    elif any(each is not None for each in (hardware, host_budget, disk_budget, allow, optimizer)):
-        raise UsageError(
-            "got hardware, host_budget, disk_budget, allow or optimizer without a budget, expected one beside them, "
-            "since they say how it is planned for; give budget=..."
-        )
-    if optimizer is not None and not hasattr(optimizer, "divide"):
-        raise UsageError(
-            f"optimizer: got {type(optimizer).__name__}, expected a spillway.OffloadedOptimizer, of which a part can "
-            f"be on the host; leave out any other: its state is counted as it is"
-        )
+    check_limits(limits, optimizer, is_planned=is_planned)
     modules = [Named("", model), *walk(model)]
     refuse_modules(modules)
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
@@ -159,7 +154,7 @@ def attach(
         refuse_class(each)
     refuse_compiled(around)
     context = ModelPass(
-        # Tensors outside of blocks are kept, or offloaded in groups. Those that blocks offload have their order here.
+        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
         policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
         groups=None if rules is None else dataclasses.replace(rules, patterns={}),
         min_bytes=min_bytes,
@@ -167,26 +162,13 @@ def attach(
         session=session,
     )
     controller = None
-    if budget is not None or plan is not None:
-        # These take a while to import, and are for users with a budget.
-        from spillway.attaching.budget import Planner
-        from spillway.attaching.controller import PlanController
-        from spillway.attaching.measure import ProfileCollector
-
-        collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
-        nbytes = None if budget is None else read_budget(budget)
-        limits: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-        planner = Planner(collector.device, session, hardware, needs_hardware=plan is None, **limits)
-        controller = PlanController(collector, planner, budget=nbytes, plan=plan)
+    if is_planned:
+        controller = _controller(model, session, min_bytes, optimizer, budget=budget, plan=plan, **limits)
     root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
     if controller is not None:
         attached.follow(controller)
-    # Importing it takes a second.
-    from torch._dynamo.decorators import skip
-
-    # Dynamo must not trace the call itself. torch.compiler.disable(recursive=False) would forbid exporting.
-    skip(ModuleCall.__call__)
+    skip_call(ModuleCall.__call__)
     with ExitStack() as undo:
         undo.callback(attached.remove)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
@@ -194,6 +176,27 @@ def attach(
             call.take()
         undo.pop_all()
     return attached
+
+
+def _controller(
+    model: Module,
+    session: Session | None,
+    min_bytes: int | str | None,
+    optimizer: DividedOptimizer | None,
+    *,
+    budget: int | float | str | None,
+    plan: Plan | None,
+    **limits: Any,
+) -> PlanController:
+    # Slow to import, and only for users with a budget.
+    from spillway.attaching.budget import Planner
+    from spillway.attaching.collector import ProfileCollector
+    from spillway.attaching.controller import PlanController
+
+    collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
+    nbytes = None if budget is None else read_budget(budget)
+    planner = Planner(collector.device, session, needs_hardware=plan is None, **limits)
+    return PlanController(collector, planner, budget=nbytes, plan=plan)
 
 
 NAMED: dict[str, Callable[[], Recompute | Policy]] = {"offload": Offload, "recompute": Recompute, "keep": Keep}
@@ -204,7 +207,7 @@ def policy_named(name: str) -> Recompute | Policy:
     """The policy of a name.
 
     Raises:
-        UsageError: for a name that there is not.
+        UsageError: for an unknown name.
     """
     if name not in NAMED:
         raise UsageError(
@@ -238,7 +241,7 @@ def attached_to(model: Module) -> Attached | None:
         >>> attached_to(torch.nn.Linear(2, 2)) is None
         True
     """
-    call = model.__dict__.get(PLACE)
+    call = model.__dict__.get(CALL)
     # A shallow copy has the call in its dictionary, and is not attached.
     attached = call.attached if isinstance(call, ModelCall) and call.module() is model else None
     return attached if isinstance(attached, Attached) else None
@@ -258,9 +261,9 @@ class Attached:
     def __init__(self, root: ModelCall, policy: Recompute | Policy, controller: PlanController | None = None) -> None:
         self._root = root
         self._controller = controller
-        self._root.attached = self
         self._policy = policy
         self._removed = False
+        root.attached = self
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -280,13 +283,13 @@ class Attached:
         if model is not None:
             self._root.losses = own_losses(model)
 
-    def tell(self, told: Callable[[SpillwayError], None]) -> None:
-        """Tell a function of later errors, and let the model's call go on as if it were not attached.
+    def tell(self, on_error: Callable[[SpillwayError], None]) -> None:
+        """Call a function with later errors, and let the model's call go on as if it were not attached.
 
         The function may raise: its error is then the call's.
         """
         for call in (self._root, *self._root.blocks):
-            call.told = told
+            call.on_error = on_error
 
     @property
     def plan(self) -> Plan | None:
@@ -300,7 +303,7 @@ class Attached:
 
     @property
     def stage(self) -> str | None:
-        """Where the search for a plan is; ``None`` without a budget.
+        """The stage of the search for a plan; ``None`` without a budget.
 
         ``"profiling operators"``, ``"profiling memory"``, ``"profiling time"``, ``"warming up"``, ``"validating"``, and
         ``"active"`` when the search is over.
@@ -314,7 +317,7 @@ class Attached:
 
     @property
     def missing(self) -> str | None:
-        """What a plan still needs, in words; ``None``: there is a plan, or no budget."""
+        """The calls or steps that a plan still needs, in words; ``None``: there is a plan, or no budget."""
         return None if self._controller is None else self._controller.missing or None
 
     @property
@@ -324,15 +327,15 @@ class Attached:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What happened in the search for a plan and since; none without a budget."""
+        """Notes of the search for a plan and since; none without a budget."""
         return () if self._controller is None else tuple(self._controller.notes)
 
     def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
         """Explain the plan.
 
         Args:
-            what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: where the
-                search for a plan is, and the whole plan, or what it still needs.
+            what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: the stage of
+                the search, and the whole plan, or what it still needs.
 
         Raises:
             UsageError: for a block where there is no plan, or no such block.
@@ -346,7 +349,7 @@ class Attached:
             plans = [] if plan is None else [str(plan)]
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
         if plan is None:
-            raise UsageError(f"explain: got a call before there is a plan ({self._state()}), expected one after it")
+            raise UsageError(f"explain: there is no plan yet ({self._state()}). Call it when there is one")
         owner = what if isinstance(what, str) else None
         for call in self._root.blocks:
             module = call.module()
@@ -387,14 +390,14 @@ class Attached:
         if controller is None or controller.plan is None:
             missing = "" if controller is None else f" (it takes {controller.missing})"
             raise UsageError(
-                f"report: got a call before there is a plan{missing}, expected attach(model, budget=...) and steps"
+                f"report: there is no plan yet{missing}. Attach with attach(model, budget=...), and train some steps"
             )
         if controller.profile is None or controller.planner.hardware is None:
             raise UsageError(
-                "report: got a plan that was given, of whose step nothing was measured, expected attach(model, "
-                "budget=...); or write the report of its profile, with: spillway report profile.json plan.json"
+                "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or "
+                "write the report from files, with: spillway report profile.json plan.json"
             )
-        # Drawing takes a while to import.
+        # Slow to import.
         from spillway.planner.files import write_file
         from spillway.planner.report.facts import facts_of
         from spillway.planner.report.page import to_page
@@ -422,7 +425,7 @@ class Attached:
         return self._root.context.stats()
 
     def remove(self) -> None:
-        """Detach the model, which is then as it was. A second call does nothing.
+        """Detach the model, which is then unchanged. A second call does nothing.
 
         Raises:
             UsageError: if a module was compiled after attaching. The model is detached all the same, and stays
@@ -436,7 +439,7 @@ class Attached:
             self._root.observer.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
         if strangers:
-            raise UsageError(strangers[0].collision())
+            raise strangers[0].collision()
 
     def __enter__(self) -> Attached:
         return self

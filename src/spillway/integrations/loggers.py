@@ -16,7 +16,7 @@ def scalars(source: Attached | StepStats | OptimizerStats, *, prefix: str = "spi
     """Names and numbers for a logger, in bytes and seconds.
 
     They are all numbers of :class:`~spillway.StepStats`, the number of its ``notes``, and those of each group under
-    ``group/<name>/``. With a budget, they also are, once known: ``plan/holding`` (1.0 when the plan is active),
+    ``group/<name>/``. With a budget, they also are, once known: ``plan/active`` (1.0 when the plan is active),
     ``plan/budget_bytes``, ``plan/predicted_peak_bytes``, ``plan/predicted_seconds``, ``plan/sent_bytes``,
     ``plan/rerun_seconds``, and, measured in the validating step, ``plan/checked_peak_bytes`` and
     ``plan/checked_seconds``.
@@ -62,7 +62,7 @@ def _numbers(record: StepStats | OptimizerStats | GroupStats) -> Iterator[tuple[
 
 def _of_plan(attached: Attached) -> Iterator[tuple[str, float]]:
     if attached.stage is not None:
-        yield "plan/holding", attached.stage == "active"
+        yield "plan/active", attached.stage == "active"
     plan, measured = attached.plan, attached.measured
     if plan is not None:
         yield "plan/budget_bytes", plan.budget

@@ -1,7 +1,7 @@
-"""What this machine can do: measured (``rates.py``), and kept in the user's cache.
+"""The speeds of this machine: measured (``rates.py``), and saved in the user's cache.
 
-On a fast machine, measuring takes a second or two. Nothing else should run meanwhile: the bandwidth that others use is
-missing from the rates.
+On a fast machine, measuring takes a second or two. Nothing else should run meanwhile: the bandwidth that other work
+uses is missing from the rates.
 """
 
 from __future__ import annotations
@@ -31,13 +31,10 @@ from spillway.runtime.spill_file import ALIGNMENT, SpillFile
 from spillway.runtime.system import device_name, memory_limit, which_device
 
 _LINK_SHARE, _PRODUCT_SHARE, _MEMORY_SHARE, _DISK_SHARE = 0.3, 0.15, 0.1, 0.35
-"""Of the time, together less than all: starting up takes the rest."""
-
+"""Shares of the time. Starting up takes the rest."""
 _ACCELERATOR_COPY, _CPU_COPY = 256 << 20, 64 << 20
 _FREE_SHARE = 32
 """One copy takes no more than one in so many of the free bytes, on the device and on the CPU."""
-_LETTERS = 12
-"""Letters of a hash: enough to tell the machines of one user apart."""
 
 
 def measure_hardware(
@@ -47,22 +44,22 @@ def measure_hardware(
     seconds: float = 20,
     on_part: Callable[[str], None] | None = None,
 ) -> Hardware:
-    """Measure what the machine can do.
+    """Measure the machine's speeds.
 
-    It writes to the disk for a third of the time at most, and no more than a twentieth of what is free at once. The
+    It writes to the disk for a third of the time at most, and no more than a twentieth of the free bytes at once. The
     links of several devices at a time are not measured: :attr:`Hardware.links` has one device. On the CPU, the link is
     copies within CPU memory.
 
     Args:
         device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
         spill_directory: where to write; ``None``: where a session would spill to, or nowhere if it could not.
-        seconds: that it may take, about. Something that takes longer is done once all the same.
-        on_part: told of each part as it begins, in a word or three.
+        seconds: that it may take, about. A longer measurement is made once all the same.
+        on_part: called with the name of each part as it begins.
 
     Raises:
-        UsageError: for something that is no device or is not there, or a time that is none.
+        UsageError: for a device that does not exist, or a time that is not above 0.
         SpillPathError: for a ``spill_directory`` in which no file can be made.
-        TierError: if pinned memory cannot be had; if the disk of a ``spill_directory`` is full, or fails.
+        TierError: if there is no pinned memory; if the disk of a ``spill_directory`` is full, or fails.
         BackendError: if the device has no memory left to measure with.
 
     Example:
@@ -83,7 +80,7 @@ def measure_hardware(
             memory = measure_memory(backend, 2 * _copy_bytes(backend), seconds * _MEMORY_SHARE)
         except torch.OutOfMemoryError as error:
             raise BackendError(
-                f"{device}: got {error}, expected a few hundred MiB to measure with; end what else runs there"
+                f"{device} has no few hundred MiB left to measure with ({error}). End the other work on it"
             ) from error
         tell("disk")
         drive = _drive(backend, spill_directory, seconds * _DISK_SHARE)
@@ -113,22 +110,22 @@ def known_hardware(
     fresh: bool = False,
     on_part: Callable[[str], None] | None = None,
 ) -> Hardware:
-    """What the machine can do, as it was measured once and kept in the user's cache.
+    """The machine's speeds, measured once and saved in the user's cache.
 
     The file is ``hardware-*.json`` in ``$SPILLWAY_CACHE``, or else in ``spillway`` in the user's cache directory
     (``$XDG_CACHE_HOME``, ``~/.cache``). It is of one kind of device, one machine, one torch and one directory to spill
-    to. One that is not there, or that does not validate, is measured and written. Sizes are asked for each time.
-    Processes that all find no file all measure, and disturb each other: call it in one first.
+    to. If it does not exist or does not validate, the machine is measured and the file written. Sizes are read each
+    time. Processes that all find no file all measure, and disturb each other: call it in one first.
 
     Args:
         device: as for :func:`measure_hardware`.
         spill_directory: as for :func:`measure_hardware`; ``None`` is also ``$SPILLWAY_DIR``, if it is set.
         seconds: that measuring may take.
-        fresh: measure anew, and write that.
-        on_part: told of each part that is measured. Never called: the file was there.
+        fresh: measure and write the file, even if there is one.
+        on_part: called with the name of each part that is measured. It is not called if there is a file.
 
     Warns:
-        UserWarning: if the file cannot be written. What was measured is returned all the same.
+        UserWarning: if the file cannot be written. The result is returned all the same.
 
     Raises:
         UsageError, SpillPathError, TierError, BackendError: as :func:`measure_hardware` does.
@@ -146,7 +143,7 @@ def known_hardware(
 
 
 def _at_present(kept: Hardware, device: torch.device, directory: str | os.PathLike[str] | None) -> Hardware | None:
-    """The same with as many bytes as there are now; ``None`` if the disk has come or gone since."""
+    """The same with the current sizes; ``None`` if a disk was added or removed since."""
     disk_bytes = None
     try:
         with closing(SpillFile(directory)) as file:
@@ -157,23 +154,20 @@ def _at_present(kept: Hardware, device: torch.device, directory: str | os.PathLi
     if (disk_bytes is None) != (kept.disk_write is None):
         return None
     with closing(backend_for(device)) as backend:
-        # A container may be given less than the one before.
+        # A container may have less than the one before.
         return replace(kept, device_bytes=_memory(backend)[1], host_bytes=memory_limit(), disk_bytes=disk_bytes)
 
 
 def _memory(backend: Backend) -> tuple[int, int]:
-    """Bytes of the device that are free, and all of them."""
-    return backend.memory_info() or (_free_host_memory(), memory_limit())
-
-
-def _free_host_memory() -> int:
-    return min(memory_limit(), psutil.virtual_memory().available)
+    """Free bytes and all bytes of the device."""
+    limit = memory_limit()
+    return backend.memory_info() or (min(limit, psutil.virtual_memory().available), limit)
 
 
 def _copy_bytes(backend: Backend) -> int:
-    """Bytes of one copy: many for the link, and few beside the memory that is free."""
+    """Bytes of one copy: many for the link, and few beside the free memory of device and CPU."""
     wanted = _CPU_COPY if backend.device.type == "cpu" else _ACCELERATOR_COPY
-    free = min(_memory(backend)[0], _free_host_memory()) // _FREE_SHARE
+    free = min(_memory(backend)[0], memory_limit(), psutil.virtual_memory().available) // _FREE_SHARE
     return max(ALIGNMENT, min(wanted, free // ALIGNMENT * ALIGNMENT))
 
 
@@ -183,23 +177,17 @@ def _drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: 
     except TierError:
         if directory is not None:
             raise
-        # Who named no directory may never spill to disk: a session would only fail when it does.
+        # The user may never spill to disk: a session would only fail when it does.
         return None
 
 
-# The cache
-
-
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The user's directory for what can be had again; ``None`` for a user without a home.
-
-    ``$SPILLWAY_CACHE`` says which, or else ``$XDG_CACHE_HOME`` and ``$HOME`` above which.
-    """
+    """``$SPILLWAY_CACHE``, or a directory in ``$XDG_CACHE_HOME`` or ``$HOME``; ``None`` for a user without a home."""
     named = environment.get("SPILLWAY_CACHE")
     if named:
         return Path(named).absolute()
     above = Path(environment.get("XDG_CACHE_HOME", ""))
-    # The standard has it that a relative one is none.
+    # By the standard, a relative one is ignored.
     if above.is_absolute():
         return above / "spillway"
     home = Path(environment.get("HOME", ""))
@@ -211,17 +199,17 @@ def cache_file(
 ) -> Path | None:
     """The file of one kind of device, on one machine, with one torch and one directory to spill to.
 
-    It has the machine's name (``host``) as a hash only, since files get shown to others.
+    The machine's name (``host``) is hashed, since users show files to others.
     """
     folder = cache_directory(environment)
     if folder is None:
         return None
     machine = hashlib.sha256("\0".join([host, *([] if directory is None else [directory])]).encode()).hexdigest()
-    return folder / f"hardware-{_plain(device)}-{_plain(torch_version)}-{machine[:_LETTERS]}.json"
+    return folder / f"hardware-{_plain(device)}-{_plain(torch_version)}-{machine[:12]}.json"
 
 
 def read_kept(file: Path) -> Hardware | None:
-    """What was kept; ``None`` if the file is not there, or does not validate."""
+    """The saved speeds; ``None`` if the file does not exist, or does not validate."""
     try:
         return Hardware.load(file)
     except UsageError:
@@ -229,7 +217,7 @@ def read_kept(file: Path) -> Hardware | None:
 
 
 def keep(hardware: Hardware, file: Path | None) -> None:
-    """Write it for the next time, for nobody else to read. Whoever reads it meanwhile has the old one or the new one.
+    """Write the file, readable for the user alone. A reader meanwhile gets the old file or the new one.
 
     Warns:
         UserWarning: if it cannot be written.
@@ -239,7 +227,7 @@ def keep(hardware: Hardware, file: Path | None) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Made with mode 0600, and beside the file: only within a file system a name can be taken over at once.
+        # Made with mode 0600, and beside the file: only within a file system, replacing is atomic.
         handle, draft = tempfile.mkstemp(prefix=".hardware-", dir=file.parent)
         try:
             with open(handle, "w", encoding="utf-8") as writing:
@@ -259,7 +247,7 @@ def _plain(name: str) -> str:
 
 def _warn(why: str) -> None:
     warnings.warn(
-        f"spillway: what was measured of this machine could not be kept ({why}), so that it will be measured again; "
-        f"set SPILLWAY_CACHE to a directory that can be written",
+        f"spillway: the measured speeds of this machine could not be saved ({why}), and will be measured again. Set "
+        f"SPILLWAY_CACHE to a writable directory",
         stacklevel=4,
     )

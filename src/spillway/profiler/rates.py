@@ -1,7 +1,7 @@
-"""What the parts of a machine do in a second: copies, matrix products, memory and disk.
+"""Bandwidths and FLOPs of a machine: copies, matrix products, memory and disk.
 
-Each rate is the median of several samples. Copies and the disk are measured with what offloading uses: its streams, its
-pinned memory, its spill file and its threads.
+Each rate is the median of several samples. Copies and the disk are measured with offloading's own streams, pinned
+memory, spill file and threads.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ if TYPE_CHECKING:
 
 MOST_SAMPLES = 9
 LONG_ENOUGH = 0.02
-"""Seconds of a sample: some hundred times what it takes to begin one and to be told of its end."""
+"""Seconds of a sample: some hundred times the overhead of one."""
 _SHORTEST = 1e-9
-"""Seconds. No clock is so fine that it could say 0 and be right."""
+"""Seconds. A clock may say 0."""
 
 _SMALLEST_WIDTH, _LARGEST_WIDTH = 512, 8192
 _TRIES = 4
 _HARDER = 8
-"""Time of a product of twice the width, over that of one."""
+"""Time of a product of twice the width, relative to one."""
 
 _MOST_PIECES = 64
-"""More than any disk wants to have in flight at once, and a GiB of it."""
+"""More than any disk has in flight at once, and a GiB."""
 _PIECES_IN_MEMORY = 4
 """More than a processor's caches hold."""
 _DISK_SHARE = 20
-"""One in so many of the free bytes is written at most."""
+"""At most one in so many of the free bytes is written."""
 _LEAST_DISK_BYTES = 1 << 20
 _DISK_LONG_ENOUGH = 0.25
 """Seconds of a sample: a piece of a slow disk takes long by itself, and many at once no longer."""
@@ -64,15 +64,15 @@ def rate_of(
     most_repeats: int = 1024,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """How much is done in a second.
+    """The amount of work in a second.
 
     Work is queued once, and then twice as often each time until a sample is long enough: those are the warm-up. It
     takes ``seconds`` at most, or as long as the work takes once.
 
     Args:
         queue: begins the work, and need not wait for its end.
-        wait: blocks until all that was begun is done.
-        amount: how much one call of ``queue`` does: bytes, or operations.
+        wait: blocks until all work is done.
+        amount: bytes or operations of one call of ``queue``.
         seconds: that the samples may take together.
         enough: seconds that a sample has to take.
         most_repeats: how often work may be queued before it is waited for.
@@ -88,7 +88,7 @@ def rate_of(
         wait()
         return max(clock() - start, _SHORTEST)
 
-    # The first one makes what the work needs: it counts only where there is no time for another.
+    # The first one allocates: it counts only if there is no time for another.
     took = sample()
     rates = [amount / took]
     while len(rates) < MOST_SAMPLES and clock() + took < end:
@@ -169,7 +169,7 @@ class Drive:
     write: float
     read: float
     free_bytes: int
-    """Of the file system, before anything was written."""
+    """Free on the file system, before anything was written."""
     directory: Path
     direct: bool
     """Whether the page cache was bypassed. Through it, rates may be those of memory."""
@@ -180,7 +180,7 @@ def measure_drive(backend: Backend, directory: str | os.PathLike[str] | None, se
 
     Args:
         backend: whose threads do it.
-        directory: where; ``None``: where a session would spill to.
+        directory: of the file; ``None``: that of a session's spill file.
         seconds: that this may take. A disk on which one piece takes longer has this one piece written and read.
 
     Raises:
@@ -226,7 +226,7 @@ def measure_drive(backend: Backend, directory: str | os.PathLike[str] | None, se
 
 
 def _device_memory(backend: Backend, nbytes: int) -> torch.Tensor:
-    """Bytes of the device, written: pages that were never written are not there yet, and read too fast."""
+    """Bytes of the device, written: pages that were never written do not exist yet, and read too fast."""
     return torch.empty(nbytes, dtype=torch.uint8, device=backend.device).fill_(1)
 
 
@@ -235,7 +235,7 @@ def _wait_for_compute(backend: Backend) -> None:
 
 
 def _matrices(backend: Backend, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    # By a generator of its own: the user's random numbers stay what they are.
+    # A generator of its own leaves the user's random numbers unchanged.
     generator = torch.Generator(device=backend.device).manual_seed(0)
     made = partial(torch.randn, width, width, generator=generator, device=backend.device, dtype=torch.bfloat16)
     return made(), made()

@@ -112,7 +112,7 @@ class RunOptions:
         """
         from spillway import policies
         from spillway.attaching import attach
-        from spillway.attaching.measure import device_of
+        from spillway.attaching.collector import device_of
 
         if self.plan is not None:
             return attach(model, plan=self.plan), "plan"
