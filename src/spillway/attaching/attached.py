@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import CALL, skip_call
-from spillway.attaching.block import BlockCall, KeptCall
+from spillway.attaching.block import BlockCall
 from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.validation import (
@@ -38,8 +38,9 @@ from spillway.types import StepStats
 from spillway.units import format_bytes, read_budget
 
 if TYPE_CHECKING:
+    from spillway.attaching.budget import Measured
     from spillway.attaching.collector import DividedOptimizer, ProfileCollector
-    from spillway.attaching.controller import Measured, PlanController
+    from spillway.attaching.controller import PlanController
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
@@ -146,7 +147,7 @@ def attach(
     else:
         check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
         taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
-        calls = [KeptCall(each) for each in taken]
+        calls = [ModuleCall(each, keeps=True) for each in taken]
     if rules is not None:
         taken = [*taken, *_group(model, calls, rules)]
     around = above(model, taken)

@@ -27,7 +27,6 @@ from spillway.blocks import Named
 from spillway.checkpointing.function import in_replay
 from spillway.checkpointing.recorder import Observer
 from spillway.errors import RecomputeError
-from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.kept import PassthroughBlock
@@ -76,7 +75,6 @@ class BlockForward:
 
     @contextmanager
     def in_place(self, module: Module) -> Iterator[None]:
-        """Inside, the module's forward is this."""
         with self._lock:
             if not self._calls:
                 self._instance = module.__dict__.get("forward")
@@ -96,14 +94,6 @@ class BlockForward:
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy that another thread makes meanwhile runs its own forward.
         return getattr, (self._module(), "forward")
-
-
-class KeptCall(ModuleCall):
-    """The call of a block whose saved tensors are kept, whatever the policy around it says."""
-
-    def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with keep():
-            return self.plain(module, args, kwargs)
 
 
 class BlockCall(ModuleCall):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import Curve, aim_at, make_checkpointing_plan, make_curve, make_plan
+from spillway.planner.planner import Curve, Point, aim_at, make_checkpointing_plan, make_curve, make_plan
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
@@ -24,6 +25,37 @@ if TYPE_CHECKING:
 
 _MOST_CORRECTIONS = 8
 _SLACK = 1 << 20
+
+
+class Measured(Point):
+    """The peak in bytes, ``peak_bytes``, and the ``seconds`` of the validated step."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A validated plan, while torch's own checkpointing is timed beside it."""
+
+    plan: Plan
+    measured: Measured
+    kinds: list[Hashable]
+    """Kinds of the called blocks."""
+    seconds: float
+    """From the begin of the step to the end of the first block's backward."""
+
+
+def is_same(plan: Plan, other: Plan) -> bool:
+    """Whether two plans do the same, whatever they predict."""
+
+    def decisions(plan: Plan) -> object:
+        blocks = [
+            (each.name, each.plain, each.recomputes, each.inputs, [(op.place, op.decision) for op in each.operators])
+            for each in plan.blocks
+        ]
+        return blocks, plan.window, plan.ahead, plan.optimizer_fraction
+
+    return decisions(plan) == decisions(other)
 
 
 class BudgetTarget:
@@ -40,7 +72,6 @@ class BudgetTarget:
         return self.budget - aim_at(self.budget) + self.nbytes - predicted
 
     def reset(self) -> None:
-        """Forget the steps above the budget."""
         self.corrections, self.nbytes = 0, aim_at(self.budget)
 
     def back_off(self, peak: int, replan: Callable[[], object], note: Callable[[str], object]) -> None:
@@ -144,7 +175,6 @@ class Planner:
         return None
 
     def curve(self, profile: Profile) -> Curve:
-        """Plans for several budgets."""
         assert self.hardware is not None
         return make_curve(profile, self.hardware, **self.limits())
 

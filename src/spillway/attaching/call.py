@@ -29,6 +29,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -37,22 +38,28 @@ from torch.nn import Module
 from spillway._torch import CALL, CALLING, IS_REPLICA, callback, is_fx_tracing, own_call, tracing_state
 from spillway.blocks import Named
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
-from spillway.offloading import group
+from spillway.offloading import group, keep
 
 REFUSALS = (UsageError, UnsupportedError, BudgetError)
 """Errors of a call that are raised before anything of it has run."""
 
 
 class ModuleCall:
-    """Replaces a module's call. See NOTE [ How a module's call is taken over ]."""
+    """Replaces a module's call. See NOTE [ How a module's call is taken over ].
 
-    def __init__(self, named: Named) -> None:
+    Args:
+        named: the module.
+        keeps: whether the tensors that it saves are kept, whatever the policy around it says.
+    """
+
+    def __init__(self, named: Named, *, keeps: bool = False) -> None:
         self.name = named.name
         self.kind = type(named.module).__name__
         self.module = weakref.ref(named.module)
         self.before: Callable[..., Any] | None = named.module.__dict__.get(CALL)
         """The call that was there."""
         self._had_call = CALL in named.module.__dict__
+        self._keeps = keeps
         self.removed = False
         self.group: str | None = None
         """Name of the group that the module is."""
@@ -103,7 +110,8 @@ class ModuleCall:
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call, in training."""
-        return self.plain(module, args, kwargs)
+        with keep() if self._keeps else nullcontext():
+            return self.plain(module, args, kwargs)
 
     def evaluates(self) -> None:
         """The module is about to be called in evaluation."""

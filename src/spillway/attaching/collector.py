@@ -93,7 +93,6 @@ class Notes(list[str]):
     """Notes on a search for the user."""
 
     def once(self, what: str) -> None:
-        """Add a note, unless it is there."""
         if what not in self:
             self.append(what)
 
@@ -188,7 +187,6 @@ class ProfileCollector:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is to be done in any block."""
         return self.plan is not None and all(block.plain for block in self.plan.blocks)
 
     def take(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
@@ -346,7 +344,6 @@ class ProfileCollector:
 
     @property
     def session(self) -> Session:
-        """The session whose memory and streams are used."""
         return self._session if self._session is not None else Session.default()
 
     def carried(self) -> int:

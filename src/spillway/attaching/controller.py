@@ -32,20 +32,19 @@ a pipeline are planned for together: ``pipeline.py``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.budget import BudgetTarget, Planner
+from spillway.attaching.budget import BudgetTarget, Measured, Planner, Rival, is_same
 from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kinds_of, tensor_bytes
 from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
 from spillway.errors import BudgetError
-from spillway.planner.planner import Point, parse_budget
+from spillway.planner.planner import parse_budget
 from spillway.profiler.meter import DeviceMemory
 from spillway.units import format_bytes
 
@@ -70,24 +69,6 @@ _MOST_LEAD = 0.5
 """Seconds of the CPU's lead that a step is validated with, at most."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
-
-
-class Measured(Point):
-    """The peak in bytes, ``peak_bytes``, and the ``seconds`` of the validated step."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Rival:
-    """A validated plan, while torch's own checkpointing is timed beside it."""
-
-    plan: Plan
-    measured: Measured
-    kinds: list[Hashable]
-    """Kinds of the called blocks."""
-    seconds: float
-    """From the begin of the step to the end of the first block's backward."""
 
 
 class PlanController:
@@ -135,7 +116,7 @@ class PlanController:
         self._learned = 0
         """Calls of blocks that were recorded or compared so far."""
         self._unjudged = 0
-        self._rival: _Rival | None = None
+        self._rival: Rival | None = None
         self._has_tried_checkpointing = False
         self._is_checkpointing_over = False
         """Whether a step of torch's own checkpointing was above the budget."""
@@ -152,7 +133,6 @@ class PlanController:
 
     @property
     def stage(self) -> Stage:
-        """The stage of the search."""
         if self._stage not in PROFILING:
             return self._stage
         stages = (each.stage for each in self.collectors if not each.is_left_alone)
@@ -170,8 +150,7 @@ class PlanController:
         """The calls or steps that a plan still needs; empty: there is one."""
         if self.stage not in PROFILING:
             return ""
-        if self.collector.idle_steps:
-            idle = self.collector.idle_steps
+        if idle := self.collector.idle_steps:
             return f"a backward pass through the blocks: the last {idle} calls of the model had none"
         if self.collector.is_waiting:
             return "two steps of the optimizer that attach() was given"
@@ -281,7 +260,6 @@ class PlanController:
         return nbytes
 
     def _outgrow(self, collector: ProfileCollector, before: int, now: int) -> None:
-        """There are larger inputs than the plan is for."""
         self.notes.append(f"the inputs of {format_bytes(now)} are larger than any before ({format_bytes(before)})")
         if now > _MOST_GROWTH * collector.measured_inputs or not self._ranks.alone:
             self._start_again()
@@ -317,7 +295,6 @@ class PlanController:
                 raise
 
     def _plan_enlarged(self, *, restarts: bool = True) -> None:
-        """A plan for larger inputs than those that were profiled."""
         self._has_outgrown = False
         self.profile = self._profiled = self.collector.enlarged(self._inputs)
         self._is_checkpointing_over = False
@@ -383,7 +360,7 @@ class PlanController:
             assert self.plan is not None
             assert trace is not None
             self._has_tried_checkpointing = True
-            self._rival = _Rival(self.plan, self.measured, kinds_of(trace), self._seconds_of(trace))
+            self._rival = Rival(self.plan, self.measured, kinds_of(trace), self._seconds_of(trace))
             self._use(checkpointing, Stage.VALIDATING)
         else:
             self._rival = None
@@ -392,7 +369,7 @@ class PlanController:
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
         checkpointing, plan = self._checkpointing(self._profiled), self.plan
-        if checkpointing is not None and plan is not None and _decisions_of(checkpointing) == _decisions_of(plan):
+        if checkpointing is not None and plan is not None and is_same(checkpointing, plan):
             self._is_checkpointing_over = True
             checkpointing = None
         if checkpointing is None or not self._known_target.corrections:
@@ -423,7 +400,7 @@ class PlanController:
             # Nothing is faster.
             return None
         found = self._checkpointing(self._profiled)
-        return None if found is None or _decisions_of(found) == _decisions_of(plan) else found
+        return None if found is None or is_same(found, plan) else found
 
     def _checkpointing(self, profile: Profile | None) -> Plan | None:
         """The plan of torch's own checkpointing, if its predicted peak is within the whole budget."""
@@ -437,7 +414,6 @@ class PlanController:
         return max(self._ranks.share("seconds", trace.blocks_seconds))
 
     def _check(self) -> None:
-        """A step with the active plan is over."""
         target = self._target
         if target is None:
             return
@@ -511,7 +487,6 @@ class PlanController:
         return self._learned != before
 
     def _start_again(self) -> None:
-        """Profile again."""
         self._stage = Stage.PROFILING_OPERATORS
         self._has_outgrown = self._is_checkpointing_over = False
         self._refused = None
@@ -530,18 +505,3 @@ class PlanController:
     def _known_target(self) -> BudgetTarget:
         assert self._target is not None
         return self._target
-
-
-def _decisions_of(plan: Plan) -> Hashable:
-    """All that a plan does, without its predictions."""
-    blocks = tuple(
-        (
-            block.name,
-            block.plain,
-            block.recomputes,
-            block.inputs,
-            tuple((op.place, op.decision) for op in block.operators),
-        )
-        for block in plan.blocks
-    )
-    return blocks, plan.window, plan.ahead, plan.optimizer_fraction

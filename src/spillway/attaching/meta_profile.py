@@ -110,16 +110,20 @@ def profile_on_meta(
         around.enter_context(kernels_of(device.device, kernel))
         around.enter_context(profiler.around(found))
         around.enter_context(device)
-        try:
-            functional_call(step, state, (moved,)).backward()
-        except RuntimeError as error:
-            if "meta tensor" not in str(error):
-                raise
-            raise UnsupportedError(
-                f"profile without the hardware: the step depends on the values of tensors ({error}), and meta tensors "
-                f"have none; profile the model on the device itself"
-            ) from error
+        _run(lambda: functional_call(step, state, (moved,)).backward())
     return profiler.profile(type(model).__name__)
+
+
+def _run(step: Callable[[], None]) -> None:
+    try:
+        step()
+    except RuntimeError as error:
+        if "meta tensor" not in str(error):
+            raise
+        raise UnsupportedError(
+            f"profile without the hardware: the step depends on the values of tensors ({error}), and meta tensors "
+            f"have none; profile the model on the device itself"
+        ) from error
 
 
 def is_on_meta(model: Module, batch: Any) -> bool:

@@ -70,7 +70,6 @@ class StageCollector(ProfileCollector):
 
     @property
     def is_sought(self) -> bool:
-        """Whether the stage lacks a profile."""
         return self.profile is None and not self.is_left_alone
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -101,7 +100,6 @@ class StageCollector(ProfileCollector):
             self._tracer.leave()
 
     def come_back(self) -> None:
-        """The backward of the profiled chunk begins."""
         if self._tracer is not None:
             self._tracer.come_back()
 
@@ -123,7 +121,6 @@ class StageCollector(ProfileCollector):
         super().restart()
 
     def chunk_profile(self) -> StageProfile:
-        """The profile of the largest chunk."""
         profile = self.enlarged(self.largest)
         new = sum(each.nbytes for each in self.module.parameters() if each.requires_grad and each.grad is None)
         return StageProfile(self.index, profile, profile.held_bytes, new)
@@ -192,7 +189,6 @@ class PipelinePlanController(PlanController):
         return not self._has_outgrown and all(stage.is_plain for stage in self._planned)
 
     def forward_begins(self, part: int, chunk: int) -> None:
-        """A chunk goes forward through a stage."""
         if Turn(part, chunk) in self._turns:
             self._schedule_step_ended()
         is_first = not any(turn.part == part for turn in self._turns)

@@ -68,14 +68,7 @@ def compile_profile(
     numbers_of: dict[Hashable, list[int]] = {}
     for number, call in enumerate(timed.calls):
         numbers_of.setdefault(call.kind, []).append(number)
-    turns = {("back", number) for number in range(len(timed.calls))}
-    missing = turns - timed.readings.keys()
-    if not timed.calls or missing:
-        raise UnsupportedError(
-            f"A step called blocks {len(timed.calls)} times, and {len(missing)} of these calls had no backward. A "
-            f"profile needs one through all blocks: freeze blocks that are not trained before attaching, or name the "
-            f"blocks"
-        )
+    turns = _turns_of(timed)
     end = _FIRST if _FIRST in timed.readings else _DONE
     if not {end, *turns} <= weighed.readings.keys():
         weighed = timed
@@ -104,6 +97,18 @@ def compile_profile(
         lead_seconds=lead,
     )
     return _with_casts(profile, weighed)
+
+
+def _turns_of(trace: StepTrace) -> set[Place]:
+    """The begins of the backwards of all calls."""
+    turns = {("back", number) for number in range(len(trace.calls))}
+    missing = turns - trace.readings.keys()
+    if not turns or missing:
+        raise UnsupportedError(
+            f"A step called blocks {len(turns)} times, and {len(missing)} of these calls had no backward. A profile "
+            f"needs one through all blocks: freeze blocks that are not trained before attaching, or name the blocks"
+        )
+    return turns
 
 
 def queues(device: torch.device) -> bool:

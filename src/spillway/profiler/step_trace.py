@@ -136,7 +136,6 @@ class StepTrace:
         return next((place for place in self.order[start + 1 : end] if place[0] == "moving"), until)
 
     def seconds(self, since: Place, until: Place) -> float:
-        """Time between two instants."""
         return self.readings[until].seconds - self.readings[since].seconds
 
     @property
@@ -211,11 +210,6 @@ class StepTracer:
         self._mark("begin", 0)
 
     @property
-    def count(self) -> int:
-        """How many calls of blocks there were."""
-        return len(self._trace.calls)
-
-    @property
     def has_backward(self) -> bool:
         """Whether a backward has come through all the blocks."""
         return ("back", 0) in self._trace.carried
@@ -267,7 +261,6 @@ class StepTracer:
         self._mark("left", 0)
 
     def come_back(self) -> None:
-        """Its backward begins."""
         self._mark("back again", 0)
 
     def asked(self, number: int, place: int, tensor: torch.Tensor, handle: object) -> None:
