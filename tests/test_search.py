@@ -56,6 +56,7 @@ def test_a_search_takes_at_most_six_steps_and_logs_its_stages(
     said = [record.getMessage().rpartition(": ")[2] for record in caplog.records]
     assert [stage for stage in STAGES if stage in said] == STAGES
     assert said[:4] == STAGES[:4] and said[-1] == "active"
+    assert attached.measured is not None and attached.measured.peak_bytes <= budget
 
 
 def test_where_the_cpu_is_timed_a_step_begins_on_an_idle_device(

@@ -209,10 +209,10 @@ def untraced(function: Function) -> Function:
 
 # attaching, profiler
 
-CALL = "_compiled_call_impl"
+PLACE = "_compiled_call_impl"
 """The attribute of a module that ``Module.__call__`` calls instead of itself, unless it is ``None``."""
 own_call: Callable[[Module], Callable[..., Any]] = operator.attrgetter("_call_impl")
-"""The call of a module with its hooks, without :data:`CALL`."""
+"""The call of a module with its hooks, without :data:`PLACE`."""
 CALLING: types.CodeType = Module._wrapped_call_impl.__code__
 """The code of ``Module.__call__``, whose frame has the called module as ``self``."""
 IS_REPLICA = "_is_replica"
@@ -237,7 +237,7 @@ is_fx_tracing: Callable[[], bool] = is_fx_symbolic_tracing
 """Whether ``torch.fx`` traces."""
 disable_dispatch = torch._C._DisableTorchDispatch
 """A context without dispatch modes and without ``__torch_dispatch__`` of subclasses."""
-without_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+disable_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """A context without dispatch modes."""
 below_autograd = torch._C._AutoDispatchBelowAutograd
 """A context in which operators skip autograd, whose graph has no node for them."""
@@ -247,7 +247,7 @@ device_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceS
 """The allocator's counters of an accelerator, nested, unsorted: ``["allocated_bytes"]["all"]["current"]``."""
 sleep_on_gpu: Callable[[int], None] = torch.cuda._sleep
 """Queue a kernel on the current CUDA device that takes so many clock cycles."""
-Operator = torch._ops.OpOverload
+Overload = torch._ops.OpOverload
 """The class of operators as a dispatch mode gets them."""
 arguments_of: Callable[[Any], list[Any]] = operator.attrgetter("_schema.arguments")
 """The declared arguments of an operator, each with a ``name``."""

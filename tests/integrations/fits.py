@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 import spillway
 from budgets import hardware
 from integrations.training import local
-from spillway._torch import CALL
+from spillway.attaching.call import PLACE
 from steps import Block
 
 WIDTH, FEATURES, ROWS, BATCH = 32, 8, 64, 16
@@ -202,4 +202,4 @@ def fit(make: Callable[[], Recorded], *callbacks: Callback, ckpt_path: str | Non
 
 def assert_untouched(module: nn.Module) -> None:
     """No call of a module in it is taken over."""
-    assert not [name for name, each in module.named_modules() if CALL in each.__dict__]
+    assert not [name for name, each in module.named_modules() if PLACE in each.__dict__]

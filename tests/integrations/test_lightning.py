@@ -40,7 +40,7 @@ from integrations.fits import (
     loader,
     trainer_of,
 )
-from spillway._torch import CALL
+from spillway.attaching.call import PLACE
 from spillway.integrations.lightning import SpillwayCallback
 from steps import assert_nothing_left
 
@@ -175,13 +175,13 @@ def test_an_average_of_weights_copies_nothing_of_it(session: spillway.Session) -
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *others: Any) -> None:
             super().on_train_batch_end(trainer, pl_module, *others)
-            assert pl_module.net.__dict__.get(CALL) is not None
+            assert pl_module.net.__dict__.get(PLACE) is not None
             self.copy = copy.deepcopy(pl_module)
 
     late = Late()
     course = fit(Recorded, callback("regions", session), late)
     assert course == fit(Recorded, WeightAveraging())
-    assert not [each for each in late.copy.modules() if each.__dict__.get(CALL) is not None]
+    assert not [each for each in late.copy.modules() if each.__dict__.get(PLACE) is not None]
 
 
 class Broken(torch.autograd.Function):
@@ -358,7 +358,7 @@ def test_what_is_compiled_meanwhile_is_told(session: spillway.Session) -> None:
     module = Recorded()
     with pytest.raises(spillway.UsageError, match="compiled after attaching"):
         trainer_of(callback("regions", session), Compiles()).fit(module, loader())
-    assert [name for name, each in module.named_modules() if CALL in each.__dict__] == ["net.blocks.0"]
+    assert [name for name, each in module.named_modules() if PLACE in each.__dict__] == ["net.blocks.0"]
 
 
 def test_options_that_attach_does_not_have_are_refused_at_once() -> None:

@@ -405,7 +405,7 @@ def test_a_refused_back_off_names_the_budget_and_leaves_the_plan(
                 patch.setattr(ExactMemory, "peak", lambda _: 10 * budget)
                 next(course)
                 assert offloaded.stage == "validating"
-                with pytest.raises(spillway.BudgetError, match="above .* and its prediction") as caught:
+                with pytest.raises(spillway.BudgetError, match="and its prediction") as caught:
                     next(course)
             assert caught.value.budget == budget < caught.value.least
             plan = offloaded.plans[0]

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 import spillway
 from integrations.ranks import RANKS, World
-from spillway._torch import CALL
+from spillway.attaching.call import PLACE
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"),
@@ -130,7 +130,7 @@ def case(way: str, compiles: bool, cache: str) -> list[str]:
     assert (stats.recomputed_bytes > 0) == ("budget" not in way)
     names = list(attached.blocks)
     attached.remove()
-    assert compiles or not [each for each in model.modules() if CALL in each.__dict__]
+    assert compiles or not [each for each in model.modules() if PLACE in each.__dict__]
     return names
 
 

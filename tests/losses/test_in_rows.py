@@ -15,7 +15,7 @@ from torch.nn import functional
 import spillway
 from allocations import count_exactly
 from spillway import losses as room
-from spillway._torch import CALL
+from spillway.attaching.call import PLACE
 from spillway.losses import loss_in_rows, own_losses
 
 ROWS, WORDS = 140, 53
@@ -336,7 +336,7 @@ def test_a_model_that_is_planned_for_has_its_loss_in_rows(small: None, full: lis
     with spillway.Session() as session, spillway.attach(model, budget="1GiB", session=session) as attached:
         found = steps(model, 1)
         assert not full
-        assert vars(model).keys() == before.keys() | {CALL}
+        assert vars(model).keys() == before.keys() | {PLACE}
         assert model.loss_function is shifted
         copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
     for other in (copied, loaded):
@@ -451,7 +451,7 @@ def test_nothing_is_left_where_a_call_fails_or_attaching_is_refused(small: None)
     with spillway.attach(model, budget="1GiB") as attached:
         with pytest.raises(KeyError, match="mine"):
             steps(model, 1)
-        assert vars(model).keys() - {CALL} == before
+        assert vars(model).keys() - {PLACE} == before
         attached.remove()
     with pytest.raises(spillway.UsageError):
         spillway.attach(model, budget="1GiB", blocks=["layers.*", "layers.0.*"])

@@ -17,8 +17,7 @@ from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from spillway._torch import CALL
-from spillway.attaching.call import is_attached
+from spillway.attaching.call import PLACE, is_attached
 from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS
 from spillway.cli.running.observer import ScriptObserver
 from spillway.cli.running.options import RunOptions
@@ -109,7 +108,7 @@ def test_a_model_is_attached_in_its_first_forward_and_trains_bit_for_bit(observe
     assert root.attached.stats().recomputed_bytes > 0
     observer.end()
     observer.models.close()
-    assert CALL not in model.__dict__
+    assert PLACE not in model.__dict__
     plain = net()
     assert all(map(torch.equal, losses, train(plain, sgd(plain), 4)))
 
@@ -437,7 +436,7 @@ def test_a_model_that_is_called_inside_of_something_compiled_later_is_rejected(
 
     model = net()
     losses = course(model)
-    assert CALL not in model.__dict__
+    assert PLACE not in model.__dict__
     assert [kind for kind, _ in reasons(observer)] == ["OptimizedModule"]
     observer.models.close()
     assert all(map(torch.equal, losses, course(net())))

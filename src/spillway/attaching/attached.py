@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway._torch import CALL, skip_call
+from spillway._torch import PLACE, skip_call
 from spillway.attaching.block import BlockCall
 from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
@@ -242,7 +242,7 @@ def attached_to(model: Module) -> Attached | None:
         >>> attached_to(torch.nn.Linear(2, 2)) is None
         True
     """
-    call = model.__dict__.get(CALL)
+    call = model.__dict__.get(PLACE)
     # A shallow copy has the call in its dictionary, and is not attached.
     attached = call.attached if isinstance(call, ModelCall) and call.module() is model else None
     return attached if isinstance(attached, Attached) else None

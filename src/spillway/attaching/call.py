@@ -35,7 +35,8 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from spillway._torch import CALL, CALLING, IS_REPLICA, callback, is_fx_tracing, own_call, tracing_state
+from spillway._torch import CALLING, IS_REPLICA, callback, is_fx_tracing, own_call, tracing_state
+from spillway._torch import PLACE as PLACE
 from spillway.blocks import Named
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
 from spillway.offloading import group, keep
@@ -56,9 +57,9 @@ class ModuleCall:
         self.name = named.name
         self.kind = type(named.module).__name__
         self.module = weakref.ref(named.module)
-        self.before: Callable[..., Any] | None = named.module.__dict__.get(CALL)
+        self.before: Callable[..., Any] | None = named.module.__dict__.get(PLACE)
         """The call that was there."""
-        self._had_call = CALL in named.module.__dict__
+        self._had_call = PLACE in named.module.__dict__
         self._keeps = keeps
         self.removed = False
         self.group: str | None = None
@@ -124,7 +125,7 @@ class ModuleCall:
         """Attach it to the module."""
         module = self.module()
         assert module is not None
-        module.__dict__[CALL] = self
+        module.__dict__[PLACE] = self
 
     def give_back(self) -> bool:
         """Detach it; ``False`` if another call was put there meanwhile."""
@@ -133,13 +134,13 @@ class ModuleCall:
         if module is None:
             return True
         own = module.__dict__
-        if own.get(CALL) is not self:
+        if own.get(PLACE) is not self:
             # Attaching may have failed half way.
-            return own.get(CALL) is self.before
+            return own.get(PLACE) is self.before
         if self._had_call:
-            own[CALL] = self.before
+            own[PLACE] = self.before
         else:
-            del own[CALL]
+            del own[PLACE]
         return True
 
     def collision(self) -> UsageError:
@@ -155,7 +156,7 @@ class ModuleCall:
 
 def is_attached(module: Module) -> bool:
     """Whether a module's call is taken over."""
-    return isinstance(module.__dict__.get(CALL), ModuleCall)
+    return isinstance(module.__dict__.get(PLACE), ModuleCall)
 
 
 def is_compiled_around() -> bool:

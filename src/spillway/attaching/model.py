@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway._torch import CALL, children_of
+from spillway._torch import PLACE, children_of
 from spillway.attaching.block import BlockCall
 from spillway.attaching.call import REFUSALS, ModuleCall
 from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
@@ -124,13 +124,13 @@ class ModelCall(ModuleCall):
         for call in self.blocks:
             module = call.module()
             # Another thread may be removing the calls just now, after this.
-            if module is not None and module.__dict__.get(CALL) is not call and not self.removed:
+            if module is not None and module.__dict__.get(PLACE) is not call and not self.removed:
                 raise call.collision()
             if module is not None and isinstance(call, BlockCall):
                 refuse_own_flags(call.name, module)
         for name, reference in self._around:
             module = reference()
-            if module is not None and module.__dict__.get(CALL) is not None:
+            if module is not None and module.__dict__.get(PLACE) is not None:
                 raise UsageError(
                     f"{name!r} was compiled after attaching, and its trace bypasses the attached blocks in it. Call "
                     f"attached.remove(), compile the blocks instead, and attach again"

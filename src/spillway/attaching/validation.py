@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from spillway._torch import CALL, CHECKPOINT_WRAPPER, is_composed, own_call
+from spillway._torch import CHECKPOINT_WRAPPER, PLACE, is_composed, own_call
 from spillway.attaching.call import is_attached
 from spillway.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
@@ -86,7 +86,7 @@ def refuse_unmatched(patterns: Iterable[str], blocks: Sequence[Named], model: Mo
 def refuse_compiled(around: Iterable[Named]) -> None:
     """Raise :class:`~spillway.errors.UsageError` if one of the modules that blocks are in is compiled."""
     for each in around:
-        if is_compiled(each.module) or each.module.__dict__.get(CALL) is not None:
+        if is_compiled(each.module) or each.module.__dict__.get(PLACE) is not None:
             raise UsageError(
                 f"{each} is compiled around blocks, and its trace bypasses the attached blocks. Compile the blocks "
                 f"instead, before attaching: `for block in blocks: block.compile()`"

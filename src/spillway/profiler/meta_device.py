@@ -33,7 +33,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from spillway._torch import Operator, disable_dispatch, storage_key, tree_map
+from spillway._torch import Overload, disable_dispatch, storage_key, tree_map
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of, facts_of_call
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, split, tensors_in
 from spillway.errors import UnsupportedError
@@ -157,7 +157,7 @@ class MetaDevice(OperatorMode):
         for tensor in tensors_in((output,)):
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=True)
-        if not isinstance(func, Operator):
+        if not isinstance(func, Overload):
             return
         effort = effort_of(func, facts, args, kwargs, output)
         if effort is not None:
@@ -270,7 +270,7 @@ class KnownValues:
         written = [argument(args, kwargs, key) for key in facts.writes]
         if not written and (facts.is_view or not all(map(_is_exact, given))):
             return
-        name: str = func.name() if isinstance(func, Operator) else ""  # type: ignore[no-untyped-call]
+        name: str = func.name() if isinstance(func, Overload) else ""  # type: ignore[no-untyped-call]
         is_unknown = not name or facts.is_random or facts.reshapes or name.startswith(_UNINITIALIZED)
         if is_unknown or not self._are_known(args, kwargs):
             for tensor in tensors_in(written):
@@ -395,7 +395,7 @@ def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
     """Whether the shape or the value of the output does. An index of integers gives as many rows as it has."""
-    tagged = isinstance(func, Operator) and any(tag in func.tags for tag in _VALUE_DEPENDENT)
+    tagged = isinstance(func, Overload) and any(tag in func.tags for tag in _VALUE_DEPENDENT)
     return tagged and (func is not torch.ops.aten.index.Tensor or facts_of_call(func, args).is_data_dependent)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from spillway._torch import without_modes
+from spillway._torch import disable_modes
 from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
@@ -217,7 +217,7 @@ class CallObserver:
 
 def _keep_busy(device: torch.device) -> None:
     """See NOTE [ Small operators ]."""
-    with torch.no_grad(), without_modes():
+    with torch.no_grad(), disable_modes():
         # Zeros would take less power than other numbers, and so less time.
         numbers = torch.arange(_WIDTH * _WIDTH, dtype=torch.int32, device=device).remainder_(_ODD)
         factor = numbers.view(_WIDTH, _WIDTH).to(torch.bfloat16)

@@ -47,9 +47,9 @@ from torch.nn import Module
 from torch.nn.modules.loss import _Loss
 from torch.nn.parallel import DistributedDataParallel
 
-from spillway._torch import CALL, in_backward
+from spillway._torch import in_backward
 from spillway.attaching import Attached
-from spillway.attaching.call import ModuleCall, is_attached, is_compiled_around, is_traced
+from spillway.attaching.call import PLACE, ModuleCall, is_attached, is_compiled_around, is_traced
 from spillway.blocks import built_in, find_blocks, is_compiled
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
@@ -98,14 +98,14 @@ class ModuleCalls:
         with self._lock:
             self.starts += 1
             if not self.on:
-                setattr(Module, CALL, self._function())
+                setattr(Module, PLACE, self._function())
                 self.on = True
 
     def stop(self) -> None:
         """Observe no more calls."""
         with self._lock:
             if self.on:
-                setattr(Module, CALL, None)
+                setattr(Module, PLACE, None)
                 self.on = False
 
     def _function(self) -> Callable[..., Any]:
@@ -215,7 +215,7 @@ class ModelRegistry:
         inner = {id(child) for module, _ in holding for child in module.modules() if child is not module}
         for module, ids in holding:
             if id(module) not in inner:
-                compiled = any(is_compiled(each) or each.__dict__.get(CALL) is not None for each in module.modules())
+                compiled = any(is_compiled(each) or each.__dict__.get(PLACE) is not None for each in module.modules())
                 self.reject(module, COMPILED if compiled else UNSEEN)
             for key in ids:
                 left.pop(key, None)
