@@ -35,7 +35,7 @@ def test_a_report_is_of_the_plan_and_of_the_step_that_was_measured(session: Sess
     budget = budget_of(spillway.profile(model, batch, session=session), 0.5) + 5 * MiB // 2
     page, trace = tmp_path / "plan.html", tmp_path / "step.json"
     with attached_to(model, budget, session) as attached:
-        with pytest.raises(UsageError, match="report: there is no plan yet"):
+        with pytest.raises(UsageError, match="report: there is no plan"):
             attached.report(page)
         assert not page.exists()
         search(model, batch, attached)

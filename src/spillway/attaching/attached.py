@@ -1,10 +1,10 @@
-"""``spillway.attach`` and the handle that it returns."""
+"""Attaches to the blocks of a model, and the handle of an attached model."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +16,6 @@ from spillway.attaching.block import BlockCall
 from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.validation import (
-    check_arguments,
-    check_limits,
-    check_planned,
     check_policy,
     refuse_checkpointing,
     refuse_class,
@@ -28,109 +25,35 @@ from spillway.attaching.validation import (
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import SpillwayError, UsageError, printable
-from spillway.losses import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
-from spillway.runtime.system import local_ranks
 from spillway.saved_tensors.groups import Groups
 from spillway.session import Session
 from spillway.types import StepStats
-from spillway.units import format_bytes, read_budget
+from spillway.units import format_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.budget import Measured
-    from spillway.attaching.collector import DividedOptimizer, ProfileCollector
+    from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
-    from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
 
 
-def attach(
+def attach_blocks(
     model: Module,
     *,
-    policy: Recompute | Policy | str | None = None,
+    policy: Recompute | Policy | None = None,
     blocks: Blocks | None = None,
     groups: Groups | Mapping[str, str | Sequence[str]] | None = None,
     every: int = 1,
     first: int | None = None,
     keep_last: int = 0,
     min_bytes: int | str | None = None,
-    budget: int | float | str | None = None,
-    plan: Plan | None = None,
-    hardware: Hardware | str | None = None,
-    host_budget: int | str | None = None,
-    disk_budget: int | str | None = None,
-    allow: Collection[str] | None = None,
-    optimizer: DividedOptimizer | None = None,
     session: Session | None = None,
+    search: Callable[[], PlanController] | None = None,
 ) -> Attached:
-    """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
-
-    Each block's forward is checkpointed (:func:`~spillway.recompute`), and each call of the model is one pass with one
-    learned order of offloaded tensors. Gradients are bit for bit those of the plain model. Only modules in training
-    mode with gradients enabled are affected.
-
-    The model's class, state dictionary, parameters and hooks are unchanged. A copy or a pickle runs its own weights and
-    is not attached. DDP and FSDP2's ``fully_shard`` may come before or after. A block's own hooks run once, outside of
-    the checkpointed forward. Compile blocks, not the model, and before attaching (``for block in model.layers:
-    block.compile()``): an outer ``torch.compile`` traces through the blocks, which then save nothing.
-
-    Args:
-        model: a module whose call is a step's forward.
-        policy: a :class:`~spillway.Recompute` with the options of each block; ``None``: ``Recompute()``, which
-            recomputes everything. Or an offload policy (:mod:`spillway.policies`): then nothing is recomputed, and a
-            :class:`~spillway.offload` context with this policy is around each call of the model. Or a name:
-            ``"recompute"``, ``"offload"``, ``"keep"``.
-        blocks: a class or a tuple of them; a pattern of dotted names as in a shell (``"layers.*"``), whose ``*``
-            matches dots; a predicate ``(name, module) -> bool``; or a list of such. A class or a pattern takes the
-            outermost modules that match: ``"layers.*"`` takes ``layers.0``, and not ``layers.0.mlp``. A predicate or a
-            list may name blocks within blocks. ``None``: the blocks that the model repeats.
-        groups: names of groups, each with one or several patterns of dotted module names, or a
-            :class:`~spillway.Groups`. The tensors that a matching module saves are a group (:class:`~spillway.group`).
-            Only groups and the tensors that blocks offload are offloaded. Blocks are checkpointed only if ``policy`` is
-            a :class:`~spillway.Recompute`.
-        every: recompute each so many-th block only, from the first on.
-        first: recompute only so many of the first blocks. ``None``: all.
-        keep_last: leave out so many of the last blocks, which backward needs first.
-        min_bytes: do not offload smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB. Inside of an
-            :class:`~spillway.offload` context, that one's counts.
-        budget: the most bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``,
-            or a share like ``"60%"``, as for :func:`spillway.plan`. Each operator of each block is then kept, offloaded
-            or recomputed by a plan. The first steps are profiled, and the plan is validated: ``docs/planning.md``.
-        plan: a plan of :func:`spillway.plan`, instead.
-        hardware: the machine's speeds, as for :func:`spillway.plan`. ``None``: measured, once.
-        host_budget: with a budget: bytes of CPU memory for what is offloaded. ``None``: what the session may have.
-        disk_budget: with a budget: bytes of disk. ``None``: any.
-        allow: with a budget: decisions that a plan may make, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``.
-            ``None``: all but ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
-        optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
-            much of it is stepped on the CPU
-            (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
-        session: ``None``: the default one.
-
-    Returns:
-        The handle, whose :meth:`Attached.remove` undoes it. It need not be kept.
-
-    Raises:
-        UsageError: for invalid arguments; blocks or submodules that are not found; a model that is attached, or
-            checkpoints by itself, already; one that is compiled around its blocks.
-        UnsupportedError: for scripted modules, ``DataParallel``, and classes with a property for a forward, or with a
-            ``__call__`` or ``__deepcopy__`` that does not use torch's.
-
-    Example:
-        >>> attached = spillway.attach(model, policy=spillway.Recompute(save="attention"))  # doctest: +SKIP
-        >>> model(batch).loss.backward()  # doctest: +SKIP
-        >>> attached.remove()  # doctest: +SKIP
-    """
-    check_arguments(model, session, every=every, first=first, keep_last=keep_last)
-    if isinstance(policy, str):
-        policy = policy_named(policy)
-    limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-    is_planned = budget is not None or plan is not None
-    if is_planned:
-        check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
-    check_limits(limits, optimizer, is_planned=is_planned)
+    """:func:`spillway.attach` without a budget, or with the search for a plan that ``search`` makes."""
     modules = [Named("", model), *walk(model)]
     refuse_modules(modules)
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
@@ -162,9 +85,7 @@ def attach(
         tag=f"attached {type(model).__name__}",
         session=session,
     )
-    controller = None
-    if is_planned:
-        controller = _controller(model, session, min_bytes, optimizer, budget=budget, plan=plan, **limits)
+    controller = None if search is None else search()
     root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
     if controller is not None:
@@ -177,27 +98,6 @@ def attach(
             call.take()
         undo.pop_all()
     return attached
-
-
-def _controller(
-    model: Module,
-    session: Session | None,
-    min_bytes: int | str | None,
-    optimizer: DividedOptimizer | None,
-    *,
-    budget: int | float | str | None,
-    plan: Plan | None,
-    **limits: Any,
-) -> PlanController:
-    # Slow to import, and only for users with a budget.
-    from spillway.attaching.budget import Planner
-    from spillway.attaching.collector import ProfileCollector
-    from spillway.attaching.controller import PlanController
-
-    collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
-    nbytes = None if budget is None else read_budget(budget)
-    planner = Planner(collector.device, session, needs_hardware=plan is None, **limits)
-    return PlanController(collector, planner, budget=nbytes, plan=plan)
 
 
 NAMED: dict[str, Callable[[], Recompute | Policy]] = {"offload": Offload, "recompute": Recompute, "keep": Keep}
@@ -280,9 +180,6 @@ class Attached:
         """From the next call of the model on, an observer profiles it or finds a plan."""
         self._root.observer = observer
         observer.take([call for call in self._root.blocks if isinstance(call, BlockCall)])
-        model = self._root.module()
-        if model is not None:
-            self._root.losses = own_losses(model)
 
     def tell(self, on_error: Callable[[SpillwayError], None]) -> None:
         """Call a function with later errors, and let the model's call go on as if it were not attached.
@@ -346,7 +243,9 @@ class Attached:
         """
         plan = self.plan
         if what is None:
-            losses = [f"the loss of {loss.kind} is computed in rows" for loss in self._root.losses if loss.is_in_rows]
+            observer = self._root.observer
+            found = () if observer is None else observer.losses
+            losses = [f"the loss of {loss.kind} is computed in rows" for loss in found if loss.is_in_rows]
             plans = [] if plan is None else [str(plan)]
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
         if plan is None:
@@ -357,8 +256,8 @@ class Attached:
             if owner is None and module is not None:
                 parts = (*module.modules(), *module.parameters(), *module.buffers())
                 owner = call.name if any(part is what for part in parts) else None
-        found = [block for block in plan.blocks if block.name == owner]
-        if not found:
+        mine = [block for block in plan.blocks if block.name == owner]
+        if not mine:
             names = ", ".join(repr(block.name) for block in plan.blocks[:4])
             raise UsageError(
                 f"explain: got {what!r:.200}, expected a block of the plan ({names}, ...), or a module, a parameter or "
@@ -366,9 +265,9 @@ class Attached:
             )
         lines = [
             printable(f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}")
-            for each in found[0].operators
+            for each in mine[0].operators
         ]
-        return "\n".join([str(found[0]), *lines])
+        return "\n".join([str(mine[0]), *lines])
 
     def report(
         self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, curve: bool = False
@@ -387,36 +286,11 @@ class Attached:
         Example:
             >>> attached.report("plan.html", trace="step.json")  # doctest: +SKIP
         """
-        controller = self._controller
-        if controller is None or controller.plan is None:
-            missing = "" if controller is None else f" (it takes {controller.missing})"
+        if self._controller is None:
             raise UsageError(
-                f"report: there is no plan yet{missing}. Attach with attach(model, budget=...), and train some steps"
+                "report: there is no plan yet. Attach with attach(model, budget=...), and train some steps"
             )
-        if controller.profile is None or controller.planner.hardware is None:
-            raise UsageError(
-                "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or "
-                "write the report from files, with: spillway report profile.json plan.json"
-            )
-        # Slow to import.
-        from spillway.planner.files import write_file
-        from spillway.planner.report.facts import facts_of
-        from spillway.planner.report.page import to_page
-        from spillway.planner.report.trace import to_trace
-
-        facts = facts_of(
-            controller.profile,
-            controller.plan,
-            controller.planner.hardware,
-            active=local_ranks(),
-            measured=controller.measured,
-            notes=controller.notes,
-            curve=controller.planner.curve(controller.profile) if curve else None,
-        )
-        # All is made before anything is written.
-        texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]
-        for file, text in texts:
-            write_file(file, text)
+        self._controller.report(path, trace=trace, curve=curve)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass that has ended, as far as its backward has come.

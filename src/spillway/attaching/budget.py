@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable
+import os
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ import torch
 from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import Curve, Point, aim_at, make_checkpointing_plan, make_curve, make_plan
+from spillway.planner.planner import Point, aim_at, make_checkpointing_plan, make_curve, make_plan
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
@@ -174,9 +175,33 @@ class Planner:
             return ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
         return None
 
-    def curve(self, profile: Profile) -> Curve:
+    def report(
+        self,
+        profile: Profile,
+        plan: Plan,
+        measured: Measured | None,
+        notes: Sequence[str],
+        path: str | os.PathLike[str],
+        *,
+        trace: str | os.PathLike[str] | None,
+        curve: bool,
+    ) -> None:
+        """Write a plan as a page, and its simulated step as a trace."""
+        # Slow to import.
+        from spillway.planner.files import write_file
+        from spillway.planner.report.facts import facts_of
+        from spillway.planner.report.page import to_page
+        from spillway.planner.report.trace import to_trace
+
         assert self.hardware is not None
-        return make_curve(profile, self.hardware, **self.limits())
+        drawn = make_curve(profile, self.hardware, **self.limits()) if curve else None
+        facts = facts_of(
+            profile, plan, self.hardware, active=local_ranks(), measured=measured, notes=notes, curve=drawn
+        )
+        # All is made before anything is written.
+        texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]
+        for file, text in texts:
+            write_file(file, text)
 
     def limits(self, free: int | None = None) -> dict[str, Any]:
         """Limits of plans as keyword arguments, with so many free bytes of CPU memory."""

@@ -41,6 +41,7 @@ from spillway.attaching.ranks import RankGroup, shared_profile
 from spillway.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
+from spillway.losses import own_losses
 from spillway.planner.plan import BlockPlan, Plan
 from spillway.planner.profile import OptimizerProfile, Profile
 from spillway.planner.scaling import enlarged, risen
@@ -161,6 +162,8 @@ class ProfileCollector:
         self.is_left_alone = False
         """Whether nothing is done in its blocks, since no backward comes through them."""
         self.notes = Notes()
+        self.losses = own_losses(model)
+        """Losses of the model's modules, which are computed in rows."""
         self._module = weakref.ref(model)
         self._session = session
         self._stepped = stepped

@@ -32,6 +32,7 @@ a pipeline are planned for together: ``pipeline.py``.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -43,7 +44,7 @@ from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kin
 from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
-from spillway.errors import BudgetError
+from spillway.errors import BudgetError, UsageError
 from spillway.planner.planner import parse_budget
 from spillway.profiler.meter import DeviceMemory
 from spillway.units import format_bytes
@@ -102,6 +103,7 @@ class PlanController:
         """The profile that the plan was made of."""
         self.measured: Measured | None = None
         self.notes = collector.notes
+        self.losses = collector.losses
         self._memory = DeviceMemory(collector.device)
         self._stage = Stage.ACTIVE if plan is not None else Stage.PROFILING_OPERATORS
         self._is_given = plan is not None
@@ -157,8 +159,6 @@ class PlanController:
         calls = len(PROFILING) - PROFILING.index(self.stage) + (not self._was_called)
         return f"{calls} more call{'s' if calls > 1 else ''} of the model in training, after a backward pass each"
 
-    # For the model's call.
-
     @property
     def applied(self) -> int:
         return self.collector.applied
@@ -213,7 +213,16 @@ class PlanController:
     def drop(self) -> None:
         self.collector.drop()
 
-    # Stages.
+    def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None, curve: bool) -> None:
+        """See :meth:`Attached.report`."""
+        if self.plan is None:
+            raise UsageError(f"report: there is no plan yet, which takes {self.missing}. Call it again afterwards")
+        if self.profile is None:
+            raise UsageError(
+                "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or "
+                "write the report from files, with: spillway report profile.json plan.json"
+            )
+        self.planner.report(self.profile, self.plan, self.measured, self.notes, path, trace=trace, curve=curve)
 
     def _enter(self, stage: Stage) -> None:
         self._stage = stage

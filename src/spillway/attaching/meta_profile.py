@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from spillway._torch import disable_dispatch, tree_leaves, tree_map
-from spillway.attaching.attached import attach
+from spillway.attaching.attached import attach_blocks
 from spillway.attaching.collector import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
@@ -98,7 +98,7 @@ def profile_on_meta(
     for tensor, meta in tensors.pairs():
         device.values.learn(meta, tensor)
     # A model that cannot be attached has no profile either.
-    with attach(model, blocks=blocks) as attached:
+    with attach_blocks(model, blocks=blocks) as attached:
         found = [Named(name, model.get_submodule(name)) for name in attached.blocks]
     refuse_nested(found)
     profiler = MetaProfiler(device)

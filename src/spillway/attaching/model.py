@@ -25,7 +25,6 @@ from spillway.attaching.call import REFUSALS, ModuleCall
 from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
 from spillway.blocks import Named
 from spillway.errors import UsageError
-from spillway.losses import OwnLoss
 from spillway.offloading import offload
 from spillway.recomputing import hooks_around
 from spillway.saved_tensors.order import Memory
@@ -74,8 +73,6 @@ class ModelCall(ModuleCall):
         self._here = _Here()
         self.observer: PlanController | ProfileCollector | None = None
         """Finds a plan, or profiles."""
-        self.losses: Sequence[OwnLoss] = ()
-        """Losses of its modules, which are computed in rows while there is an observer."""
         self.attached: object = None
         """The user's handle, while the model is attached."""
         self.passes = 0
@@ -114,7 +111,7 @@ class ModelCall(ModuleCall):
         if observer is not None:
             if has_caches:
                 observer.notes.once("config.use_cache is switched off in training: gradients are those without a cache")
-            for loss in self.losses:
+            for loss in observer.losses:
                 stack.enter_context(loss.in_rows(observer.spare_bytes))
         self._here.inside = True
         stack.callback(setattr, self._here, "inside", False)
