@@ -58,7 +58,7 @@ def test_a_report_is_of_the_plan_and_of_the_step_that_was_measured(session: Sess
 def test_what_has_no_plan_of_its_own_has_no_report(session: Session, tmp_path: Path) -> None:
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
-    with spillway.attach(model, session=session) as attached, pytest.raises(UsageError, match="before there is a plan"):
+    with spillway.attach(model, session=session) as attached, pytest.raises(UsageError, match="there is no plan"):
         attached.report(tmp_path / "plan.html")
     plan = spillway.plan(spillway.profile(model, batch, session=session), budget="1TiB", hardware=hardware())
     with spillway.attach(model, plan=plan, session=session) as attached:

@@ -97,14 +97,7 @@ class BlockForward:
 
 
 class BlockCall(ModuleCall):
-    """The call of a block whose forward is checkpointed.
-
-    Args:
-        named: the block.
-        how: the options of checkpointing.
-        session: ``None``: the default one.
-        others: all checkpointed blocks.
-    """
+    """The call of a block whose forward is checkpointed. ``others`` are all checkpointed blocks."""
 
     def __init__(self, named: Named, how: Recompute, session: Session | None, others: Iterable[Named]) -> None:
         super().__init__(named)

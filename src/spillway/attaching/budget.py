@@ -115,19 +115,9 @@ def allowed(device: torch.device, allow: Collection[str] | None) -> Collection[s
 
 
 class Planner:
-    """Makes the plans of a device, within the user's limits.
+    """Makes the plans of a device, within the user's limits, which are those of :func:`spillway.plan`.
 
-    Args:
-        device: the device.
-        session: ``None``: the default one.
-        hardware: as for :func:`spillway.plan`, and so are the next three.
-        host_budget: bytes of CPU memory.
-        disk_budget: bytes of disk.
-        allow: decisions that a plan may make.
-        needs_hardware: whether there are plans to be made. A given plan needs none.
-
-    Raises:
-        UsageError: for invalid limits.
+    A given plan is not made: it does not need the hardware (``needs_hardware``).
     """
 
     def __init__(

@@ -117,13 +117,10 @@ class ProfileCollector:
         model: on one device. It is not kept alive.
         session: ``None``: the default one.
         min_bytes: smaller tensors are not offloaded. ``None``: 1 MiB.
-        optimizer: has its state offloaded. ``None``: there is no such optimizer.
+        optimizer: the one whose state is offloaded, if there is one.
         stepped: an optimizer whose state the profile tells apart.
         tells_apart: whether the profile tells weights, gradients and state apart.
         has_lead: whether the CPU can be ahead of the device when a step begins.
-
-    Raises:
-        UsageError: for a model without parameters.
     """
 
     spare_bytes = 0
@@ -186,8 +183,6 @@ class ProfileCollector:
         """The step whose memory was measured."""
         self._other_kinds = self._new_kinds = self._waited = 0
 
-    # For the model's call.
-
     @property
     def is_plain(self) -> bool:
         return self.plan is not None and all(block.plain for block in self.plan.blocks)
@@ -230,8 +225,6 @@ class ProfileCollector:
         if not self.session.closed:
             self._mover.claim(self, None)
 
-    # Steps.
-
     @property
     def is_elsewhere(self) -> bool:
         """Whether a step is traced in another thread, which still runs."""
@@ -241,15 +234,14 @@ class ProfileCollector:
     def begin_step(self, stage: Stage, inputs: int, lead: float = 0.0) -> None:
         """Trace a step, with so many bytes of inputs, and the CPU so many seconds ahead of the device."""
         self._traced, self._inputs, self._has_probed = stage, inputs, False
-        if stage is Stage.PROFILING_TIME:
-            self._tracer = StepTracer(self.device, self.carried, times_host=True, lag=_LAG)
-        elif stage is Stage.PROFILING_MEMORY:
+        is_timed, is_weighed = stage is Stage.PROFILING_TIME, stage is Stage.PROFILING_MEMORY
+        if is_weighed:
             self._statics = self._known()
             lead = _LAG if self._has_lead and queues(self.device) else lead
-            self._tracer = StepTracer(self.device, self.carried, lead=lead)
+        lag = _LAG if is_timed else 0.0
+        self._tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, lead=lead)
+        if is_weighed:
             self._mover.listen(self._tracer.moves)
-        else:
-            self._tracer = StepTracer(self.device, self.carried, lead=lead)
 
     def cut(self) -> None:
         """The step ends here, and not at the begin of the next one."""
@@ -293,8 +285,6 @@ class ProfileCollector:
             self.optimizer.divide(1.0)
         if self.applied and not self.session.closed:
             self._mover.claim(self, None)
-
-    # Plans.
 
     def take_least(self) -> None:
         """From the next call on, blocks take the least memory."""
@@ -354,8 +344,6 @@ class ProfileCollector:
         counts = self._mover.counts()
         return counts["leaving bytes"] + counts["held bytes"] + counts["returning bytes"]
 
-    # For calls of blocks.
-
     def block_begins(
         self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Traced | None:
@@ -375,8 +363,6 @@ class ProfileCollector:
             # The call is recorded in any case.
             call.observer = CallObserver(probe, lambda *_: None, lambda _: None)
         return tracer, number
-
-    # How a step is measured.
 
     def _known(self) -> Known | None:
         """Bytes of weights, gradients and state; ``None``: the profile does not tell them apart."""

@@ -75,12 +75,8 @@ _LEARNED = "a step with inputs of a new size, which is learned from, was over th
 class PlanController:
     """See NOTE [ How a plan is found ].
 
-    Args:
-        collector: traces the model's blocks, and says how they are called.
-        planner: makes plans.
-        budget: bytes that may be allocated on the device, or a share as a float, as for :func:`spillway.plan`.
-            ``None``: the plan is given.
-        plan: is active from the begin, whatever comes.
+    The budget is in bytes, or a share as a float, as for :func:`spillway.plan`. A plan that is given instead is active
+    from the begin, whatever comes.
     """
 
     _bears_a_step = True

@@ -67,19 +67,8 @@ def profile_on_meta(
 ) -> Profile | None:
     """The profile of a step on a target; ``None`` if no backward came through the blocks.
 
-    Args:
-        model: in training mode, on any device; it is not touched.
-        batch: likewise.
-        loss_of: calls a model with a batch, and gives a number.
-        blocks: as for :func:`spillway.attach`.
-        hardware: where the step would run.
-        target: type of its device, as for :func:`spillway.profile`, and so are the next two.
-        attention: which kernels are tried first.
-        optimizer: whose state counts.
-
-    Raises:
-        UsageError: for an invalid argument.
-        UnsupportedError: for operators that are not modelled on the target.
+    Arguments and errors are those of :func:`spillway.profile`; ``target`` is the type of device. Neither the model nor
+    the batch is changed.
     """
     if target is not None and target not in _DEVICES:
         raise UsageError(f"device: got {target!r}, expected one of {', '.join(map(repr, _DEVICES))}, or None")
@@ -187,7 +176,6 @@ class MetaProfiler:
                     each.module.__dict__["forward"] = forward
 
     def profile(self, model: str) -> Profile | None:
-        """The profile of the step, which has ended; ``None`` if no backward came through the blocks of the model."""
         if not self._tracer.has_backward:
             self._tracer.close()
             return None

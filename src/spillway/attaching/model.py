@@ -38,14 +38,9 @@ _CACHE_FLAG = "use_cache"
 
 
 class ModelCall(ModuleCall):
-    """The call of a model, which is one pass.
+    """The call of a model, which is one pass: ``context``, with the policy for tensors outside of checkpointed blocks.
 
-    Args:
-        model: the model.
-        blocks: the calls of its blocks.
-        around: the modules that blocks are in.
-        context: the pass, with the policy for tensors outside of checkpointed blocks.
-        recomputes: whether blocks are checkpointed.
+    Its blocks are in the modules ``around`` them.
     """
 
     def __init__(

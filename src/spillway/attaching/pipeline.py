@@ -46,8 +46,7 @@ class StageCollector(ProfileCollector):
     """Collects the profile of the stage that has this place in the pipeline. One chunk of a step is traced.
 
     Raises:
-        UsageError: for a module without parameters.
-        UnsupportedError: where ranks share its parameters.
+        UnsupportedError: if ranks share its parameters.
     """
 
     def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
@@ -127,17 +126,10 @@ class StageCollector(ProfileCollector):
 
 
 class PipelinePlanController(PlanController):
-    """See NOTE [ How the stages of a rank find their plans ].
-
-    Args:
-        stages: all that the rank has.
-        session: ``None``: the default one.
-        hardware: as for :func:`spillway.plan`.
-        budget: bytes that may be allocated on the device, or a size like ``"40GiB"``.
-        limits: of plans, as for :class:`Planner`.
+    """Plans for all stages of a rank. See NOTE [ How the stages of a rank find their plans ].
 
     Raises:
-        UsageError: for invalid limits, and for stages on several devices.
+        UsageError: for invalid limits (as for :class:`Planner`), and for stages on several devices.
     """
 
     _bears_a_step = False

@@ -44,11 +44,9 @@ T = TypeVar("T")
 
 
 class RankGroup:
-    """See NOTE [ One plan for many ranks ].
+    """Ranks, by their process groups: one for each dimension of a mesh. See NOTE [ One plan for many ranks ].
 
-    Args:
-        groups: their process groups, one for each dimension of a mesh. Empty: there is one rank.
-        wrapper: the ``DistributedDataParallel`` that shares the model, if it is one.
+    If a ``DistributedDataParallel`` shares the model, it is the ``wrapper``.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup] = (), wrapper: Module | None = None) -> None:
@@ -57,7 +55,6 @@ class RankGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether there are no others."""
         return not self._groups
 
     def are_all_here(self, model: Module) -> bool:
@@ -68,11 +65,7 @@ class RankGroup:
         return bool(wrapper.require_backward_grad_sync) and (active_ddp() is wrapper or wrapper in model.modules())
 
     def share(self, what: str, make: Callable[[], T]) -> list[T]:
-        """Make a value on each rank, and give all values to all ranks, in one order. All ranks have to call it.
-
-        Args:
-            what: the value's name, the same on all ranks.
-            make: makes it.
+        """Make the value of a name on each rank, and give all values to all ranks, in one order. All ranks call it.
 
         Raises:
             SpillwayError: the error of ``make``.

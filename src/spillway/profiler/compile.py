@@ -49,11 +49,11 @@ def compile_profile(
     known: Known | None = None,
     has_host: bool | None = None,
 ) -> Profile:
-    """The profile of a step.
+    """The profile of a step, in which blocks were recomputed and inputs of at least ``min_bytes`` offloaded.
 
     Args:
-        timed: a step whose blocks were recomputed and whose inputs were offloaded: times are taken from it.
-        weighed: another one of the same kinds of calls, or the same: bytes are taken from it, if all of it was seen.
+        timed: the step that gives the times.
+        weighed: the step that gives the bytes, with calls of the same kinds, or the same step.
         probes: of one call of each kind of block.
         model: its class.
         device: where it computed.

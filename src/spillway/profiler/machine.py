@@ -149,18 +149,11 @@ def known_hardware(
     to. If it does not exist or does not validate, the machine is measured and the file written. Sizes are read each
     time. Processes that all find no file all measure, and disturb each other: call it in one first.
 
-    Args:
-        device: as for :func:`measure_hardware`.
-        spill_directory: as for :func:`measure_hardware`; ``None`` is also ``$SPILLWAY_DIR``, if it is set.
-        seconds: that measuring may take.
-        fresh: measure and write the file, even if there is one.
-        on_part: called with the name of each part that is measured. It is not called if there is a file.
+    Arguments and errors are those of :func:`measure_hardware`. For ``spill_directory``, ``None`` is also
+    ``$SPILLWAY_DIR``, if it is set. ``fresh`` measures, and writes the file, even if there is one.
 
     Warns:
         UserWarning: if the file cannot be written. The result is returned all the same.
-
-    Raises:
-        UsageError, SpillPathError, TierError, BackendError: as :func:`measure_hardware` does.
     """
     device = which_device(device)
     directory = os.environ.get("SPILLWAY_DIR") or None if spill_directory is None else os.fspath(spill_directory)
@@ -300,14 +293,8 @@ def rate_of(
     Work is queued once, and then twice as often each time until a sample is long enough: those are the warm-up. It
     takes ``seconds`` at most, or as long as the work takes once.
 
-    Args:
-        queue: begins the work, and need not wait for its end.
-        wait: blocks until all work is done.
-        amount: bytes or operations of one call of ``queue``.
-        seconds: that the samples may take together.
-        enough: seconds that a sample has to take.
-        most_repeats: how often work may be queued before it is waited for.
-        clock: in seconds.
+    ``queue`` begins an ``amount`` of work in bytes or operations, and ``wait`` waits for its end. A sample takes
+    ``enough`` seconds, or as many as ``most_repeats`` take.
     """
     end = clock() + seconds
     repeats, steady = 1, False
@@ -407,12 +394,9 @@ class Drive:
 
 
 def measure_drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: float) -> Drive:
-    """Write to the disk and read it again.
+    """Write to the disk and read it again, by the backend's threads. ``None``: where a session's spill file is.
 
-    Args:
-        backend: whose threads do it.
-        directory: of the file; ``None``: that of a session's spill file.
-        seconds: that this may take. A disk on which one piece takes longer has this one piece written and read.
+    On a disk that takes longer than ``seconds`` for one piece, this one piece is written and read.
 
     Raises:
         SpillPathError: if no spill file can be made there.

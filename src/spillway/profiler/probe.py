@@ -35,13 +35,7 @@ _MOST_TRIES = 3
 
 
 class Probe:
-    """Measures the operators of one call.
-
-    Args:
-        device: where the block computes.
-        before: the probe of an earlier call, which was not complete.
-        meter: that reads each operator's begin and end. ``None``: the device's; on a CPU, its clock alone.
-    """
+    """Measures the operators of one call. ``before`` is the probe of an earlier call, which was not complete."""
 
     def __init__(self, device: torch.device, before: Probe | None = None, meter: Meter | None = None) -> None:
         self._device = device

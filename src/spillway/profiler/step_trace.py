@@ -161,14 +161,14 @@ class StepTrace:
 
 
 class StepTracer:
-    """Marks the instants of a step. Once it is closed, it ignores what is left of the step's graph.
+    """Marks the instants of a step. Once it is closed, it ignores the rest of the step's graph.
 
     Args:
         device: where the model computes.
         carried: gives the bytes that are in flight now.
         meter: that reads the instants. ``None``: the device's.
         times_host: whether the CPU is timed: see NOTE [ The CPU's clock ].
-        lag: seconds by which the device is made to lag: see NOTE [ The device's clock ].
+        lag: seconds by which the device is made to lag at the blocks: see NOTE [ The device's clock ].
         lead: seconds by which it is made to lag at the begin of the step, so that the CPU is ahead by that.
     """
 
