@@ -43,10 +43,10 @@ from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
 from spillway.losses import own_losses
 from spillway.planner.plan import BlockPlan, Plan
-from spillway.planner.profile import OptimizerProfile, Profile
+from spillway.planner.profile import OptimizerProfile, Profile, Static
 from spillway.planner.scaling import enlarged, risen
 from spillway.profiler.compile import compile_profile, queues, without_lead
-from spillway.profiler.meter import Known, known_bytes
+from spillway.profiler.meter import known_bytes
 from spillway.profiler.probe import CallObserver, Probe
 from spillway.profiler.step_trace import StepTrace, StepTracer
 from spillway.recomputing import Recompute
@@ -177,7 +177,7 @@ class ProfileCollector:
         self._has_probed = False
         """Whether a block of the step is measured operator by operator."""
         self._inputs = 0
-        self._statics: Known | None = None
+        self._statics: Static | None = None
         """The bytes at the begin of the step whose memory is measured."""
         self._weighed: StepTrace | None = None
         """The step whose memory was measured."""
@@ -364,7 +364,7 @@ class ProfileCollector:
             call.observer = CallObserver(probe, lambda *_: None, lambda _: None)
         return tracer, number
 
-    def _known(self) -> Known | None:
+    def _known(self) -> Static | None:
         """Bytes of weights, gradients and state; ``None``: the profile does not tell them apart."""
         model = self._module()
         # A call of the model is running.

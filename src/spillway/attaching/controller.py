@@ -32,19 +32,18 @@ a pipeline are planned for together: ``pipeline.py``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.budget import BudgetTarget, Measured, Planner, Rival, is_same
+from spillway.attaching.budget import BudgetTarget, Measured, Path, Planner, Rival, is_same, write_report
 from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kinds_of, tensor_bytes
 from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
-from spillway.errors import BudgetError, UsageError
+from spillway.errors import BudgetError
 from spillway.planner.planner import parse_budget
 from spillway.profiler.meter import DeviceMemory
 from spillway.units import format_bytes
@@ -209,16 +208,8 @@ class PlanController:
     def drop(self) -> None:
         self.collector.drop()
 
-    def report(self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None, curve: bool) -> None:
-        """See :meth:`Attached.report`."""
-        if self.plan is None:
-            raise UsageError(f"report: there is no plan yet, which takes {self.missing}. Call it again afterwards")
-        if self.profile is None:
-            raise UsageError(
-                "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or "
-                "write the report from files, with: spillway report profile.json plan.json"
-            )
-        self.planner.report(self.profile, self.plan, self.measured, self.notes, path, trace=trace, curve=curve)
+    def report(self, path: Path, *, trace: Path | None, curve: bool) -> None:
+        write_report(self, path, trace=trace, curve=curve)
 
     def _enter(self, stage: Stage) -> None:
         self._stage = stage

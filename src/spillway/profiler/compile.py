@@ -24,8 +24,8 @@ import torch
 
 from spillway.errors import UnsupportedError
 from spillway.planner.block_tasks import make_option
-from spillway.planner.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile
-from spillway.profiler.meter import Known
+from spillway.planner.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile, Static
+from spillway.profiler.meter import static_within
 from spillway.profiler.probe import Probe
 from spillway.profiler.step_trace import Place, StepTrace
 from spillway.types import Decision
@@ -46,7 +46,7 @@ def compile_profile(
     model: str,
     device: torch.device,
     min_bytes: int,
-    known: Known | None = None,
+    known: Static | None = None,
     has_host: bool | None = None,
 ) -> Profile:
     """The profile of a step, in which blocks were recomputed and inputs of at least ``min_bytes`` offloaded.
@@ -92,7 +92,7 @@ def compile_profile(
         # The CPU may wait in it, as for a loss that is printed.
         after=replace(_outside(timed, weighed, end, _DONE), host_seconds=host_seconds_after(timed, weighed, end, lead)),
         min_bytes=min_bytes,
-        static=None if known is None else known.within(static_bytes),
+        static=None if known is None else static_within(known, static_bytes),
         held_bytes=held_bytes,
         lead_seconds=lead,
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -163,35 +163,28 @@ class CpuMeter(Meter):
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Bytes on a device that were told apart."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    def within(self, static_bytes: int) -> Static | None:
-        """All static bytes by kind; ``None`` if more are known than there are.
-
-        That happens on the CPU, whose static bytes are the resident ones: weights that a file maps need not be.
-        """
-        other = static_bytes - self.weights - self.gradients - self.optimizer
-        return None if other < 0 else Static(self.weights, self.gradients, self.optimizer, other)
-
-
-def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Known:
+def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Static:
     """The bytes on a device now of a model, and of an optimizer's state. Each storage is counted once, and whole."""
     seen: set[int] = set()
     parameters = list(model.parameters())
     states = () if optimizer is None else optimizer.state.values()
     # Not by the state's own values(), which would reload an offloaded state.
     values = (value for state in states if isinstance(state, dict) for value in dict.values(state))
-    return Known(
+    return Static(
         weights=_nbytes(parameters, device, seen),
         gradients=_nbytes((each.grad for each in parameters if each.grad is not None), device, seen),
         optimizer=_nbytes(values, device, seen),
+        other=0,
     )
+
+
+def static_within(known: Static, static_bytes: int) -> Static | None:
+    """All static bytes by kind; ``None`` if more are known than there are.
+
+    That happens on the CPU, whose static bytes are the resident ones: weights that a file maps need not be.
+    """
+    other = static_bytes - known.total
+    return None if other < 0 else replace(known, other=other)
 
 
 def _nbytes(tensors: Iterable[object], device: torch.device, seen: set[int]) -> int:
