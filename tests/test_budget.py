@@ -168,7 +168,8 @@ def test_a_copy_of_an_attached_model_is_a_plain_one_in_any_stage(session: Sessio
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     plain = one_step(kind.model(), batch)
-    with attached_to(model, "30MiB", session) as attached:
+    # The steps of copies come after the model's, and count for what comes after its blocks.
+    with attached_to(model, "33MiB", session) as attached:
         for stage in in_each_stage(attached, lambda: one_step(model, batch)):
             for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
                 assert all(map(torch.equal, one_step(other, batch), plain))

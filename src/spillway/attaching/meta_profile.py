@@ -34,12 +34,12 @@ from spillway.attaching.validation import cache_error, refuse_nested
 from spillway.blocks import Named
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import UsageError
 from spillway.losses import own_losses
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile
-from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, MetaTensors, OptimizerOf, state_sizes
+from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, MetaTensors, state_sizes, without_values
 from spillway.profiler.meter import ClockMeter
 from spillway.profiler.probe import CallObserver, Probe
 from spillway.profiler.step_trace import StepTracer
@@ -80,7 +80,8 @@ def profile_on_meta(
     state, moved = tensors.state(step), tree_map(tensors.of, batch)
     device = MetaDevice(torch.device(_DEVICES[0] if target is None else target), hardware)
     # No operator is seen to read the optimizer's state and the workspace of matrix products.
-    device.before += sum(map(device.rounded, _state_sizes(optimizer, state)))
+    trained = {id(each): each for each in state.values() if each.is_leaf and each.requires_grad}
+    device.before += sum(map(device.rounded, state_sizes(list(trained.values()), optimizer)))
     device.before += standing_workspace(device.device, hardware)
     for tensor in tensors_of(*state.values(), moved):
         device.number_of(tensor)
@@ -99,20 +100,11 @@ def profile_on_meta(
         around.enter_context(kernels_of(device.device, kernel))
         around.enter_context(profiler.around(found))
         around.enter_context(device)
-        _run(lambda: functional_call(step, state, (moved,)).backward())
+        around.enter_context(
+            without_values("profile without the hardware: the step", "profile the model on the device itself")
+        )
+        functional_call(step, state, (moved,)).backward()
     return profiler.profile(type(model).__name__)
-
-
-def _run(step: Callable[[], None]) -> None:
-    try:
-        step()
-    except RuntimeError as error:
-        if "meta tensor" not in str(error):
-            raise
-        raise UnsupportedError(
-            f"profile without the hardware: the step depends on the values of tensors ({error}), and meta tensors "
-            f"have none; profile the model on the device itself"
-        ) from error
 
 
 def is_on_meta(model: Module, batch: Any) -> bool:
@@ -141,13 +133,6 @@ def _check_optimizer(optimizer: Any) -> None:
             f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a list of "
             f"parameters to an optimizer, bytes for each element of a parameter, or None"
         )
-
-
-def _state_sizes(optimizer: OptimizerOf | float | None, state: dict[str, torch.Tensor]) -> list[int]:
-    trained = list({id(each): each for each in state.values() if each.is_leaf and each.requires_grad}.values())
-    if callable(optimizer):
-        return state_sizes(trained, optimizer)
-    return [math.ceil((optimizer or 0) * each.numel()) for each in trained]
 
 
 class MetaProfiler:

@@ -23,8 +23,10 @@ of uninitialized memory are unknown. Values belong to storages, so views and in-
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -365,25 +367,37 @@ class MetaTensors:
         return made.requires_grad_(tensor.requires_grad)
 
 
-def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[int]:
-    """Bytes of each tensor of an optimizer's state on the device. The optimizer steps once, on ``meta`` tensors.
+@contextmanager
+def without_values(what: str, advice: str) -> Iterator[None]:
+    """A context whose code must not ask for the values of tensors.
 
     Raises:
-        UnsupportedError: if its step depends on the values of tensors.
+        UnsupportedError: if it does.
     """
-    copies: list[torch.Tensor] = [Parameter(torch.empty_like(each), requires_grad=True) for each in parameters]
-    for each in copies:
-        each.grad = torch.empty_like(each)
-    made = optimizer(copies)
     try:
-        made.step()
+        yield
     except RuntimeError as error:
         if "meta tensor" not in str(error):
             raise
         raise UnsupportedError(
-            f"optimizer: the step of {type(made).__name__} depends on the values of tensors ({error}), which are "
-            f"unknown without the hardware; give bytes for each element of a parameter instead: optimizer=4"
+            f"{what} depends on the values of tensors ({error}), which are unknown without the hardware; {advice}"
         ) from error
+
+
+def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf | float | None) -> list[int]:
+    """Bytes of each tensor of an optimizer's state on the device, or so many bytes for each element of a parameter.
+
+    The optimizer steps once, on ``meta`` tensors.
+    """
+    if not callable(optimizer):
+        return [math.ceil((optimizer or 0) * each.numel()) for each in parameters]
+    copies: list[torch.Tensor] = [Parameter(torch.empty_like(each), requires_grad=True) for each in parameters]
+    for each in copies:
+        each.grad = torch.empty_like(each)
+    made = optimizer(copies)
+    advice = "give bytes for each element of a parameter instead: optimizer=4"
+    with without_values(f"optimizer: the step of {type(made).__name__}", advice):
+        made.step()
     found = {
         storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
         for state in made.state.values()
