@@ -796,7 +796,7 @@ def test_steps_in_which_a_new_size_is_learned_say_nothing_of_the_plan(
         monkeypatch.setattr(NoMemory, "peak", lambda _: plan.budget + 6 * MiB)
         # One such step is borne.
         one_step(model, batch)
-        assert "no plan is for less" in attached.explain()
+        assert "no plan takes less" in attached.explain()
         told = [failing(BudgetError, lambda: one_step(model, batch)) for _ in range(3)]
         # It asks for no more than at first, and goes on with the plan.
         assert told == told[:1] * 3
