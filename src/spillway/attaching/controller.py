@@ -437,7 +437,9 @@ class PlanController:
                 if not self._bears_a_step or (before is not None and self._steps - before <= MOST_APART):
                     raise
                 # Another such step need not come.
-                self.notes.append(f"no plan takes less, so this one stays: a second such step in {MOST_APART} is an error")
+                self.notes.append(
+                    f"no plan takes less, so this one stays: a second such step in {MOST_APART} is an error"
+                )
 
     def _look_at_level(self) -> None:
         """Plan again before a step that begins with more bytes than planned for, if it would be above the budget."""
