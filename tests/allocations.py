@@ -199,7 +199,7 @@ def count_exactly(patch: pytest.MonkeyPatch, resident: Callable[[], int]) -> Non
         resident: gives the bytes that are there when a step begins.
     """
     patch.setattr("spillway.profiler.meter.meter_of", lambda device: ExactMeter(resident()))
-    patch.setattr("spillway.profiler.watch.meter_of", lambda device: ExactMeter(resident()))
+    patch.setattr("spillway.profiler.step_trace.meter_of", lambda device: ExactMeter(resident()))
     patch.setattr("spillway.attaching.controller.DeviceMemory", lambda device: NoMemory())
     init = PipelinePlanController.__init__
 

@@ -521,7 +521,7 @@ def test_an_offload_policy_has_no_regions_to_count(options: dict[str, Any]) -> N
     [
         ({"policy": "full"}, "policy: got 'full', expected one of offload, recompute, keep, a spillway.Recompute"),
         ({"policy": Recompute}, "policy: got <class .*, expected a spillway.Recompute"),
-        ({"every": 0}, "every: got 0, expected a whole number of at least 1"),
+        ({"every": 0}, "every: got 0, expected an integer of at least 1"),
         ({"every": True}, "every: got True"),
         ({"every": None}, "every: got None"),
         ({"first": -1}, "first: got -1"),
@@ -840,7 +840,7 @@ def test_without_a_budget_there_is_no_plan_and_explain_says_so() -> None:
     with spillway.attach(Model()) as attached:
         assert attached.explain() == "no plan: attach() was given neither a budget nor a plan"
         assert (attached.budget, attached.missing) == (None, None)
-        failing(UsageError, lambda: attached.explain("layers.0"), match="before there is a plan .no plan: attach")
+        failing(UsageError, lambda: attached.explain("layers.0"), match="there is no plan yet .no plan: attach")
 
 
 # Torch's own layers

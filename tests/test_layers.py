@@ -33,7 +33,7 @@ ALLOWED: dict[str, set[str]] = {
     "_torch": {"errors"},
     "policies": WORDS,
     "selectors": WORDS,
-    "blocks": WORDS,
+    "blocks": WORDS | {"_torch"},
     "planner": WORDS,
     "runtime": WORDS | {"_torch"},
     "session": WORDS | {"_torch", "runtime"},

@@ -35,7 +35,7 @@ def test_a_report_is_of_the_plan_and_of_the_step_that_was_measured(session: Sess
     budget = budget_of(spillway.profile(model, batch, session=session), 0.5) + 5 * MiB // 2
     page, trace = tmp_path / "plan.html", tmp_path / "step.json"
     with attached_to(model, budget, session) as attached:
-        with pytest.raises(UsageError, match="report: got a call before there is a plan"):
+        with pytest.raises(UsageError, match="report: there is no plan"):
             attached.report(page)
         assert not page.exists()
         search(model, batch, attached)
@@ -58,11 +58,11 @@ def test_a_report_is_of_the_plan_and_of_the_step_that_was_measured(session: Sess
 def test_what_has_no_plan_of_its_own_has_no_report(session: Session, tmp_path: Path) -> None:
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
-    with spillway.attach(model, session=session) as attached, pytest.raises(UsageError, match="before there is a plan"):
+    with spillway.attach(model, session=session) as attached, pytest.raises(UsageError, match="there is no plan"):
         attached.report(tmp_path / "plan.html")
     plan = spillway.plan(spillway.profile(model, batch, session=session), budget="1TiB", hardware=hardware())
     with spillway.attach(model, plan=plan, session=session) as attached:
         one_step(model, batch)
-        with pytest.raises(UsageError, match=r"got a plan that was given.*spillway report profile.json plan.json"):
+        with pytest.raises(UsageError, match=r"the plan was given.*spillway report profile.json plan.json"):
             attached.report(tmp_path / "plan.html")
     assert not list(tmp_path.glob("*.html"))

@@ -25,15 +25,19 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn import Module
+from torch.nn.modules.module import _global_forward_pre_hooks, _has_any_global_hook
 from torch.overrides import _get_current_function_mode_stack
+from torch.utils import _pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import GraphExecGroup
@@ -343,3 +347,82 @@ def is_batched(tensor: torch.Tensor) -> bool:
     """Whether ``vmap`` stands behind a tensor: its shape lacks a dimension."""
     functorch: Any = torch._C._functorch
     return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+# attaching, profiler
+
+PLACE = "_compiled_call_impl"
+"""The attribute of a module that ``Module.__call__`` calls instead of itself, unless it is ``None``."""
+CALLING: types.CodeType = Module._wrapped_call_impl.__code__
+"""The code of ``Module.__call__``, whose frame has the called module as ``self``."""
+IS_REPLICA = "_is_replica"
+"""The attribute that ``DataParallel`` sets in the dictionary of a replica."""
+children_of: Callable[[Module], dict[str, Module | None]] = operator.attrgetter("_modules")
+"""The modules of a module by their keys, the same one under several keys, too."""
+COMPILED_MODULE = "torch._dynamo.eval_frame", "OptimizedModule"
+"""Home and name of the class of ``torch.compile(module)``, whose child ``_orig_mod`` is the module."""
+CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper"
+"""Home and name of the class of FSDP's ``checkpoint_wrapper``."""
+global_pre_hooks: dict[int, Callable[..., Any]] = _global_forward_pre_hooks
+"""The hooks that every module calls before its forward."""
+has_global_hook: Callable[[], bool] = _has_any_global_hook
+"""Whether every module has some hook."""
+hooks_of: Callable[[Module], tuple[dict[int, Any], ...]] = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""The hooks of a module around its forward and its backward."""
+tracing_state: Callable[[], object] = torch._C._get_tracing_state
+"""The state of ``torch.jit.trace`` in the calling thread; ``None``: it does not trace."""
+is_fx_tracing: Callable[[], bool] = is_fx_symbolic_tracing
+"""Whether ``torch.fx`` traces."""
+disable_dispatch = torch._C._DisableTorchDispatch
+"""A context without dispatch modes and without ``__torch_dispatch__`` of subclasses."""
+disable_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+"""A context without dispatch modes."""
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""A context in which operators skip autograd, whose graph has no node for them."""
+storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""The number of a storage, the same for all Python objects of it. A later storage may get it again."""
+device_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
+"""The allocator's counters of an accelerator, nested, unsorted: ``["allocated_bytes"]["all"]["current"]``."""
+sleep_on_gpu: Callable[[int], None] = torch.cuda._sleep
+"""Queue a kernel on the current CUDA device that takes so many clock cycles."""
+Overload = torch._ops.OpOverload
+"""The class of operators as a dispatch mode gets them."""
+arguments_of: Callable[[Any], list[Any]] = operator.attrgetter("_schema.arguments")
+"""The declared arguments of an operator, each with a ``name``."""
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
+"""The same containers with the function's results for leaves."""
+
+
+def is_composed(module: Module) -> bool:
+    """Whether ``torch.distributed``'s composable ``checkpoint`` was applied to a module."""
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "checkpoint" in (contract._get_registry(module) or ())
+
+
+def active_ddp() -> Any:
+    """The ``DistributedDataParallel`` whose forward the process is in, or ``None``."""
+    module: Any = sys.modules.get("torch.nn.parallel.distributed")
+    return None if module is None else module.DistributedDataParallel._get_active_ddp_module()
+
+
+def skip_call(function: Callable[..., Any]) -> None:
+    """Tell Dynamo not to trace a function itself. It still traces the functions that are called inside."""
+    # Slow to import. torch.compiler.disable(recursive=False) would forbid exporting.
+    from torch._dynamo.decorators import skip
+
+    skip(function)
+
+
+def composite(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel of a composite operator that torch has for all devices.
+
+    ``decompose`` would run another one, for compilers.
+    """
+    return overload._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def end_library(library: torch.library.Library) -> None:
+    """Take a library's kernels out of torch's table again."""
+    library._destroy()  # type: ignore[no-untyped-call]

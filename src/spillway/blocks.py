@@ -1,21 +1,21 @@
-"""Which modules of a model are its blocks, by class, name, predicate or because it repeats them.
+"""Finds the blocks of a model: by class, name, predicate or because it repeats them.
 
 NOTE [ Names of blocks ]
 
 A pattern is matched as in a shell against whole dotted names, and its ``*`` matches dots: ``"layers.*"`` matches
-``layers.0`` and ``layers.0.attn``. What is meant is the first: of what a pattern or a class matches, the **outermost**
-are taken, and nothing inside of them. Whoever wants blocks within blocks names both (a list). Modules without a forward
-of their own (``ModuleList``) are never called, and never taken: ``"*"`` finds what is in them. Neither is the model
-itself, whose name is ``""``.
+``layers.0`` and ``layers.0.attn``. Only the **outermost** modules that a pattern or a class matches are taken, and
+nothing inside of them. A list can name both, for blocks within blocks. Modules without a forward of their own
+(``ModuleList``) are never called, and never taken: ``"*"`` finds the modules in them. The model itself, whose name is
+``""``, is not taken either.
 
 NOTE [ Repeated blocks ]
 
-Modules of one class, two of which are siblings with parameters of the same names, shapes and dtypes. All modules of
-that class count, then, and not only those two: the first block of a stage or of a stack often has a parameter more. Of
-all such classes the one that owns most is taken, and whatever other owns at least a quarter as much (an encoder beside
-a decoder); of two classes of which one is inside of the other, the outer one (a block, and not its experts). Layers of
-``torch.nn`` without parts (``Linear``) are nobody's blocks, but for recurrent ones (``GRU``), each of which is a stack
-of steps.
+These are modules of one class, two of which are siblings with parameters of the same names, shapes and dtypes. All
+modules of that class count, and not only those two: the first block of a stage or of a stack often has a parameter
+more. The class that owns most is taken, and others that own at least a quarter as much (an encoder beside a decoder).
+If one of two classes is inside of the other, the outer one is taken (a block, and not its experts). Layers of
+``torch.nn`` without parts (``Linear``) are no blocks, except recurrent ones (``GRU``), each of which is a stack of
+steps.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import torch
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 
+from spillway._torch import COMPILED_MODULE, children_of
 from spillway.errors import UsageError
 
 Predicate = Callable[[str, Module], bool]
@@ -42,7 +43,7 @@ _BUILT_IN: set[type[Module]] = {
     *(torch.nn.RNN, torch.nn.LSTM, torch.nn.GRU, torch.nn.RNNCell, torch.nn.LSTMCell, torch.nn.GRUCell),
     *(torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer, torch.nn.MultiheadAttention),
 }
-"""Layers of torch's that are large enough to be blocks."""
+"""torch's layers that are large enough to be blocks."""
 _OTHERS = 4
 _SHOWN = 8
 
@@ -63,7 +64,7 @@ def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
     """The blocks of a model, each module once, by its first name, in the order in which the model has them.
 
     Args:
-        model: what they are in.
+        model: the model that they are in.
         blocks: a class or a tuple of them, a pattern of dotted names, a predicate, or a list of such. ``None``: those
             that the model repeats. See the notes at the top of this file.
 
@@ -71,7 +72,7 @@ def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
         At least one block.
 
     Raises:
-        UsageError: where nothing is found, or for something that can select nothing.
+        UsageError: if nothing is found, or for an invalid selector.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU())
@@ -100,7 +101,7 @@ def walk(model: Module) -> Iterator[Named]:
     """All modules below a model under all their names, parents before children."""
 
     def below(module: Module, prefix: str, above: set[int]) -> Iterator[Named]:
-        for key, child in module._modules.items():
+        for key, child in children_of(module).items():
             # A module may hold its own parent.
             if child is not None and id(child) not in above:
                 yield Named(f"{prefix}{key}", child)
@@ -110,14 +111,14 @@ def walk(model: Module) -> Iterator[Named]:
 
 
 def uncompiled(module: Module) -> Module:
-    """What ``torch.compile`` was called with, or the module."""
-    inner = module._modules["_orig_mod"] if is_compiled(module) else None
+    """The module that ``torch.compile`` was called with, or the module itself."""
+    inner = children_of(module)["_orig_mod"] if is_compiled(module) else None
     return module if inner is None else inner
 
 
 def is_called(module: Module) -> bool:
     """Whether a module has a forward: a ``ModuleList`` has none."""
-    # Of a scripted one, the class's is a descriptor that says so only by an instance.
+    # A scripted class has a descriptor there.
     return "forward" in module.__dict__ or inspect.getattr_static(type(module), "forward") is not Module.forward
 
 
@@ -135,11 +136,11 @@ def above(model: Module, blocks: Iterable[Named]) -> list[Named]:
 
 def is_compiled(module: Module) -> bool:
     """Whether a module is what ``torch.compile(module)`` gives."""
-    return is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+    return is_a(module, *COMPILED_MODULE)
 
 
 def is_a(module: Module, home: str, name: str) -> bool:
-    """Whether it is of a class of torch that is slow to import: as long as nobody has, there is none."""
+    """Whether it is of a class whose file is slow to import: if it is not loaded, there is no such module."""
     kind: type[Module] | None = getattr(sys.modules.get(home), name, None)
     return kind is not None and isinstance(module, kind)
 
@@ -187,9 +188,6 @@ def _once(found: Iterable[Named]) -> list[Named]:
     return list(first.values())
 
 
-# What is repeated.
-
-
 def _repeated(model: Module, modules: list[Named]) -> list[Named]:
     """See NOTE [ Repeated blocks ]."""
     alike: set[Hashable] = set()
@@ -197,8 +195,8 @@ def _repeated(model: Module, modules: list[Named]) -> list[Named]:
     for each in _once(modules):
         module = uncompiled(each.module)
         is_torchs = type(module).__module__.startswith("torch.nn")
-        if is_torchs and not module._modules and not isinstance(module, torch.nn.RNNBase):
-            # A layer that a block is made of.
+        if is_torchs and not children_of(module) and not isinstance(module, torch.nn.RNNBase):
+            # A layer of a block.
             continue
         key = each.name.rpartition(".")[0], signature(each.module)
         if key in alike:
@@ -218,14 +216,14 @@ def _repeated(model: Module, modules: list[Named]) -> list[Named]:
             chosen += family
     if not chosen or not _owned(chosen):
         raise UsageError(
-            f"blocks: got None, and {Named('', model)}, which repeats no block, expected modules side by side of one "
-            f"class and with equal parameters; say which to take, by class, name or predicate; {_candidates(modules)}"
+            f"blocks: got None, and {Named('', model)} repeats no block: it has no siblings of one class with equal "
+            f"parameters. Give blocks= a class, a name or a predicate; {_candidates(modules)}"
         )
     return chosen
 
 
 def _kind(module: Module) -> Hashable:
-    """The class. Of a ``Sequential``, whose class says nothing, also the classes of what is in it."""
+    """The class; for a ``Sequential``, also the classes of the modules in it."""
     module = uncompiled(module)
     inside = tuple(_kind(child) for child in module) if type(module) is torch.nn.Sequential else ()
     return type(module), inside
@@ -237,7 +235,7 @@ def _owned(family: Iterable[Named]) -> int:
 
 
 def patterns_of(names: Iterable[str]) -> list[str]:
-    """Patterns by which somebody would ask for modules of these names: ``layers.*.up``, and ``*.up``."""
+    """Patterns that match modules of these names: ``layers.*.up``, and ``*.up``."""
     patterns: dict[str, None] = {}
     for name in names:
         *before, last = ("*" if part.isdigit() else part for part in name.split("."))
@@ -248,7 +246,7 @@ def patterns_of(names: Iterable[str]) -> list[str]:
 
 
 def perhaps(got: str, known: Iterable[str]) -> str:
-    """The part of a message that says which known names are nearest to one that is unknown, if any is near."""
+    """The part of a message that suggests known names near to an unknown one, if there are any."""
     near = difflib.get_close_matches(got, list(known))
     return f"perhaps {' or '.join(map(repr, near))} is meant; " if near else ""
 
@@ -260,16 +258,16 @@ def _meant(modules: list[Named], selector: Any) -> str:
         return ""
     kinds = {type(uncompiled(each.module)) for each in modules}
     near = difflib.get_close_matches(selector.__name__, [kind.__name__ for kind in kinds])
-    # Of one name, there may be two: a class that was loaded twice.
+    # Two classes may have one name: one that was loaded twice.
     names = sorted(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds if kind.__name__ in near)
     return f"perhaps the class {' or '.join(names)} is meant; " if names else ""
 
 
 def _candidates(modules: list[Named]) -> str:
-    """Some of what could have been meant: the modules with parts that own most."""
+    """Suggestions: the modules with parts that own most."""
     every = _once(modules)
     recurrent = (torch.nn.RNNBase, torch.nn.RNNCellBase)
-    whole = [each for each in every if each.module._modules or isinstance(each.module, recurrent)] or every
+    whole = [each for each in every if children_of(each.module) or isinstance(each.module, recurrent)] or every
     if not whole:
         return "the model has no modules below it: spillway.recompute(model, ...) recomputes the whole of it"
     most = sorted(whole, key=lambda each: -_owned([each]))[:_SHOWN]

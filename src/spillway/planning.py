@@ -14,7 +14,7 @@ from torch.nn import Module
 
 from spillway.attaching import attach
 from spillway.attaching.budget import allowed
-from spillway.attaching.measure import ProfileCollector, tensors_of
+from spillway.attaching.collector import ProfileCollector, tensors_of
 from spillway.attaching.meta_profile import is_on_meta, profile_on_meta
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware

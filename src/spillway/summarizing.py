@@ -1,4 +1,4 @@
-"""What every rank counted in a step, gathered and as a table."""
+"""The statistics of every rank in a step, gathered and as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class SummaryRow:
     rank: int
     """Its global rank."""
     stats: StepStats | None
-    """What it counted; ``None``: it counted nothing."""
+    """Its statistics; ``None``: it has none."""
     seconds: float | None = None
     """The time of its step, as the caller measured it; ``None``: unknown."""
 
@@ -150,7 +150,7 @@ def _rate(bytes_per_second: float | None) -> str:
 def summary(
     stats: StepStats | None, *, seconds: float | None = None, process_group: dist.ProcessGroup | None = None
 ) -> Summary:
-    """Gather what every rank counted in a step, by groups: the same value on each rank.
+    """Gather the statistics of every rank in a step, by groups: the same value on each rank.
 
     With ``torch.distributed`` initialised, this is a collective call that every rank of the process group makes. With
     NCCL, call ``torch.cuda.set_device`` first. Without ``torch.distributed`` there is one row.

@@ -219,7 +219,7 @@ def test_every_budget_is_kept_to_and_every_bit_is_plains(
                 print(
                     f"\n{name} {part:.2f}: budget {budget >> 20} MiB, peak {peaks[-1] >> 20}, predicted "
                     f"{plan.predicted_peak >> 20} ({near:.1%}), while searching {most >> 20}; {len(stages)} steps, "
-                    f"{attached.explain().count('planned anew')} anew",
+                    f"{attached.explain().count('planned again')} anew",
                     end="",
                     flush=True,
                 )

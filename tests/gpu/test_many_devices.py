@@ -59,7 +59,7 @@ def test_a_pipeline_within_a_budget_is_the_same_in_every_bit(schedule: str, rank
     more = ("--micro-batches", str(2 * ranks), "--budget", "2GiB", "--steps", "7")
     lines = launched(ranks, "pipelining.py", "--schedule", schedule, *more)
     assert sum(line.endswith("losses and weights are equal") for line in lines) == ranks, lines
-    assert sum("(holding)" in line for line in lines) == ranks, lines
+    assert sum("(active)" in line for line in lines) == ranks, lines
 
 
 @pytest.mark.parametrize("ranks", RANKS)

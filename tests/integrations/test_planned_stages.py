@@ -274,8 +274,8 @@ def test_larger_inputs_and_more_chunks_are_planned_for_anew(tmp_path: Path) -> N
                 got.append(each)
                 seen.append(offloaded.stage)
             assert "a step had other turns" in offloaded.explain()
-            assert "inputs of 1.0 KiB came where there had been 512 B" in offloaded.explain()
-            assert "inputs of 1.5 KiB came where there had been 1.0 KiB" in offloaded.explain()
+            assert "inputs of 1.0 KiB are larger than any before (512 B)" in offloaded.explain()
+            assert "inputs of 1.5 KiB are larger than any before (1.0 KiB)" in offloaded.explain()
             # There is room enough for more chunks. Inputs are seen at once: a plan is enlarged to twice its inputs.
             assert seen[5:12] == ["active"] * 7
             assert seen[12:16] == ["warming up", "warming up", "validating", "active"]
@@ -404,7 +404,7 @@ def test_a_refused_back_off_names_the_budget_and_leaves_the_plan(
                 patch.setattr(ExactMemory, "peak", lambda _: 10 * budget)
                 next(course)
                 assert offloaded.stage == "validating"
-                with pytest.raises(spillway.BudgetError, match="where less was predicted") as caught:
+                with pytest.raises(spillway.BudgetError, match="and its prediction") as caught:
                     next(course)
             assert caught.value.budget == budget < caught.value.least
             plan = offloaded.plans[0]

@@ -15,7 +15,7 @@ import spillway
 from allocations import count_exactly
 from optim.support import batches, loss_of, wide
 from spillway import OffloadedOptimizer, UsageError
-from spillway.attaching import measure
+from spillway.attaching import collector
 from spillway.planner.profile import OptimizerProfile
 
 PARTS = [1.0, 0.4, 0.0, 0.7, 1.0, 0.2]
@@ -272,7 +272,7 @@ def stalls(found: OptimizerProfile | None) -> OptimizerProfile | None:
 def test_an_optimizer_that_never_steps_stays_on_the_host_with_a_note(
     session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(measure, "_MOST_WAITING", 3)
+    monkeypatch.setattr(collector, "_MOST_WAITING", 3)
     model = wide()
     optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session)
     how = {"hardware": spillway.Hardware.named("h200"), "session": session}
@@ -289,6 +289,6 @@ def test_another_optimizer_is_refused(session: spillway.Session) -> None:
     with pytest.raises(UsageError, match=r"optimizer: got AdamW, expected a spillway.OffloadedOptimizer"):
         spillway.attach(model, budget="1GiB", optimizer=torch.optim.AdamW(model.parameters()), session=session)
     optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session)
-    with pytest.raises(UsageError, match=r"or optimizer without a budget"):
+    with pytest.raises(UsageError, match=r"got optimizer without a budget"):
         spillway.attach(model, optimizer=optimizer, session=session)
     assert "_compiled_call_impl" not in vars(model)

@@ -19,7 +19,7 @@ from spillway.checkpointing.program import Decisions
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.schema import facts_of
 from spillway.planner.profile import Again, BlockCall, BlockProfile, OperatorProfile, Outside, Profile, Value
-from spillway.profiler.probe import Probe, WatchedCall
+from spillway.profiler.probe import CallObserver, Probe
 from spillway.recomputing import Recompute, call_checkpointed
 from spillway.selectors import full_name
 from spillway.types import Decision
@@ -155,7 +155,7 @@ def output_of(
 def profiled(module: nn.Module, session: spillway.Session) -> BlockProfile:
     """What a probe says of one call of a module."""
     probe = Probe(torch.device("cpu"))
-    watched = WatchedCall(probe, lambda *_: None, lambda *_: None)
+    watched = CallObserver(probe, lambda *_: None, lambda *_: None)
     output_of(module, Recompute(), session, watched).float().square().sum().backward()
     probe.read(())
     assert probe.operators is not None

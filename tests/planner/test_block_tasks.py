@@ -27,7 +27,7 @@ from planner.blocks import (
     told_apart,
     unsaved,
 )
-from spillway.attaching.measure import how_of
+from spillway.attaching.collector import how_of
 from spillway.planner.block_tasks import ResolvedDecisions, leaves_at, make_option
 from spillway.planner.plan import planned_block
 from spillway.planner.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value

@@ -14,17 +14,17 @@ from allocations import ExactMeter
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import host_lead, host_seconds_after
 from spillway.profiler.meter import Reading
-from spillway.profiler.watch import Place, Watched
+from spillway.profiler.step_trace import Place, StepTrace
 
 LAG = 100.0
 
 
-def passed(*instants: tuple[str, float, float]) -> Watched:
+def passed(*instants: tuple[str, float, float]) -> StepTrace:
     """A pass: what happens, when the host was there, and when the device."""
     order: list[Place] = [(what, 0) for what, _, _ in instants]
     readings = {place: Reading(there, 0, 0, 0) for place, (_, _, there) in zip(order, instants, strict=True)}
     queued = {place: here for place, (_, here, _) in zip(order, instants, strict=True)}
-    return Watched([], readings, {}, {}, order, queued=queued)
+    return StepTrace([], readings, {}, {}, order, queued=queued)
 
 
 # The device lags from the begin on.
@@ -32,7 +32,7 @@ WEIGHED = passed(("ahead", 0, 0), ("begin", 0, LAG), ("forward", 1, LAG + 1))
 WAITED_BEFORE = passed(("ahead", 0, 0), ("begin", 0, LAG), ("forward", LAG + 1, LAG + 2))
 
 
-def timed(*, within: float = 0.0, middle: float = 0.0, after: float = 0.0) -> Watched:
+def timed(*, within: float = 0.0, middle: float = 0.0, after: float = 0.0) -> StepTrace:
     """The host needs 2 s for the block, 2 to the turn, 4 for backward and 2 from there on; the device 4, 1, 6 and 4.
 
     The host may wait in the block, before the turn, or at the end, until so late.
@@ -92,7 +92,7 @@ SHORT = passed(("ahead", 0, 0), ("begin", 0, 1e-5), ("forward", 1e-5, 3))
 
 
 @pytest.mark.parametrize("other", [passed(("begin", 0, 0), ("forward", 1, 3)), timed(), SHORT])
-def test_where_the_device_did_not_lag_nothing_is_known(other: Watched) -> None:
+def test_where_the_device_did_not_lag_nothing_is_known(other: StepTrace) -> None:
     assert host_lead(timed(), other) == 0
 
 
@@ -124,8 +124,8 @@ class Lagging(ExactMeter):
 def _lags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is such a device."""
     monkeypatch.setattr(Lagging, "asked", [])
-    monkeypatch.setattr("spillway.profiler.watch.meter_of", lambda _: Lagging(0))
-    for place in ("spillway.profiler.compile.queues", "spillway.attaching.measure.queues"):
+    monkeypatch.setattr("spillway.profiler.step_trace.meter_of", lambda _: Lagging(0))
+    for place in ("spillway.profiler.compile.queues", "spillway.attaching.collector.queues"):
         monkeypatch.setattr(place, lambda _: True)
 
 

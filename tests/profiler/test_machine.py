@@ -16,16 +16,19 @@ import torch
 
 from spillway.errors import SpillPathError, TierFullError, UsageError
 from spillway.planner.hardware import Hardware
-from spillway.profiler import machine, rates
+from spillway.profiler import machine
 from spillway.profiler.machine import (
+    MOST_SAMPLES,
     cache_directory,
     cache_file,
     keep,
     known_hardware,
+    measure_drive,
     measure_hardware,
+    measure_link,
+    rate_of,
     read_kept,
 )
-from spillway.profiler.rates import MOST_SAMPLES, measure_drive, measure_link, rate_of
 from spillway.runtime.backend import Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
@@ -60,7 +63,7 @@ class Work:
 @pytest.fixture
 def directory(tmp_path: Path) -> Path:
     try:
-        rates.SpillFile(tmp_path).close()
+        machine.SpillFile(tmp_path).close()
     except SpillPathError:
         pytest.skip("the temporary directory is in memory")
     return tmp_path
@@ -154,16 +157,16 @@ def test_the_disk_is_written_and_read_and_nothing_is_left(directory: Path) -> No
 def test_little_of_a_full_disk_is_written(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # 40 MiB are free: a twentieth is two.
     usage = lambda path: psutil.disk_usage(str(path))._replace(free=40 << 20)  # noqa: E731
-    files: list[rates.SpillFile] = []
+    files: list[machine.SpillFile] = []
 
-    class Kept(rates.SpillFile):
+    class Kept(machine.SpillFile):
         def close(self) -> None:
             files.append(self)
             self.most = self.used_bytes
             super().close()
 
-    monkeypatch.setattr(rates.shutil, "disk_usage", usage)
-    monkeypatch.setattr(rates, "SpillFile", Kept)
+    monkeypatch.setattr(machine.shutil, "disk_usage", usage)
+    monkeypatch.setattr(machine, "SpillFile", Kept)
     with closing(CpuBackend(CPU)) as backend:
         assert measure_drive(backend, directory, SECONDS).read > 0
     assert [file.most for file in files] == [2 << 20]
@@ -171,7 +174,7 @@ def test_little_of_a_full_disk_is_written(directory: Path, monkeypatch: pytest.M
 
 def test_a_disk_that_is_full_is_told(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = lambda path: psutil.disk_usage(str(path))._replace(free=10 << 20)  # noqa: E731
-    monkeypatch.setattr(rates.shutil, "disk_usage", usage)
+    monkeypatch.setattr(machine.shutil, "disk_usage", usage)
     with closing(CpuBackend(CPU)) as backend, pytest.raises(TierFullError, match=r"got 10\.0 MiB of free space"):
         measure_drive(backend, directory, SECONDS)
 
@@ -320,7 +323,7 @@ def test_what_cannot_be_kept_is_said_and_returned(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPILLWAY_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.warns(UserWarning, match=r"could not be kept .*set SPILLWAY_CACHE to a directory") as told:
+    with pytest.warns(UserWarning, match=r"could not be saved .*Set SPILLWAY_CACHE to a writable directory") as told:
         hardware = known_hardware("cpu", spill_directory=directory, seconds=SECONDS)
     assert hardware.flops > 0
     assert [warning.filename for warning in told] == [__file__]

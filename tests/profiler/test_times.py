@@ -6,15 +6,15 @@ from itertools import pairwise
 
 from spillway.profiler.compile import _times
 from spillway.profiler.meter import Reading
-from spillway.profiler.watch import Place, Watched
+from spillway.profiler.step_trace import Place, StepTrace
 
 
-def watched(device: list[float], host: list[float]) -> tuple[Watched, list[list[tuple[Place, Place]]]]:
+def watched(device: list[float], host: list[float]) -> tuple[StepTrace, list[list[tuple[Place, Place]]]]:
     places: list[Place] = [("forward", number) for number in range(len(device))]
     readings = {place: Reading(seconds, 0, 0, 0) for place, seconds in zip(places, device, strict=True)}
     queued = dict(zip(places, host, strict=True))
     spans = [[(before, after)] for before, after in pairwise(places)]
-    return Watched([], readings, {}, {}, places, queued=queued), spans
+    return StepTrace([], readings, {}, {}, places, queued=queued), spans
 
 
 def test_those_count_that_did_not_wait() -> None:

@@ -45,7 +45,7 @@ def made(gib: int = 15, slow: bool = False, told: bool = True, hosted: bool = Fa
         plan,
         SLOW if slow else H200,
         measured=Point(plan.predicted_peak + GIB, plan.predicted_seconds * 1.5),
-        notes=["planned anew for 15.0 GiB"],
+        notes=["planned again for 15.0 GiB"],
         curve=Curve((Point(14 * GIB, 0.3), Point(18 * GIB, 0.2)), Point(18 * GIB, 0.2), Point(15 * GIB, 0.25)),
     )
 

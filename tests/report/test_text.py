@@ -24,7 +24,7 @@ def test_no_line_is_longer_than_the_terminal_and_all_figures_are_there(facts: Ma
     for name, value in found.figures:
         assert f"{name} {value}" in flat
     assert all(sentence in flat for sentence in found.peak_sentences)
-    assert "Note: planned anew for 15.0 GiB." in flat
+    assert "Note: planned again for 15.0 GiB." in flat
     assert "predicted" in flat and "+50.0%" in flat
     assert ("Compute stalls" in flat) == bool(found.stalls) == (gib == 15)
 

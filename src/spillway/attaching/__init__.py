@@ -1,10 +1,154 @@
 """``spillway.attach``: checkpoints and offloads the blocks of a model that is not edited.
 
-``attached`` has the verb and its handle. ``call`` replaces a module's call, ``model`` that of the model and ``block``
-that of a block. ``validation`` refuses other models. With a budget, ``measure`` profiles steps and applies a plan,
-``controller`` finds the plan, ``ranks`` share it, and ``pipeline`` does so for several stages.
+The verb is here. ``attached`` has its handle. ``call`` replaces a module's call, ``model`` that of the model and
+``block`` that of a block. ``validation`` refuses other models. With a budget, ``collector`` profiles steps and applies
+a plan, ``controller`` finds the plan, ``ranks`` share it, and ``pipeline`` finds those of several stages.
 """
 
-from spillway.attaching.attached import Attached, attach, attached_to, policy_named
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from torch.nn import Module
+
+from spillway.attaching.attached import Attached, attach_blocks, attached_to, policy_named
+from spillway.attaching.validation import check_arguments, check_limits, check_planned
+from spillway.blocks import Blocks
+from spillway.policies import Policy
+from spillway.recomputing import Recompute
+from spillway.saved_tensors.groups import Groups
+from spillway.session import Session
+from spillway.units import read_budget
+
+if TYPE_CHECKING:
+    from spillway.attaching.collector import DividedOptimizer
+    from spillway.attaching.controller import PlanController
+    from spillway.planner.hardware import Hardware
+    from spillway.planner.plan import Plan
 
 __all__ = ["Attached", "attach", "attached_to", "policy_named"]
+
+
+def attach(
+    model: Module,
+    *,
+    policy: Recompute | Policy | str | None = None,
+    blocks: Blocks | None = None,
+    groups: Groups | Mapping[str, str | Sequence[str]] | None = None,
+    every: int = 1,
+    first: int | None = None,
+    keep_last: int = 0,
+    min_bytes: int | str | None = None,
+    budget: int | float | str | None = None,
+    plan: Plan | None = None,
+    hardware: Hardware | str | None = None,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] | None = None,
+    optimizer: DividedOptimizer | None = None,
+    session: Session | None = None,
+) -> Attached:
+    """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
+
+    Each block's forward is checkpointed (:func:`~spillway.recompute`), and each call of the model is one pass with one
+    learned order of offloaded tensors. Gradients are bit for bit those of the plain model. Only modules in training
+    mode with gradients enabled are affected.
+
+    The model's class, state dictionary, parameters and hooks are unchanged. A copy or a pickle runs its own weights and
+    is not attached. DDP and FSDP2's ``fully_shard`` may come before or after. A block's own hooks run once, outside of
+    the checkpointed forward. Compile blocks, not the model, and before attaching (``for block in model.layers:
+    block.compile()``): an outer ``torch.compile`` traces through the blocks, which then save nothing.
+
+    Args:
+        model: a module whose call is a step's forward.
+        policy: a :class:`~spillway.Recompute` with the options of each block; ``None``: ``Recompute()``, which
+            recomputes everything. Or an offload policy (:mod:`spillway.policies`): then nothing is recomputed, and a
+            :class:`~spillway.offload` context with this policy is around each call of the model. Or a name:
+            ``"recompute"``, ``"offload"``, ``"keep"``.
+        blocks: a class or a tuple of them; a pattern of dotted names as in a shell (``"layers.*"``), whose ``*``
+            matches dots; a predicate ``(name, module) -> bool``; or a list of such. A class or a pattern takes the
+            outermost modules that match: ``"layers.*"`` takes ``layers.0``, and not ``layers.0.mlp``. A predicate or a
+            list may name blocks within blocks. ``None``: the blocks that the model repeats.
+        groups: names of groups, each with one or several patterns of dotted module names, or a
+            :class:`~spillway.Groups`. The tensors that a matching module saves are a group (:class:`~spillway.group`).
+            Only groups and the tensors that blocks offload are offloaded. Blocks are checkpointed only if ``policy`` is
+            a :class:`~spillway.Recompute`.
+        every: recompute each so many-th block only, from the first on.
+        first: recompute only so many of the first blocks. ``None``: all.
+        keep_last: leave out so many of the last blocks, which backward needs first.
+        min_bytes: do not offload smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB. Inside of an
+            :class:`~spillway.offload` context, that one's counts.
+        budget: the most bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``,
+            or a share like ``"60%"``, as for :func:`spillway.plan`. Each operator of each block is then kept, offloaded
+            or recomputed by a plan. The first steps are profiled, and the plan is validated: ``docs/planning.md``.
+        plan: a plan of :func:`spillway.plan`, instead.
+        hardware: the machine's speeds, as for :func:`spillway.plan`. ``None``: measured, once.
+        host_budget: with a budget: bytes of CPU memory for what is offloaded. ``None``: what the session may have.
+        disk_budget: with a budget: bytes of disk. ``None``: any.
+        allow: with a budget: decisions that a plan may make, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``.
+            ``None``: all but ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
+        optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
+            much of it is stepped on the CPU
+            (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
+        session: ``None``: the default one.
+
+    Returns:
+        The handle, whose :meth:`Attached.remove` undoes it. It need not be kept.
+
+    Raises:
+        UsageError: for invalid arguments; blocks or submodules that are not found; a model that is attached, or
+            checkpoints by itself, already; one that is compiled around its blocks.
+        UnsupportedError: for scripted modules, ``DataParallel``, and classes with a property for a forward, or with a
+            ``__call__`` or ``__deepcopy__`` that does not use torch's.
+
+    Example:
+        >>> attached = spillway.attach(model, policy=spillway.Recompute(save="attention"))  # doctest: +SKIP
+        >>> model(batch).loss.backward()  # doctest: +SKIP
+        >>> attached.remove()  # doctest: +SKIP
+    """
+    check_arguments(model, session, every=every, first=first, keep_last=keep_last)
+    if isinstance(policy, str):
+        policy = policy_named(policy)
+    limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+    is_planned = budget is not None or plan is not None
+    if is_planned:
+        check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
+    check_limits(limits, optimizer, is_planned=is_planned)
+    search = None
+    if is_planned:
+        search = partial(_controller, model, session, min_bytes, optimizer, budget=budget, plan=plan, **limits)
+    return attach_blocks(
+        model,
+        policy=policy,
+        blocks=blocks,
+        groups=groups,
+        every=every,
+        first=first,
+        keep_last=keep_last,
+        min_bytes=min_bytes,
+        session=session,
+        search=search,
+    )
+
+
+def _controller(
+    model: Module,
+    session: Session | None,
+    min_bytes: int | str | None,
+    optimizer: DividedOptimizer | None,
+    *,
+    budget: int | float | str | None,
+    plan: Plan | None,
+    **limits: Any,
+) -> PlanController:
+    # Slow to import, and only for users with a budget.
+    from spillway.attaching.budget import Planner
+    from spillway.attaching.collector import ProfileCollector
+    from spillway.attaching.controller import PlanController
+
+    collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
+    nbytes = None if budget is None else read_budget(budget)
+    planner = Planner(collector.device, session, needs_hardware=plan is None, **limits)
+    return PlanController(collector, planner, budget=nbytes, plan=plan)

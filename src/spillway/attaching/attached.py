@@ -1,22 +1,21 @@
-"""``spillway.attach`` and the handle that it returns."""
+"""Attaches to the blocks of a model, and the handle of an attached model."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 
-from spillway.attaching.block import BlockCall, KeptCall
-from spillway.attaching.call import PLACE, ModuleCall
+from spillway._torch import PLACE, skip_call
+from spillway.attaching.block import BlockCall
+from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.validation import (
-    check_arguments,
-    check_planned,
     check_policy,
     refuse_checkpointing,
     refuse_class,
@@ -26,115 +25,35 @@ from spillway.attaching.validation import (
 )
 from spillway.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import SpillwayError, UsageError, printable
-from spillway.losses import own_losses
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
-from spillway.runtime.system import local_ranks
 from spillway.saved_tensors.groups import Groups
 from spillway.session import Session
 from spillway.types import StepStats
-from spillway.units import format_bytes, read_budget
+from spillway.units import format_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.controller import Measured, PlanController
-    from spillway.attaching.measure import DividedOptimizer, ProfileCollector
-    from spillway.planner.hardware import Hardware
+    from spillway.attaching.budget import Measured
+    from spillway.attaching.collector import ProfileCollector
+    from spillway.attaching.controller import PlanController
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
 
 
-def attach(
+def attach_blocks(
     model: Module,
     *,
-    policy: Recompute | Policy | str | None = None,
+    policy: Recompute | Policy | None = None,
     blocks: Blocks | None = None,
     groups: Groups | Mapping[str, str | Sequence[str]] | None = None,
     every: int = 1,
     first: int | None = None,
     keep_last: int = 0,
     min_bytes: int | str | None = None,
-    budget: int | float | str | None = None,
-    plan: Plan | None = None,
-    hardware: Hardware | str | None = None,
-    host_budget: int | str | None = None,
-    disk_budget: int | str | None = None,
-    allow: Collection[str] | None = None,
-    optimizer: DividedOptimizer | None = None,
     session: Session | None = None,
+    search: Callable[[], PlanController] | None = None,
 ) -> Attached:
-    """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
-
-    Each block's forward is checkpointed (:func:`~spillway.recompute`), and each call of the model is one pass with one
-    learned order of offloaded tensors. Gradients are bit for bit those of the plain model. Only modules in training
-    mode with gradients enabled are affected.
-
-    The model's class, state dictionary, parameters and hooks are unchanged. A copy or a pickle runs its own weights and
-    is not attached. DDP and FSDP2's ``fully_shard`` may come before or after. A block's own hooks run once, outside of
-    the checkpointed forward. Compile blocks, not the model, and before attaching (``for block in model.layers:
-    block.compile()``): an outer ``torch.compile`` traces through the blocks, which then save nothing.
-
-    Args:
-        model: a module whose call is a step's forward.
-        policy: a :class:`~spillway.Recompute` with the options of each block; ``None``: ``Recompute()``, which
-            recomputes everything. Or an offload policy (:mod:`spillway.policies`): then nothing is recomputed, and a
-            :class:`~spillway.offload` context with this policy is around each call of the model. Or a name:
-            ``"recompute"``, ``"offload"``, ``"keep"``.
-        blocks: a class or a tuple of them; a pattern of dotted names as in a shell (``"layers.*"``), whose ``*``
-            matches dots; a predicate ``(name, module) -> bool``; or a list of such. A class or a pattern takes the
-            outermost modules that match: ``"layers.*"`` takes ``layers.0``, and not ``layers.0.mlp``. A predicate or a
-            list may name blocks within blocks. ``None``: the blocks that the model repeats.
-        groups: names of groups, each with one or several patterns of dotted module names, or a
-            :class:`~spillway.Groups`. What a matching module saves is a group (:class:`~spillway.group`). Only groups
-            are offloaded, and what blocks offload. Blocks are checkpointed only if ``policy`` is a
-            :class:`~spillway.Recompute`.
-        every: recompute each so many-th block only, from the first on.
-        first: recompute only so many of the first blocks. ``None``: all.
-        keep_last: leave out so many of the last blocks, which backward needs first.
-        min_bytes: do not offload smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB. Inside of an
-            :class:`~spillway.offload` context, that one's counts.
-        budget: the most bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``,
-            or a share like ``"60%"``, as for :func:`spillway.plan`. Each operator of each block is then kept, offloaded
-            or recomputed by a plan. The first steps are profiled, and the plan is validated: ``docs/planning.md``.
-        plan: a plan of :func:`spillway.plan`, instead.
-        hardware: the machine's speeds, as for :func:`spillway.plan`. ``None``: measured, once.
-        host_budget: with a budget: bytes of CPU memory for what is offloaded. ``None``: what the session may have.
-        disk_budget: with a budget: bytes of disk. ``None``: any.
-        allow: with a budget: what a plan may do, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``:
-            all but ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
-        optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
-            much of it is stepped on the CPU
-            (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
-        session: ``None``: the default one.
-
-    Returns:
-        The handle, whose :meth:`Attached.remove` undoes it. It need not be kept.
-
-    Raises:
-        UsageError: for arguments that cannot be meant; blocks or submodules that are not found; a model that is
-            attached, or checkpoints by itself, already; one that is compiled around its blocks.
-        UnsupportedError: for scripted modules, ``DataParallel``, and classes with a property for a forward, or with a
-            ``__call__`` or ``__deepcopy__`` that does not use torch's.
-
-    Example:
-        >>> attached = spillway.attach(model, policy=spillway.Recompute(save="attention"))  # doctest: +SKIP
-        >>> model(batch).loss.backward()  # doctest: +SKIP
-        >>> attached.remove()  # doctest: +SKIP
-    """
-    check_arguments(model, session, every=every, first=first, keep_last=keep_last)
-    if isinstance(policy, str):
-        policy = policy_named(policy)
-    if budget is not None or plan is not None:
-        check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
-    elif any(each is not None for each in (hardware, host_budget, disk_budget, allow, optimizer)):
-        raise UsageError(
-            "got hardware, host_budget, disk_budget, allow or optimizer without a budget, expected one beside them, "
-            "since they say how it is planned for; give budget=..."
-        )
-    if optimizer is not None and not hasattr(optimizer, "divide"):
-        raise UsageError(
-            f"optimizer: got {type(optimizer).__name__}, expected a spillway.OffloadedOptimizer, of which a part can "
-            f"be on the host; leave out any other: its state is counted as it is"
-        )
+    """:func:`spillway.attach` without a budget, or with the search for a plan that ``search`` makes."""
     modules = [Named("", model), *walk(model)]
     refuse_modules(modules)
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
@@ -151,7 +70,7 @@ def attach(
     else:
         check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
         taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
-        calls = [KeptCall(each) for each in taken]
+        calls = [ModuleCall(each, keeps=True) for each in taken]
     if rules is not None:
         taken = [*taken, *_group(model, calls, rules)]
     around = above(model, taken)
@@ -159,34 +78,19 @@ def attach(
         refuse_class(each)
     refuse_compiled(around)
     context = ModelPass(
-        # Tensors outside of blocks are kept, or offloaded in groups. Those that blocks offload have their order here.
+        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
         policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
         groups=None if rules is None else dataclasses.replace(rules, patterns={}),
         min_bytes=min_bytes,
         tag=f"attached {type(model).__name__}",
         session=session,
     )
-    controller = None
-    if budget is not None or plan is not None:
-        # These take a while to import, and are for users with a budget.
-        from spillway.attaching.budget import Planner
-        from spillway.attaching.controller import PlanController
-        from spillway.attaching.measure import ProfileCollector
-
-        collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
-        nbytes = None if budget is None else read_budget(budget)
-        limits: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-        planner = Planner(collector.device, session, hardware, needs_hardware=plan is None, **limits)
-        controller = PlanController(collector, planner, budget=nbytes, plan=plan)
+    controller = None if search is None else search()
     root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
     if controller is not None:
         attached.follow(controller)
-    # Importing it takes a second.
-    from torch._dynamo.decorators import skip
-
-    # Dynamo must not trace the call itself. torch.compiler.disable(recursive=False) would forbid exporting.
-    skip(ModuleCall.__call__)
+    skip_call(ModuleCall.__call__)
     with ExitStack() as undo:
         undo.callback(attached.remove)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
@@ -204,7 +108,7 @@ def policy_named(name: str) -> Recompute | Policy:
     """The policy of a name.
 
     Raises:
-        UsageError: for a name that there is not.
+        UsageError: for an unknown name.
     """
     if name not in NAMED:
         raise UsageError(
@@ -258,9 +162,9 @@ class Attached:
     def __init__(self, root: ModelCall, policy: Recompute | Policy, controller: PlanController | None = None) -> None:
         self._root = root
         self._controller = controller
-        self._root.attached = self
         self._policy = policy
         self._removed = False
+        root.attached = self
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -276,17 +180,14 @@ class Attached:
         """From the next call of the model on, an observer profiles it or finds a plan."""
         self._root.observer = observer
         observer.take([call for call in self._root.blocks if isinstance(call, BlockCall)])
-        model = self._root.module()
-        if model is not None:
-            self._root.losses = own_losses(model)
 
-    def tell(self, told: Callable[[SpillwayError], None]) -> None:
-        """Tell a function of later errors, and let the model's call go on as if it were not attached.
+    def tell(self, on_error: Callable[[SpillwayError], None]) -> None:
+        """Call a function with later errors, and let the model's call go on as if it were not attached.
 
         The function may raise: its error is then the call's.
         """
         for call in (self._root, *self._root.blocks):
-            call.told = told
+            call.on_error = on_error
 
     @property
     def plan(self) -> Plan | None:
@@ -300,7 +201,7 @@ class Attached:
 
     @property
     def stage(self) -> str | None:
-        """Where the search for a plan is; ``None`` without a budget.
+        """The stage of the search for a plan; ``None`` without a budget.
 
         ``"profiling operators"``, ``"profiling memory"``, ``"profiling time"``, ``"warming up"``, ``"validating"``, and
         ``"active"`` when the search is over.
@@ -314,7 +215,7 @@ class Attached:
 
     @property
     def missing(self) -> str | None:
-        """What a plan still needs, in words; ``None``: there is a plan, or no budget."""
+        """The calls or steps that a plan still needs, in words; ``None``: there is a plan, or no budget."""
         return None if self._controller is None else self._controller.missing or None
 
     @property
@@ -324,15 +225,15 @@ class Attached:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What happened in the search for a plan and since; none without a budget."""
+        """Notes of the search for a plan and since; none without a budget."""
         return () if self._controller is None else tuple(self._controller.notes)
 
     def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
         """Explain the plan.
 
         Args:
-            what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: where the
-                search for a plan is, and the whole plan, or what it still needs.
+            what: a block, by its name or itself; or a module, a parameter or a buffer of one. ``None``: the stage of
+                the search, and the whole plan, or what it still needs.
 
         Raises:
             UsageError: for a block where there is no plan, or no such block.
@@ -342,19 +243,21 @@ class Attached:
         """
         plan = self.plan
         if what is None:
-            losses = [f"the loss of {loss.kind} is computed in rows" for loss in self._root.losses if loss.is_in_rows]
+            observer = self._root.observer
+            found = () if observer is None else observer.losses
+            losses = [f"the loss of {loss.kind} is computed in rows" for loss in found if loss.is_in_rows]
             plans = [] if plan is None else [str(plan)]
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
         if plan is None:
-            raise UsageError(f"explain: got a call before there is a plan ({self._state()}), expected one after it")
+            raise UsageError(f"explain: there is no plan yet ({self._state()}). Call it when there is one")
         owner = what if isinstance(what, str) else None
         for call in self._root.blocks:
             module = call.module()
             if owner is None and module is not None:
                 parts = (*module.modules(), *module.parameters(), *module.buffers())
                 owner = call.name if any(part is what for part in parts) else None
-        found = [block for block in plan.blocks if block.name == owner]
-        if not found:
+        mine = [block for block in plan.blocks if block.name == owner]
+        if not mine:
             names = ", ".join(repr(block.name) for block in plan.blocks[:4])
             raise UsageError(
                 f"explain: got {what!r:.200}, expected a block of the plan ({names}, ...), or a module, a parameter or "
@@ -362,9 +265,9 @@ class Attached:
             )
         lines = [
             printable(f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}")
-            for each in found[0].operators
+            for each in mine[0].operators
         ]
-        return "\n".join([str(found[0]), *lines])
+        return "\n".join([str(mine[0]), *lines])
 
     def report(
         self, path: str | os.PathLike[str], *, trace: str | os.PathLike[str] | None = None, curve: bool = False
@@ -383,36 +286,11 @@ class Attached:
         Example:
             >>> attached.report("plan.html", trace="step.json")  # doctest: +SKIP
         """
-        controller = self._controller
-        if controller is None or controller.plan is None:
-            missing = "" if controller is None else f" (it takes {controller.missing})"
+        if self._controller is None:
             raise UsageError(
-                f"report: got a call before there is a plan{missing}, expected attach(model, budget=...) and steps"
+                "report: there is no plan yet. Attach with attach(model, budget=...), and train some steps"
             )
-        if controller.profile is None or controller.planner.hardware is None:
-            raise UsageError(
-                "report: got a plan that was given, of whose step nothing was measured, expected attach(model, "
-                "budget=...); or write the report of its profile, with: spillway report profile.json plan.json"
-            )
-        # Drawing takes a while to import.
-        from spillway.planner.files import write_file
-        from spillway.planner.report.facts import facts_of
-        from spillway.planner.report.page import to_page
-        from spillway.planner.report.trace import to_trace
-
-        facts = facts_of(
-            controller.profile,
-            controller.plan,
-            controller.planner.hardware,
-            active=local_ranks(),
-            measured=controller.measured,
-            notes=controller.notes,
-            curve=controller.planner.curve(controller.profile) if curve else None,
-        )
-        # All is made before anything is written.
-        texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]
-        for file, text in texts:
-            write_file(file, text)
+        self._controller.report(path, trace=trace, curve=curve)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass that has ended, as far as its backward has come.
@@ -422,7 +300,7 @@ class Attached:
         return self._root.context.stats()
 
     def remove(self) -> None:
-        """Detach the model, which is then as it was. A second call does nothing.
+        """Detach the model, which is then unchanged. A second call does nothing.
 
         Raises:
             UsageError: if a module was compiled after attaching. The model is detached all the same, and stays
@@ -436,7 +314,7 @@ class Attached:
             self._root.observer.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
         if strangers:
-            raise UsageError(strangers[0].collision())
+            raise strangers[0].collision()
 
     def __enter__(self) -> Attached:
         return self

@@ -4,7 +4,7 @@ NOTE [ Hooks of a block ]
 
 They run outside of the checkpointed forward, once, as they do without one. A hook that keeps its arguments must not get
 in backward what a replay did not compute, and FSDP's hooks gather parameters. So the block's ``forward`` is
-checkpointed. While hooks run around it, an instance's ``forward`` stands for the checkpointed one.
+checkpointed. While hooks run around it, the checkpointed one replaces the instance's ``forward``.
 """
 
 from __future__ import annotations
@@ -18,27 +18,29 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
-from torch.nn.modules.module import _global_forward_pre_hooks, _has_any_global_hook
 from torch.nn.parameter import is_lazy
 
+from spillway._torch import global_pre_hooks, has_global_hook, hooks_of, own_call
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.blocks import Named
 from spillway.checkpointing.function import in_replay
 from spillway.checkpointing.recorder import Observer
 from spillway.errors import RecomputeError
-from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.kept import PassthroughBlock
 from spillway.session import Session
 
 if TYPE_CHECKING:
-    from spillway.attaching.measure import ProfileCollector
+    from spillway.attaching.collector import ProfileCollector
+    from spillway.profiler.step_trace import StepTracer
+
+    Traced = tuple[StepTracer, int]
 
 
 class BlockForward:
-    """A block's checkpointed forward, in the place of its ``forward`` while calls are in their hooks.
+    """A block's checkpointed forward, which replaces its ``forward`` while calls are in their hooks.
 
     See NOTE [ Hooks of a block ]. ``checkpointed`` gets module, forward and arguments, and is not kept alive.
     """
@@ -73,7 +75,6 @@ class BlockForward:
 
     @contextmanager
     def in_place(self, module: Module) -> Iterator[None]:
-        """While it lasts, the module's forward is this."""
         with self._lock:
             if not self._calls:
                 self._instance = module.__dict__.get("forward")
@@ -91,34 +92,19 @@ class BlockForward:
                         module.__dict__["forward"] = self._instance
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy that is made meanwhile, by another thread, runs its own forward.
+        # A copy that another thread makes meanwhile runs its own forward.
         return getattr, (self._module(), "forward")
 
 
-class KeptCall(ModuleCall):
-    """The call of a block whose saved tensors stay, whatever the policy around it says."""
-
-    def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with keep():
-            return self.plain(module, args, kwargs)
-
-
 class BlockCall(ModuleCall):
-    """The call of a block whose forward is checkpointed.
-
-    Args:
-        named: the block.
-        how: the options of checkpointing.
-        session: ``None``: the default one.
-        others: all checkpointed blocks.
-    """
+    """The call of a block whose forward is checkpointed. ``others`` are all checkpointed blocks."""
 
     def __init__(self, named: Named, how: Recompute, session: Session | None, others: Iterable[Named]) -> None:
         super().__init__(named)
         self.how: Recompute | None = how
         """``None``: for now, it is not checkpointed."""
         self.collector: ProfileCollector | None = None
-        """Says how, if there is a budget, and observes each call."""
+        """With a budget: sets ``how``, and traces each call."""
         self.observer: Observer | None = None
         self.runner: Callable[..., Any] = call_checkpointed_untraced
         """Runs it checkpointed."""
@@ -126,31 +112,32 @@ class BlockCall(ModuleCall):
         self.has_inner = any(id(other.module) in inside for other in others)
         """Whether there are checkpointed blocks inside."""
         self._session = session
-        self._number = _Number()
+        self._traced = _Traced()
         self._alone = PassthroughBlock()
         self._is_lazy = _has_lazy(named.module)
         self._forward = BlockForward(self.module, self.checkpointed)
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # Its first call makes its parameters, which a re-run would find made.
+        # The first call of a lazy module makes its parameters, which a replay would find made.
         if self._is_lazy:
             self._is_lazy = _has_lazy(module)
         if self._is_lazy:
             return self.plain(module, args, kwargs)
         if self.collector is None:
             return self._run(module, args, kwargs)
-        number = self._number.now = self.collector.block_begins(self, module, args, kwargs)
+        traced = self._traced.now = self.collector.block_begins(self, module, args, kwargs)
         output = self._run(module, args, kwargs)
-        self.collector.tell(number, lambda watch, number: watch.block_ended(number, output))
+        if traced is not None:
+            tracer, number = traced
+            tracer.block_ended(number, output)
         return output
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.how is None:
-            return self._alone.run(module._call_impl if self.before is None else self.before, args, kwargs)
+            return self._alone.run(own_call(module) if self.before is None else self.before, args, kwargs)
         if self.before is not None:
             return self.checkpointed(module, self.before, args, kwargs)
-        own = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
-        if not (own or _has_any_global_hook()):  # type: ignore[no-untyped-call]
+        if not (any(hooks_of(module)) or has_global_hook()):
             return self.checkpointed(module, self._forward.own(module), args, kwargs)
         with self._forward.in_place(module):
             return self.plain(module, args, kwargs)
@@ -166,7 +153,7 @@ class BlockCall(ModuleCall):
         how = self.how
         if how is None:
             return forward(*args, **kwargs)
-        run = _Run(self, module, forward, how, self._number.now)
+        run = _Run(self, module, forward, how, self._traced.now)
         return self.runner(how, run, args, kwargs, self._session, self.observer)
 
 
@@ -174,13 +161,13 @@ class _Run:
     """The function that is checkpointed. Like a bound method, it has its module as ``__self__``."""
 
     def __init__(
-        self, call: BlockCall, module: Module, forward: Callable[..., Any], how: Recompute, number: int
+        self, call: BlockCall, module: Module, forward: Callable[..., Any], how: Recompute, traced: Traced | None
     ) -> None:
         self.__self__ = module
         self._call = call
         self._forward = forward
         self._wants_modules = how.choices.wants_modules
-        self._number = number
+        self._traced = traced
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._call.removed:
@@ -188,30 +175,28 @@ class _Run:
             inner = (module for module in self.__self__.modules() if module is not self.__self__)
             if self._call.has_inner or any(map(is_attached, inner)):
                 raise RecomputeError(
-                    f"got a backward after remove(), through {self._call.name!r}, which has or had recomputed blocks "
-                    f"inside, expected it before, since the block cannot run again as it ran first; call backward, "
-                    f"then remove()"
+                    f"A backward came after remove(), through {self._call.name!r}, which has or had recomputed blocks "
+                    f"inside, so it cannot be replayed as it ran. Call backward first, then remove()"
                 )
-        collector = self._call.collector
-        if collector is None:
+        if self._traced is None:
             return self._call_forward(args, kwargs)
+        tracer, number = self._traced
         if not in_replay():
             begin = time.perf_counter()
             output = self._call_forward(args, kwargs)
-            seconds = time.perf_counter() - begin
-            collector.tell(self._number, lambda watch, number: watch.block_ran(number, seconds))
+            tracer.block_ran(number, time.perf_counter() - begin)
             return output
-        collector.tell(self._number, lambda watch, number: watch.rerun_begins(number))
+        tracer.replay_begins(number)
         try:
             return self._call_forward(args, kwargs)
         finally:
-            collector.tell(self._number, lambda watch, number: watch.rerun_ended(number))
+            tracer.replay_ended(number)
 
     def _call_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._wants_modules:
             return self._forward(*args, **kwargs)
         # The module's call began before the locator was there.
-        owners = [getattr(hook, "__self__", None) for hook in _global_forward_pre_hooks.values()]
+        owners = [getattr(hook, "__self__", None) for hook in global_pre_hooks.values()]
         locators = [owner for owner in owners if isinstance(owner, Locator)]
         for locator in locators:
             locator._before(self.__self__, args)
@@ -222,10 +207,10 @@ class _Run:
                 locator._after(self.__self__, args, None)
 
 
-class _Number(threading.local):
-    """Which call of a block in its pass the calling thread is in."""
+class _Traced(threading.local):
+    """How the calling thread's call of a block is traced, if it is."""
 
-    now = -1
+    now: Traced | None = None
 
 
 def _has_lazy(module: Module) -> bool:

@@ -3,29 +3,62 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Sequence
+import os
+from collections.abc import Callable, Collection, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spillway.errors import BudgetError
+from spillway.errors import BudgetError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import Curve, Lanes, aim_at, make_checkpointing_plan, make_curve, make_plan
-from spillway.planner.stages import StageProfile, make_stage_plans, simulate_stages
+from spillway.planner.planner import Point, aim_at, make_checkpointing_plan, make_curve, make_plan
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from spillway.attaching.controller import PlanController
     from spillway.attaching.ranks import RankGroup
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
-    from spillway.planner.tasks import Turn
 
+Path = str | os.PathLike[str]
 _MOST_CORRECTIONS = 8
 _SLACK = 1 << 20
+
+
+class Measured(Point):
+    """The peak in bytes, ``peak_bytes``, and the ``seconds`` of the validated step."""
+
+    __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A validated plan, while torch's own checkpointing is timed beside it."""
+
+    plan: Plan
+    measured: Measured
+    kinds: list[Hashable]
+    """Kinds of the called blocks."""
+    seconds: float
+    """From the begin of the step to the end of the first block's backward."""
+
+
+def is_same(plan: Plan, other: Plan) -> bool:
+    """Whether two plans do the same, whatever they predict."""
+
+    def decisions(plan: Plan) -> object:
+        blocks = [
+            (each.name, each.plain, each.recomputes, each.inputs, [(op.place, op.decision) for op in each.operators])
+            for each in plan.blocks
+        ]
+        return blocks, plan.window, plan.ahead, plan.optimizer_fraction
+
+    return decisions(plan) == decisions(other)
 
 
 class BudgetTarget:
@@ -42,7 +75,6 @@ class BudgetTarget:
         return self.budget - aim_at(self.budget) + self.nbytes - predicted
 
     def reset(self) -> None:
-        """Forget the steps above the budget."""
         self.corrections, self.nbytes = 0, aim_at(self.budget)
 
     def back_off(self, peak: int, replan: Callable[[], object], note: Callable[[str], object]) -> None:
@@ -55,49 +87,39 @@ class BudgetTarget:
         self.corrections += 1
         if self.corrections > _MOST_CORRECTIONS:
             raise BudgetError(
-                f"budget: got {format_bytes(self.budget)}, and steps of {format_bytes(peak)} after {_MOST_CORRECTIONS} "
-                f"plans, expected a budget that is met; the model's steps differ too much: give a larger budget",
+                f"budget: steps take {format_bytes(peak)}, above {format_bytes(self.budget)}, after "
+                f"{_MOST_CORRECTIONS} plans, since the model's steps differ too much. Give a larger budget",
                 budget=self.budget,
                 least=peak,
             )
         # Peaks vary with the copies under way. The more steps were above the budget, the more is left.
         self.nbytes = max(self.nbytes - (peak - self.budget + _SLACK) * 2 ** max(self.corrections - 2, 0), 0)
-        note(f"planned anew for {format_bytes(self.nbytes)}")
+        note(f"planned again for {format_bytes(self.nbytes)}")
         try:
             replan()
         except BudgetError as error:
             missing = error.least - self.nbytes
             self.corrections, self.nbytes = before
             raise BudgetError(
-                f"budget: got {format_bytes(self.budget)}, and a step of {format_bytes(peak)} where less was "
-                f"predicted, expected {format_bytes(missing)} more, since no plan is that much smaller; give a budget "
-                f"of {format_bytes(self.budget + missing)}, or allow more to leave or to be computed again",
+                f"budget: a step took {format_bytes(peak)}, above {format_bytes(self.budget)} and its prediction, and "
+                f"no plan is that much smaller. Give a budget of {format_bytes(self.budget + missing)}, or allow more "
+                f"to be offloaded or recomputed",
                 budget=self.budget,
                 least=self.budget + missing,
             ) from error
 
 
 def allowed(device: torch.device, allow: Collection[str] | None) -> Collection[str]:
-    """What a plan may do; by default, all that serves a device at its best."""
+    """The decisions that a plan may make; by default, those that suit a device best."""
     if allow is not None:
         return allow
     return {"keep", "recompute", "disk" if device.type == "cpu" else "host"}
 
 
 class Planner:
-    """Makes the plans of a device, within the user's limits.
+    """Makes the plans of a device, within the user's limits, which are those of :func:`spillway.plan`.
 
-    Args:
-        device: which.
-        session: ``None``: the default one.
-        hardware: as for :func:`spillway.plan`, and so are the next three.
-        host_budget: bytes of CPU memory.
-        disk_budget: bytes of disk.
-        allow: what a plan may do.
-        needs_hardware: whether there are plans to be made: none where the plan is given.
-
-    Raises:
-        UsageError: for limits that cannot be meant.
+    A given plan is not made: it does not need the hardware (``needs_hardware``).
     """
 
     def __init__(
@@ -131,56 +153,68 @@ class Planner:
         Raises:
             BudgetError: if no plan is within the budget.
         """
-        room = min(ranks.share("room", self._room))
-        hardware = ranks.share("hardware", lambda: self.hardware)[0]
-        assert hardware is not None
-        return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self._limits(room)))[0]
+        free = min(ranks.share("free", self._free_host_bytes))
+        hardware = self._shared_hardware(ranks)
+        return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self.limits(free)))[0]
 
     def checkpointing_plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan | None:
         """The plan of torch's own checkpointing; ``None`` if it is not allowed, or not within the budget."""
         if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self._allow):
             return None
-        hardware = ranks.share("hardware", lambda: self.hardware)[0]
-        assert hardware is not None
+        hardware = self._shared_hardware(ranks)
         options: dict[str, Any] = {"budget": budget, "window": self._window, "active": local_ranks()}
         with contextlib.suppress(BudgetError):
             return ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
         return None
 
-    def curve(self, profile: Profile) -> Curve:
-        """Plans for several budgets."""
-        assert self.hardware is not None
-        return make_curve(profile, self.hardware, **self._limits(self._room()))
-
-    def stage_plans(
-        self, stages: Sequence[StageProfile], turns: Sequence[Turn], static_bytes: int, budget: int
-    ) -> list[Plan]:
-        """A plan for each stage of a rank, within one budget."""
-        limits = self._limits(self._room())
-        del limits["active"]
-        return make_stage_plans(stages, turns, self._lanes, static_bytes=static_bytes, budget=budget, **limits)
-
-    def stage_peak(
-        self, stages: Sequence[StageProfile], turns: Sequence[Turn], static_bytes: int, plans: Sequence[Plan]
-    ) -> int:
-        """The predicted peak of a step with other turns than those that were planned for."""
-        return simulate_stages(stages, plans, turns, self._lanes, static_bytes=static_bytes).peak_bytes
-
-    @property
-    def _lanes(self) -> Lanes:
-        assert self.hardware is not None
-        return Lanes(self.hardware, local_ranks())
-
-    def _room(self) -> int:
-        """Bytes of CPU memory. What others have there, as an optimizer has, is taken already."""
-        return self._session.host_room(self._device)
-
-    def _limits(self, room: int) -> dict[str, Any]:
+    def limits(self, free: int | None = None) -> dict[str, Any]:
+        """Limits of plans as keyword arguments, with so many free bytes of CPU memory."""
+        free = self._free_host_bytes() if free is None else free
         return {
             "window": self._window,
             "may_grow": self._session.window is None,
             "active": local_ranks(),
-            "host_budget": room if self._host_budget is None else min(self._host_budget, room),
+            "host_budget": free if self._host_budget is None else min(self._host_budget, free),
             "disk_budget": self._disk_budget,
             "allow": self._allow,
         }
+
+    def _shared_hardware(self, ranks: RankGroup) -> Hardware:
+        hardware = ranks.share("hardware", lambda: self.hardware)[0]
+        assert hardware is not None
+        return hardware
+
+    def _free_host_bytes(self) -> int:
+        """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
+        return self._session.host_room(self._device)
+
+
+def write_report(search: PlanController, path: Path, *, trace: Path | None, curve: bool) -> None:
+    """Write the plan of a search as a page, and its simulated step as a trace: see :meth:`Attached.report`."""
+    # Slow to import.
+    from spillway.planner.files import write_file
+    from spillway.planner.report.facts import facts_of
+    from spillway.planner.report.page import to_page
+    from spillway.planner.report.trace import to_trace
+
+    plan, profile, planner = search.plan, search.profile, search.planner
+    if plan is None:
+        raise UsageError(f"report: there is no plan yet, which takes {search.missing}. Call it again afterwards")
+    if profile is None or planner.hardware is None:
+        raise UsageError(
+            "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or write "
+            "the report from files, with: spillway report profile.json plan.json"
+        )
+    facts = facts_of(
+        profile,
+        plan,
+        planner.hardware,
+        active=local_ranks(),
+        measured=search.measured,
+        notes=search.notes,
+        curve=make_curve(profile, planner.hardware, **planner.limits()) if curve else None,
+    )
+    # All is made before anything is written.
+    texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]
+    for file, text in texts:
+        write_file(file, text)

@@ -1,4 +1,4 @@
-"""The call of an attached module, in the place of its own.
+"""The call of an attached module, which replaces its own.
 
 NOTE [ How a module's call is taken over ]
 
@@ -6,8 +6,8 @@ NOTE [ How a module's call is taken over ]
 itself. The attribute exists for ``module.compile()``, and ``Module.__getstate__`` leaves it out: copies and pickles do
 not have it. A :class:`ModuleCall` is put there, which has a weak reference to its module. State dictionaries, hooks,
 classes and parameters are unchanged. A copy runs its own weights, and is not attached. (An instance's ``forward`` would
-be copied, and would run the original's weights.) If a class has a ``__getstate__`` that leaves nothing out, the copy of
-a :class:`ModuleCall` is ``None``, as torch's own class attribute is.
+be copied, and would run the original's weights.) A class may have a ``__getstate__`` that leaves nothing out: the copy
+of a :class:`ModuleCall` is ``None``, as torch's own class attribute is.
 
 NOTE [ Copies that share it ]
 
@@ -20,8 +20,8 @@ NOTE [ Compiled blocks ]
 
 A block that was compiled before (``block.compile()``) has the attribute already. The checkpointed forward runs it, and
 it is put back in the end. Compiling an attached module replaces the :class:`ModuleCall` without notice: so each call of
-the model checks for that, and so does ``remove``. A module compiled around a block is refused where it can be seen: its
-trace would go past the block's call.
+the model checks for that, and so does ``remove``. A module compiled around a block is refused if it can be seen: its
+trace would bypass the block's call.
 """
 
 from __future__ import annotations
@@ -29,66 +29,69 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.fx
 from torch.nn import Module
 
-from spillway._torch import callback
+from spillway._torch import CALLING, IS_REPLICA, callback, is_fx_tracing, own_call, tracing_state
+from spillway._torch import PLACE as PLACE
 from spillway.blocks import Named
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
-from spillway.offloading import group
-
-PLACE = "_compiled_call_impl"
-
-_TORCHS = Module._wrapped_call_impl.__code__
+from spillway.offloading import group, keep
 
 REFUSALS = (UsageError, UnsupportedError, BudgetError)
 """Errors of a call that are raised before anything of it has run."""
 
 
 class ModuleCall:
-    """What a module's call is. See NOTE [ How a module's call is taken over ]."""
+    """Replaces a module's call. See NOTE [ How a module's call is taken over ].
 
-    def __init__(self, named: Named) -> None:
+    Args:
+        named: the module.
+        keeps: whether the tensors that it saves are kept, whatever the policy around it says.
+    """
+
+    def __init__(self, named: Named, *, keeps: bool = False) -> None:
         self.name = named.name
         self.kind = type(named.module).__name__
         self.module = weakref.ref(named.module)
         self.before: Callable[..., Any] | None = named.module.__dict__.get(PLACE)
-        """What was there."""
-        self._had_place = PLACE in named.module.__dict__
+        """The call that was there."""
+        self._had_call = PLACE in named.module.__dict__
+        self._keeps = keeps
         self.removed = False
         self.group: str | None = None
-        """Name of the group that it is."""
-        self.told: Callable[[SpillwayError], None] | None = None
-        """Is told of an error, instead of raising it. The call then goes on as if not attached."""
+        """Name of the group that the module is."""
+        self.on_error: Callable[[SpillwayError], None] | None = None
+        """Is called with an error, instead of raising it. The call then goes on as if not attached."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Mostly it is torch's frame that calls this, and tells which module is called.
+        # Mostly torch's frame calls this, and tells which module is called.
         frame = sys._getframe(1)
-        module: Module | None = frame.f_locals["self"] if frame.f_code is _TORCHS else self.module()
+        module: Module | None = frame.f_locals["self"] if frame.f_code is CALLING else self.module()
         assert module is not None
         if module is not self.module():
             # See NOTE [ Copies that share it ].
-            if module.__dict__.get("_is_replica") and module.training and torch.is_grad_enabled():
+            if module.__dict__.get(IS_REPLICA) and module.training and torch.is_grad_enabled():
                 self.refuse(
                     UnsupportedError(
-                        f"got a call of a replica of {Named(self.name, module)}, which is attached, on another device, "
-                        f"expected one device in each process; use torch.nn.parallel.DistributedDataParallel"
+                        f"A replica of {Named(self.name, module)} was called on another device, and only the original "
+                        f"is attached. Use torch.nn.parallel.DistributedDataParallel, with one device in each process"
                     )
                 )
-            return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+            return own_call(module)(*args, **kwargs)
         if self.removed or not (module.training and torch.is_grad_enabled()):
             if not (self.removed or module.training):
                 self.evaluates()
             return self.plain(module, args, kwargs)
-        # First: where something is compiled, Python that is called from here is traced.
+        # First: inside of a compiled function, Python that is called from here is traced.
         if is_compiled_around():
             self.refuse(
                 UnsupportedError(
-                    f"got {Named(self.name, module)}, which is attached, inside of torch.compile, expected it outside, "
-                    f"since what is compiled goes past what was attached; compile the blocks, and before attaching: "
+                    f"{Named(self.name, module)} is attached, and was called inside of torch.compile, whose trace "
+                    f"bypasses the attached call. Compile the blocks instead, before attaching: "
                     f"`for block in blocks: block.compile()`"
                 )
             )
@@ -101,22 +104,22 @@ class ModuleCall:
             return self.run(module, args, kwargs)
 
     def refuse(self, error: SpillwayError) -> None:
-        """Raise an error, or tell it."""
-        if self.told is None:
+        """Raise an error, or hand it to :attr:`on_error`."""
+        if self.on_error is None:
             raise error
-        self.told(error)
+        self.on_error(error)
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The call, in training."""
-        return self.plain(module, args, kwargs)
+        with keep() if self._keeps else nullcontext():
+            return self.plain(module, args, kwargs)
 
     def evaluates(self) -> None:
-        """It is about to be called in evaluation."""
+        """The module is about to be called in evaluation."""
 
     def plain(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The call as it was."""
-        before: Callable[..., Any] = module._call_impl if self.before is None else self.before
-        return before(*args, **kwargs)
+        """The call without Spillway."""
+        return (own_call(module) if self.before is None else self.before)(*args, **kwargs)
 
     def take(self) -> None:
         """Attach it to the module."""
@@ -130,21 +133,21 @@ class ModuleCall:
         module = self.module()
         if module is None:
             return True
-        if module.__dict__.get(PLACE) is not self:
+        own = module.__dict__
+        if own.get(PLACE) is not self:
             # Attaching may have failed half way.
-            return module.__dict__.get(PLACE) is self.before
-        if self._had_place:
-            module.__dict__[PLACE] = self.before
+            return own.get(PLACE) is self.before
+        if self._had_call:
+            own[PLACE] = self.before
         else:
-            del module.__dict__[PLACE]
+            del own[PLACE]
         return True
 
-    def collision(self) -> str:
-        """The error where the module was compiled meanwhile."""
-        return (
-            f"got {repr(self.name) if self.name else 'the model'} ({self.kind}) compiled after attaching, which took "
-            f"the place of what was attached, expected it before, so that what is compiled runs inside; call "
-            f"attached.remove(), compile the blocks, and attach again"
+    def collision(self) -> UsageError:
+        """The error if the module was compiled meanwhile."""
+        return UsageError(
+            f"{repr(self.name) if self.name else 'the model'} ({self.kind}) was compiled after attaching, which "
+            f"replaced the attached call. Call attached.remove(), compile the blocks, and attach again"
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -163,8 +166,4 @@ def is_compiled_around() -> bool:
 
 def is_traced() -> bool:
     """Whether the call is only recorded: by ``torch.jit.trace``, by ``torch.fx``, or for export."""
-    return (
-        torch._C._get_tracing_state() is not None
-        or torch.compiler.is_compiling()
-        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
-    )
+    return tracing_state() is not None or torch.compiler.is_compiling() or is_fx_tracing()

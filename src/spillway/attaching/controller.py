@@ -6,7 +6,7 @@ Each call of the model in training begins a step, and each step has a stage. A s
 An evaluation between two steps ends the first of them: no plan makes an evaluation smaller. A call without gradients in
 training mode belongs to its step.
 
-The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.py``). Then:
+The first three stages profile the model (NOTE [ Profiling steps ] in ``collector.py``). Then:
 
 ``WARMING_UP``
     The plan is applied. New replays are compared, and the order of backward is learned.
@@ -15,7 +15,7 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.
     that. On an accelerator, the next step then times torch's own checkpointing, if that is within the budget:
     predictions of CPU overhead are rough. The faster plan of the two becomes active. Checkpointing offloads nothing,
     and its replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole
-    budget, where other plans leave some. It is also the plan after two others that were above the budget. A step that
+    budget, and other plans leave some. It is also the plan after two others that were above the budget. A step that
     was learned from is not judged.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
@@ -23,7 +23,7 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``measure.
     step that begins with more bytes than the profiled one has a plan for that before it runs. Larger inputs take the
     least memory once, and then have a plan for the profile, enlarged. If there is none, profiling begins again.
 
-So a search takes five steps, and six where checkpointing is timed or the plan is corrected once. Each stage is a line
+So a search takes five steps, and six if checkpointing is timed or the plan is corrected once. Each stage is a line
 in the log ``spillway.attach``.
 
 Ranks that share a model go through the stages in step: NOTE [ One plan for many ranks ] in ``ranks.py``. The stages of
@@ -32,29 +32,19 @@ a pipeline are planned for together: ``pipeline.py``.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.budget import BudgetTarget, Planner
-from spillway.attaching.measure import (
-    PROFILING,
-    TRANSITIONS,
-    Event,
-    ProfileCollector,
-    Stage,
-    kinds_of,
-    log_stage,
-    tensor_bytes,
-)
+from spillway.attaching.budget import BudgetTarget, Measured, Path, Planner, Rival, is_same, write_report
+from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kinds_of, tensor_bytes
 from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
 from spillway.errors import BudgetError
-from spillway.planner.planner import Point, parse_budget
+from spillway.planner.planner import parse_budget
 from spillway.profiler.meter import DeviceMemory
 from spillway.units import format_bytes
 
@@ -62,7 +52,7 @@ if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
-    from spillway.profiler.watch import Watched
+    from spillway.profiler.step_trace import StepTrace
 
 MOST_APART = 16
 """A second step above the budget within so many steps is an error, if there is no plan for less."""
@@ -74,40 +64,18 @@ _MOST_IDLE = 16
 _GRAINS = 256
 """A step's first bytes are rounded up to such a part of the budget."""
 _CLOSE = 1.01
-"""Of two plans whose predicted times are so close, the one that offloads nothing is taken."""
+"""If predicted times are this close, the plan of torch's own checkpointing is taken."""
 _MOST_LEAD = 0.5
 """Seconds of the CPU's lead that a step is validated with, at most."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
 
 
-class Measured(Point):
-    """The peak in bytes, ``peak_bytes``, and the ``seconds`` of the validated step."""
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Rival:
-    """A validated plan that was slower than predicted, while torch's own checkpointing is validated."""
-
-    plan: Plan
-    measured: Measured
-    kinds: list[Hashable]
-    """Of the blocks that were called."""
-    seconds: float
-    """From the first block's forward to the end of the last block's backward."""
-
-
 class PlanController:
     """See NOTE [ How a plan is found ].
 
-    Args:
-        collector: observes and calls the model's blocks.
-        planner: makes plans.
-        budget: bytes that may be allocated on the device, or a share as a float, as for :func:`spillway.plan`.
-            ``None``: the plan is given.
-        plan: is active from the begin, whatever comes.
+    The budget is in bytes, or a share as a float, as for :func:`spillway.plan`. A plan that is given instead is active
+    from the begin, whatever comes.
     """
 
     _bears_a_step = True
@@ -130,6 +98,7 @@ class PlanController:
         """The profile that the plan was made of."""
         self.measured: Measured | None = None
         self.notes = collector.notes
+        self.losses = collector.losses
         self._memory = DeviceMemory(collector.device)
         self._stage = Stage.ACTIVE if plan is not None else Stage.PROFILING_OPERATORS
         self._is_given = plan is not None
@@ -144,7 +113,7 @@ class PlanController:
         self._learned = 0
         """Calls of blocks that were recorded or compared so far."""
         self._unjudged = 0
-        self._rival: _Rival | None = None
+        self._rival: Rival | None = None
         self._has_tried_checkpointing = False
         self._is_checkpointing_over = False
         """Whether a step of torch's own checkpointing was above the budget."""
@@ -155,13 +124,12 @@ class PlanController:
         self._steps = 0
         """Steps in which a plan was active."""
         self._over_at: int | None = None
-        """Which of them was above the budget last."""
+        """The last of them that was above the budget."""
         self._refused: int | None = None
         """The least bytes at the begin of a step for which there is no plan."""
 
     @property
     def stage(self) -> Stage:
-        """Where the search is."""
         if self._stage not in PROFILING:
             return self._stage
         stages = (each.stage for each in self.collectors if not each.is_left_alone)
@@ -176,18 +144,15 @@ class PlanController:
 
     @property
     def missing(self) -> str:
-        """What a plan still needs; empty: there is one."""
+        """The calls or steps that a plan still needs; empty: there is one."""
         if self.stage not in PROFILING:
             return ""
-        if self.collector.idle_steps:
-            idle = self.collector.idle_steps
+        if idle := self.collector.idle_steps:
             return f"a backward pass through the blocks: the last {idle} calls of the model had none"
         if self.collector.is_waiting:
             return "two steps of the optimizer that attach() was given"
         calls = len(PROFILING) - PROFILING.index(self.stage) + (not self._was_called)
         return f"{calls} more call{'s' if calls > 1 else ''} of the model in training, after a backward pass each"
-
-    # What the model's call asks.
 
     @property
     def applied(self) -> int:
@@ -218,16 +183,16 @@ class PlanController:
         was_judged, applied = self.stage in (Stage.VALIDATING, Stage.ACTIVE), self.applied
         self._step_ended(collector.end_step())
         if collector.idle_steps == _MOST_IDLE:
-            self.note_once(
-                f"{_MOST_IDLE} calls of the model had no backward before the next one, and nothing is learned of such: "
-                f"a pipeline's stages have their budget by offload_stages(budget=...)"
+            self.notes.once(
+                f"{_MOST_IDLE} calls of the model had no backward before the next one, so nothing was profiled: a "
+                f"pipeline's stages have their budget by offload_stages(budget=...)"
             )
         nbytes = self._see_inputs(tensor_bytes(args, kwargs))
         if collector.device.type == "cpu":
-            # The memory of what was reloaded is kept for more of it. Until then it belongs to activations.
+            # Freed memory of reloaded tensors is kept for more of them. Until then it counts as activations.
             collector.session.trim(collector.device)
         if not was_judged or self.applied == applied:
-            # Else a new plan is for what this step begins with, too.
+            # Otherwise the new plan is for this step's first bytes, too.
             self._look_at_level()
         if self.stage is not Stage.ACTIVE:
             lead = self.profile.lead_seconds if self.stage is Stage.VALIDATING and self.profile is not None else 0.0
@@ -243,18 +208,14 @@ class PlanController:
     def drop(self) -> None:
         self.collector.drop()
 
-    def note_once(self, what: str) -> None:
-        if what not in self.notes:
-            self.notes.append(what)
+    def report(self, path: Path, *, trace: Path | None, curve: bool) -> None:
+        write_report(self, path, trace=trace, curve=curve)
 
-    # Stages.
-
-    def _enter(self, event: Event) -> None:
-        """Go to the stage that an event leads to."""
-        self._stage = TRANSITIONS[self.stage, event]
-        log_stage(self.collector.model, self._stage)
+    def _enter(self, stage: Stage) -> None:
+        self._stage = stage
+        stage.log(self.collector.model)
         self._unjudged = 0
-        if self._stage is Stage.ACTIVE:
+        if stage is Stage.ACTIVE:
             self._memory.reset_peak()
 
     def _meet(self, model: Module) -> None:
@@ -266,27 +227,24 @@ class PlanController:
             self._start_again()
         self._was_called = True
 
-    def _step_ended(self, watched: Watched | None) -> None:
+    def _step_ended(self, trace: StepTrace | None) -> None:
         if self._stage in PROFILING:
-            if self.collector.advance(watched, self._ranks):
+            if self.collector.advance(trace, self._ranks):
                 self._plan_first()
         elif self.stage is Stage.ACTIVE:
             self._check()
         elif self._has_outgrown:
             self._plan_enlarged()
-        elif all(self._ranks.share(self.stage.value, lambda: watched is not None)):
-            assert watched is not None
+        elif all(self._ranks.share(self.stage.value, lambda: trace is not None)):
+            assert trace is not None
             if self.stage is Stage.WARMING_UP:
                 self._has_learned()
-                self._enter(Event.WARMED_UP)
+                self._enter(Stage.VALIDATING)
             else:
-                # What was read at the begin was before it.
-                places = watched.readings.items()
-                peak = max(reading.peak for place, reading in places if place[0] not in ("ahead", "begin"))
-                self._validate(peak, watched)
+                self._validate(trace.step_peak, trace)
 
     def _see_inputs(self, nbytes: int) -> int:
-        """Bytes of this step's inputs: those of the largest rank, but while a plan is active."""
+        """Bytes of this step's inputs: those of the largest rank, unless a plan is active."""
         if self.stage is not Stage.ACTIVE:
             nbytes = max(self._ranks.share("inputs", lambda: nbytes))
         elif not self._ranks.alone:
@@ -298,8 +256,7 @@ class PlanController:
         return nbytes
 
     def _outgrow(self, collector: ProfileCollector, before: int, now: int) -> None:
-        """There are larger inputs than the plan is for."""
-        self.notes.append(f"inputs of {format_bytes(now)} came where there had been {format_bytes(before)}")
+        self.notes.append(f"the inputs of {format_bytes(now)} are larger than any before ({format_bytes(before)})")
         if now > _MOST_GROWTH * collector.measured_inputs or not self._ranks.alone:
             self._start_again()
             return
@@ -307,7 +264,7 @@ class PlanController:
             self._target.reset()
         self._has_outgrown = True
         self._forget_rival()
-        self._enter(Event.OUTGROWN)
+        self._enter(Stage.WARMING_UP)
         for each in self.collectors:
             each.take_least()
 
@@ -334,7 +291,6 @@ class PlanController:
                 raise
 
     def _plan_enlarged(self, *, restarts: bool = True) -> None:
-        """A plan for larger inputs than those that were profiled."""
         self._has_outgrown = False
         self.profile = self._profiled = self.collector.enlarged(self._inputs)
         self._is_checkpointing_over = False
@@ -346,8 +302,8 @@ class PlanController:
             # The enlarged profile may be too large. The step is measured instead.
             self._start_again()
 
-    def _replan(self, event: Event = Event.PLANNED) -> None:
-        """Apply a plan for the profile and the target: that of torch's own checkpointing where no other is faster.
+    def _replan(self, stage: Stage = Stage.WARMING_UP) -> None:
+        """Apply a plan for the profile and the target: that of torch's own checkpointing, unless another is faster.
 
         Raises:
             BudgetError: if there is none.
@@ -365,52 +321,51 @@ class PlanController:
         ):
             plan = checkpointing
         assert plan is not None
-        self._use(plan, event)
+        self._use(plan, stage)
 
-    def _use(self, plan: Plan, event: Event) -> None:
+    def _use(self, plan: Plan, stage: Stage) -> None:
         self.plan = plan
         self.collector.apply(plan)
-        self._enter(event)
+        self._enter(stage)
 
-    def _validate(self, peak: int, watched: Watched | None = None) -> None:
+    def _validate(self, peak: int, trace: StepTrace | None = None) -> None:
         """A step with the plan is over: correct the plan, compare it, or make it active."""
         ranks, target, rival = self._ranks, self._known_target, self._rival
         peak = max(ranks.share("peak", lambda: peak))
         learned = any(ranks.share("learned", self._has_learned))
-        seconds = 0.0 if watched is None else watched.seconds(("begin", 0), ("done", 0))
-        self.measured = Measured(peak, seconds)
+        self.measured = Measured(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
         is_over = peak > target.budget
-        checkpointing = None if rival is not None or watched is None else self._checkpointing_beside()
-        if rival is not None and watched is not None:
-            kinds = kinds_of(watched)
+        checkpointing = None if rival is not None or trace is None else self._checkpointing_beside()
+        if rival is not None and trace is not None:
+            kinds = kinds_of(trace)
             learned = any(ranks.share("other", lambda: kinds != rival.kinds)) or learned
         is_judged = is_over or checkpointing is not None or rival is not None
         if learned and is_judged and self._unjudged < _MOST_UNJUDGED:
             # The next step is judged instead.
             self._unjudged += 1
             if is_over:
-                self.note_once(_LEARNED)
-        elif rival is not None and (is_over or (not learned and self._blocks_seconds(watched) > rival.seconds)):
+                self.notes.once(_LEARNED)
+        elif rival is not None and (is_over or (not learned and self._seconds_of(trace) > rival.seconds)):
             self._rival, self.measured, self._is_checkpointing_over = None, rival.measured, is_over
             why = "took more than the budget" if is_over else "was no faster"
             self.notes.append(f"torch's own checkpointing {why}: the plan before is active")
-            self._use(rival.plan, Event.VALIDATED)
+            self._use(rival.plan, Stage.ACTIVE)
         elif is_over:
             self._correct(peak)
         elif checkpointing is not None:
             assert self.plan is not None
-            assert watched is not None
+            assert trace is not None
             self._has_tried_checkpointing = True
-            self._rival = _Rival(self.plan, self.measured, kinds_of(watched), self._blocks_seconds(watched))
-            self._use(checkpointing, Event.CORRECTED)
+            self._rival = Rival(self.plan, self.measured, kinds_of(trace), self._seconds_of(trace))
+            self._use(checkpointing, Stage.VALIDATING)
         else:
             self._rival = None
-            self._enter(Event.VALIDATED)
+            self._enter(Stage.ACTIVE)
 
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
         checkpointing, plan = self._checkpointing(self._profiled), self.plan
-        if checkpointing is not None and plan is not None and _decisions_of(checkpointing) == _decisions_of(plan):
+        if checkpointing is not None and plan is not None and is_same(checkpointing, plan):
             self._is_checkpointing_over = True
             checkpointing = None
         if checkpointing is None or not self._known_target.corrections:
@@ -419,14 +374,18 @@ class PlanController:
             self.notes.append(
                 f"a step of {format_bytes(peak)} where less was predicted: torch's own checkpointing next"
             )
-            self._use(checkpointing, Event.CORRECTED if self._ranks.alone else Event.PLANNED)
+            self._use(checkpointing, self._corrected_stage)
 
     def _back_off(self, peak: int) -> None:
         """Apply a plan for so much less as a step was above the budget."""
         self._forget_rival()
-        # Ranks judge no step once a plan is active. So they judge one that is warm.
-        event = Event.CORRECTED if self._ranks.alone else Event.PLANNED
-        self._known_target.back_off(peak, lambda: self._replan(event), self.notes.append)
+        stage = self._corrected_stage
+        self._known_target.back_off(peak, lambda: self._replan(stage), self.notes.append)
+
+    @property
+    def _corrected_stage(self) -> Stage:
+        """The stage after a correction. Ranks judge no step once a plan is active. So they judge one that is warm."""
+        return Stage.VALIDATING if self.stage is Stage.VALIDATING and self._ranks.alone else Stage.WARMING_UP
 
     def _checkpointing_beside(self) -> Plan | None:
         """The plan of torch's own checkpointing, if it is to be timed beside the plan."""
@@ -437,7 +396,7 @@ class PlanController:
             # Nothing is faster.
             return None
         found = self._checkpointing(self._profiled)
-        return None if found is None or _decisions_of(found) == _decisions_of(plan) else found
+        return None if found is None or is_same(found, plan) else found
 
     def _checkpointing(self, profile: Profile | None) -> Plan | None:
         """The plan of torch's own checkpointing, if its predicted peak is within the whole budget."""
@@ -445,15 +404,12 @@ class PlanController:
             return None
         return self.planner.checkpointing_plan(profile, self._known_target.budget, self._ranks)
 
-    def _blocks_seconds(self, watched: Watched | None) -> float:
-        """From the begin of a step to the end of its blocks' backward, on the slowest rank."""
-        assert watched is not None
-        end = ("first", 0) if ("first", 0) in watched.readings else ("back", 0)
-        seconds = watched.seconds(("begin", 0), end)
-        return max(self._ranks.share("seconds", lambda: seconds))
+    def _seconds_of(self, trace: StepTrace | None) -> float:
+        """Seconds of the step's blocks on the slowest rank."""
+        assert trace is not None
+        return max(self._ranks.share("seconds", trace.blocks_seconds))
 
     def _check(self) -> None:
-        """A step with the active plan is over."""
         target = self._target
         if target is None:
             return
@@ -461,14 +417,14 @@ class PlanController:
         last = self._memory.peak()
         peak, self._peak = last if self._peak is None else self._peak, None
         if peak <= target.budget < last:
-            self.note_once(_EVALUATED)
+            self.notes.once(_EVALUATED)
             self._memory.reset_peak()
         if self._has_learned():
             self._memory.reset_peak()
             if peak > target.budget:
-                self.note_once(_LEARNED)
+                self.notes.once(_LEARNED)
         elif peak > target.budget and not self._ranks.alone:
-            self.note_once(f"a step of this rank had a peak over the budget of {format_bytes(target.budget)}")
+            self.notes.once(f"a step of this rank had a peak over the budget of {format_bytes(target.budget)}")
         elif peak > target.budget:
             self.notes.append(
                 f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(target.budget)}"
@@ -480,9 +436,9 @@ class PlanController:
                 self._memory.reset_peak()
                 if not self._bears_a_step or (before is not None and self._steps - before <= MOST_APART):
                     raise
-                # What was different about that step need not come again.
+                # Another such step need not come.
                 self.notes.append(
-                    f"no plan is for less: this one stays, if none of {MOST_APART} steps is over the budget"
+                    f"no plan takes less, so this one stays: a second such step in {MOST_APART} is an error"
                 )
 
     def _look_at_level(self) -> None:
@@ -504,7 +460,7 @@ class PlanController:
         is_refused = self._refused is not None and level >= self._refused
         if is_refused or rise <= self._target.margin(plan.predicted_peak):
             return
-        # Where levels rise and rise, not every step has a plan of its own.
+        # If levels keep rising, not every step has a plan of its own.
         grain = max(self._target.budget // _GRAINS, 1)
         more = -(-rise // grain) * grain
         self.profile = self.collector.risen(profile, more)
@@ -519,7 +475,7 @@ class PlanController:
         self.collector.profile = self.collector.risen(self.collector.profile, more)
         self._forget_rival()
         self.notes.append(
-            f"planned anew for steps that begin with {format_bytes(level)}, where the one that was weighed had "
+            f"planned again for steps that begin with {format_bytes(level)}; the profiled one began with "
             f"{format_bytes(profile.static_bytes)}"
         )
 
@@ -529,7 +485,6 @@ class PlanController:
         return self._learned != before
 
     def _start_again(self) -> None:
-        """Profile again."""
         self._stage = Stage.PROFILING_OPERATORS
         self._has_outgrown = self._is_checkpointing_over = False
         self._refused = None
@@ -548,18 +503,3 @@ class PlanController:
     def _known_target(self) -> BudgetTarget:
         assert self._target is not None
         return self._target
-
-
-def _decisions_of(plan: Plan) -> Hashable:
-    """All that a plan does, without its predictions."""
-    blocks = tuple(
-        (
-            block.name,
-            block.plain,
-            block.recomputes,
-            block.inputs,
-            tuple((op.place, op.decision) for op in block.operators),
-        )
-        for block in plan.blocks
-    )
-    return blocks, plan.window, plan.ahead, plan.optimizer_fraction

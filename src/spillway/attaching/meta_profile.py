@@ -1,14 +1,14 @@
-"""The profile of a step on hardware that is not there: one step on ``meta`` tensors, traced like a measured one.
+"""The profile of a step without its hardware: one step on ``meta`` tensors, traced like a measured one.
 
 NOTE [ Meta profile ]
 
 A measured profile is of a step whose blocks are recomputed and whose inputs are offloaded. Here nothing is recomputed:
-what a block saves is released at once. It is there again, as new storages of the same sizes, when the gradient of the
-block's output is. So the meta device holds at each instant what a GPU would, and the same tracer and the same operator
-profilers write the same profile.
+the tensors that a block saves are released at once. They are reloaded, as new storages of the same sizes, when the
+gradient of the block's output arrives. So the meta device holds at each instant what a GPU would, and the same tracer
+and the same probes make the same profile.
 
 As in a checkpointed block, saved parameters stay, and so do tensors that other code holds. Inputs are offloaded when
-the block is called, whoever still holds them, unless they are small.
+the block is called, although other code may hold them, unless they are small.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves, tree_map
 
-from spillway.attaching.attached import attach
-from spillway.attaching.measure import device_of, kind_of, tensors_of
+from spillway._torch import disable_dispatch, tree_leaves, tree_map
+from spillway.attaching.attached import attach_blocks
+from spillway.attaching.collector import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
 from spillway.blocks import Named
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import UsageError
 from spillway.losses import own_losses
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile
-from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, MetaTensors, OptimizerOf, state_sizes
+from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, MetaTensors, state_sizes, without_values
 from spillway.profiler.meter import ClockMeter
-from spillway.profiler.probe import Probe, WatchedCall
+from spillway.profiler.probe import CallObserver, Probe
+from spillway.profiler.step_trace import StepTracer
 from spillway.profiler.target_kernels import first_attention, kernels_of, standing_workspace
-from spillway.profiler.watch import Watch
 from spillway.runtime.bytes import over
 from spillway.saved_tensors.identity import is_parameter
 from spillway.selectors import Choices
@@ -51,7 +51,7 @@ from spillway.session import MIN_BYTES
 
 _DEVICES = ("cuda", "cpu")
 _RERUN_FACTOR = 1.07
-"""Time of a recomputation over that of its operators before, as measured of Llama-8B's block on an H200."""
+"""Time of a replay over that of its operators before, as measured of Llama-8B's block on an H200."""
 
 
 def profile_on_meta(
@@ -67,44 +67,28 @@ def profile_on_meta(
 ) -> Profile | None:
     """The profile of a step on a target; ``None`` if no backward came through the blocks.
 
-    Args:
-        model: in training mode, on any device; it is not touched.
-        batch: likewise.
-        loss_of: calls a model with a batch, and gives a number.
-        blocks: as for :func:`spillway.attach`.
-        hardware: where the step would run.
-        target: type of its device, as for :func:`spillway.profile`, and so are the next two.
-        attention: which kernels are tried first.
-        optimizer: whose state is there.
-
-    Raises:
-        UsageError: for an argument that cannot be meant.
-        UnsupportedError: for operators whose outcome on the target is not known.
+    Arguments and errors are those of :func:`spillway.profile`; ``target`` is the type of device. Neither the model nor
+    the batch is changed.
     """
     if target is not None and target not in _DEVICES:
         raise UsageError(f"device: got {target!r}, expected one of {', '.join(map(repr, _DEVICES))}, or None")
-    number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
-    given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
-    if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
-        raise UsageError(
-            f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a list of "
-            f"parameters to an optimizer, bytes for each element of a parameter, or None"
-        )
+    _check_optimizer(optimizer)
     kernel = first_attention(attention, hardware)
     device_of(model)
     tensors = MetaTensors()
     step = _Step(model, loss_of)
-    state, there = tensors.state(step), tree_map(tensors.of, batch)
+    state, moved = tensors.state(step), tree_map(tensors.of, batch)
     device = MetaDevice(torch.device(_DEVICES[0] if target is None else target), hardware)
     # No operator is seen to read the optimizer's state and the workspace of matrix products.
-    device.before += sum(map(device.rounded, _state_sizes(optimizer, state)))
+    trained = {id(each): each for each in state.values() if each.is_leaf and each.requires_grad}
+    device.before += sum(map(device.rounded, state_sizes(list(trained.values()), optimizer)))
     device.before += standing_workspace(device.device, hardware)
-    for tensor in tensors_of(*state.values(), there):
+    for tensor in tensors_of(*state.values(), moved):
         device.number_of(tensor)
     for tensor, meta in tensors.pairs():
         device.values.learn(meta, tensor)
-    # What cannot be attached to has no profile either.
-    with attach(model, blocks=blocks) as attached:
+    # A model that cannot be attached has no profile either.
+    with attach_blocks(model, blocks=blocks) as attached:
         found = [Named(name, model.get_submodule(name)) for name in attached.blocks]
     refuse_nested(found)
     profiler = MetaProfiler(device)
@@ -116,20 +100,15 @@ def profile_on_meta(
         around.enter_context(kernels_of(device.device, kernel))
         around.enter_context(profiler.around(found))
         around.enter_context(device)
-        try:
-            functional_call(step, state, (there,)).backward()
-        except RuntimeError as error:
-            if "meta tensor" not in str(error):
-                raise
-            raise UnsupportedError(
-                f"profile without the hardware: the step depends on the values of tensors ({error}), and meta tensors "
-                f"have none; profile the model on the device itself"
-            ) from error
+        around.enter_context(
+            without_values("profile without the hardware: the step", "profile the model on the device itself")
+        )
+        functional_call(step, state, (moved,)).backward()
     return profiler.profile(type(model).__name__)
 
 
 def is_on_meta(model: Module, batch: Any) -> bool:
-    """Whether there is nothing to be measured: tensors without memory."""
+    """Whether there is nothing to measure: tensors without memory."""
     tensors = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
     return any(isinstance(each, torch.Tensor) and each.device == META for each in tensors)
 
@@ -146,11 +125,14 @@ class _Step(Module):
         return self._loss_of(self.model, batch)
 
 
-def _state_sizes(optimizer: OptimizerOf | float | None, state: dict[str, torch.Tensor]) -> list[int]:
-    trained = list({id(each): each for each in state.values() if each.is_leaf and each.requires_grad}.values())
-    if callable(optimizer):
-        return state_sizes(trained, optimizer)
-    return [math.ceil((optimizer or 0) * each.numel()) for each in trained]
+def _check_optimizer(optimizer: Any) -> None:
+    number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
+    given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
+    if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
+        raise UsageError(
+            f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a list of "
+            f"parameters to an optimizer, bytes for each element of a parameter, or None"
+        )
 
 
 class MetaProfiler:
@@ -158,7 +140,7 @@ class MetaProfiler:
 
     def __init__(self, device: MetaDevice) -> None:
         self._device = device
-        self._watch = Watch(META, lambda: 0, MetaMeter(device))
+        self._tracer = StepTracer(META, lambda: 0, MetaMeter(device))
         self._probes: dict[Hashable, Probe] = {}
         self._calls: dict[int, _BlockCall] = {}
         """Calls of blocks whose saved tensors are released."""
@@ -179,21 +161,20 @@ class MetaProfiler:
                     each.module.__dict__["forward"] = forward
 
     def profile(self, model: str) -> Profile | None:
-        """The profile of the step, which has ended; ``None`` if no backward came through the blocks of the model."""
-        if not self._watch.has_backward:
-            self._watch.close()
+        if not self._tracer.has_backward:
+            self._tracer.close()
             return None
-        watched = self._watch.finish()
+        trace = self._tracer.finish()
         profile = compile_profile(
-            watched,
-            watched,
+            trace,
+            trace,
             self._probes,
             model=model,
             device=self._device.device,
             min_bytes=MIN_BYTES,
             has_host=False,
         )
-        # What was there again took no time.
+        # The reloads took no time.
         return replace(profile, kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR) for kind in profile.kinds))
 
     def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -204,17 +185,17 @@ class MetaProfiler:
             raise error
         tensors = tensors_of(args, kwargs)
         kind = kind_of(block.module, tensors)
-        number = self._watch.block_begins(block.name, kind, (args, kwargs))
+        number = self._tracer.block_begins(block.name, kind, (args, kwargs))
         probe = None
         if kind not in self._probes:
-            # On a CPU, nothing tells of workspaces.
+            # On a CPU, workspaces are not measured.
             on_cpu = self._device.device.type == "cpu"
             meter = ClockMeter(lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
             probe = self._probes[kind] = Probe(META, meter=meter)
         call = _BlockCall(self._device, tensors)
-        observer = WatchedCall(probe, partial(self._watch.asked, number), self._watch.casts)
+        observer = CallObserver(probe, partial(self._tracer.asked, number), self._tracer.casts)
         output = call.run(forward, args, kwargs, observer)
-        self._watch.block_ended(number, output)
+        self._tracer.block_ended(number, output)
         trained = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if trained:
             self._calls[number] = call
@@ -225,19 +206,19 @@ class MetaProfiler:
     def _reload(self, number: int) -> None:
         call = self._calls.pop(number, None)
         if call is not None:
-            self._watch.rerun_begins(number)
+            self._tracer.replay_begins(number)
             call.reload()
-            self._watch.rerun_ended(number)
+            self._tracer.replay_ended(number)
 
 
 class _BlockCall:
-    """One call of a block with these tensors. What it saves is released. See NOTE [ Meta profile ]."""
+    """One call of a block with these tensors. Its saved tensors are released. See NOTE [ Meta profile ]."""
 
     def __init__(self, device: MetaDevice, tensors: list[torch.Tensor]) -> None:
         self._device = device
         self.inputs = {device.number_of(tensor) for tensor in tensors}
         self._first = device.count
-        # What was there before the step, as a table in a buffer, stays.
+        # A tensor that existed before the step, as a table in a buffer, stays.
         storages = [tensor.untyped_storage() for tensor in tensors if device.number_of(tensor) > 0]
         self._small = [storage for storage in storages if storage.nbytes() < MIN_BYTES]
         """Inputs that are held for as long as anything that the block saves."""
@@ -246,10 +227,10 @@ class _BlockCall:
                 device.offload(storage)
         self._released: weakref.WeakSet[_Released] = weakref.WeakSet()
         self._recorder: Recorder | None = None
-        self._observer: WatchedCall | None = None
+        self._observer: CallObserver | None = None
 
     def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observer: WatchedCall
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observer: CallObserver
     ) -> Any:
         with saved_tensors_hooks(self._pack, _unpack):
             if not observer.wants_operators:
@@ -258,21 +239,21 @@ class _BlockCall:
             recorder.begin(tensors_of(args, kwargs))
             with recorder, observer.watching(recorder):
                 output = forward(*args, **kwargs)
-        with torch._C._DisableTorchDispatch():
+        with disable_dispatch():
             recorder.gave(output)
         observer.ended(recorder)
         self._recorder = self._observer = None
         return output
 
     def reload(self) -> None:
-        """What was saved is there again, each storage once."""
+        """Reload the saved tensors, each storage once."""
         storages: dict[int, torch.UntypedStorage] = {}
         for each in self._released:
             each.reload(storages, self._device)
         self._released.clear()
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        with torch._C._DisableTorchDispatch():
+        with disable_dispatch():
             if self._recorder is not None:
                 self._recorder.saves(0, tensor)
             number = self._device.number_of(tensor) if tensor.device == META else -1
@@ -288,7 +269,7 @@ class _BlockCall:
 
 
 class _Released:
-    """Stands for a saved tensor whose storage is not held from the forward to the block's backward."""
+    """The handle of a saved tensor whose storage is not held from the forward to the block's backward."""
 
     __slots__ = ("__weakref__", "_call", "_form", "_nbytes", "_number", "_original", "_storage", "_tell")
 
@@ -305,7 +286,7 @@ class _Released:
         self._storage: torch.UntypedStorage | None = None
 
     def reload(self, storages: dict[int, torch.UntypedStorage], device: MetaDevice) -> None:
-        """There is a storage again: that of the input if it is still held, or one for all that shared it."""
+        """Take a storage again: that of the input if it is still held, or one for all that shared it."""
         if self._number not in storages:
             original = None if self._original is None else self._original()
             if original is None:

@@ -11,7 +11,6 @@ the configuration is unchanged. A call that asks for a cache itself (``model(...
 
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
@@ -20,33 +19,28 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from spillway._torch import PLACE, children_of
 from spillway.attaching.block import BlockCall
-from spillway.attaching.call import PLACE, REFUSALS, ModuleCall
-from spillway.attaching.validation import refuse_checkpointing, refuse_copier, refuse_own_flags
+from spillway.attaching.call import REFUSALS, ModuleCall
+from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
 from spillway.blocks import Named
 from spillway.errors import UsageError
-from spillway.losses import OwnLoss
 from spillway.offloading import offload
 from spillway.recomputing import hooks_around
 from spillway.saved_tensors.order import Memory
 from spillway.session import Session
 
 if TYPE_CHECKING:
+    from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
-    from spillway.attaching.measure import ProfileCollector
 
 _CACHE_FLAG = "use_cache"
 
 
 class ModelCall(ModuleCall):
-    """The call of a model, which is one pass.
+    """The call of a model, which is one pass: ``context``, with the policy for tensors outside of checkpointed blocks.
 
-    Args:
-        model: the model.
-        blocks: the calls of its blocks.
-        around: the modules that blocks are in.
-        context: the pass, with the policy for tensors outside of checkpointed blocks.
-        recomputes: whether blocks are checkpointed.
+    Its blocks are in the modules ``around`` them.
     """
 
     def __init__(
@@ -70,12 +64,10 @@ class ModelCall(ModuleCall):
             (call, weakref.ref(model.get_submodule(parent)), key)
             for call, (parent, _, key) in zip(blocks, places, strict=True)
         ]
-        """Where each block is, for as long as nothing is put around it."""
+        """The parent and the key of each block, as long as it is not wrapped."""
         self._here = _Here()
         self.observer: PlanController | ProfileCollector | None = None
         """Finds a plan, or profiles."""
-        self.losses: Sequence[OwnLoss] = ()
-        """Those of its modules, which are computed in rows while there is an observer."""
         self.attached: object = None
         """The user's handle, while the model is attached."""
         self.passes = 0
@@ -100,7 +92,6 @@ class ModelCall(ModuleCall):
     def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Everything that may raise before the model runs."""
         self._check()
-        refuse_copier(sys._getframe(2), Named("", module))
         observer = self.observer
         if observer is not None:
             observer.begin(module, args, kwargs)
@@ -114,8 +105,8 @@ class ModelCall(ModuleCall):
         has_caches = self._recomputes and stack.enter_context(self._caches.off())
         if observer is not None:
             if has_caches:
-                observer.note_once("config.use_cache is switched off in training: gradients are those without a cache")
-            for loss in self.losses:
+                observer.notes.once("config.use_cache is switched off in training: gradients are those without a cache")
+            for loss in observer.losses:
                 stack.enter_context(loss.in_rows(observer.spare_bytes))
         self._here.inside = True
         stack.callback(setattr, self._here, "inside", False)
@@ -124,28 +115,24 @@ class ModelCall(ModuleCall):
         """Refuse changes to the model that would detach it without notice."""
         for call in self.blocks:
             module = call.module()
-            if module is None:
-                continue
-            # Another thread may be removing them just now, after this.
-            if module.__dict__.get(PLACE) is not call and not self.removed:
-                raise UsageError(call.collision())
-            if isinstance(call, BlockCall):
+            # Another thread may be removing the calls just now, after this.
+            if module is not None and module.__dict__.get(PLACE) is not call and not self.removed:
+                raise call.collision()
+            if module is not None and isinstance(call, BlockCall):
                 refuse_own_flags(call.name, module)
         for name, reference in self._around:
             module = reference()
-            if module is None:
-                continue
-            if module.__dict__.get(PLACE) is not None:
+            if module is not None and module.__dict__.get(PLACE) is not None:
                 raise UsageError(
-                    f"got {name!r} compiled after attaching, around blocks, expected that none is; call "
+                    f"{name!r} was compiled after attaching, and its trace bypasses the attached blocks in it. Call "
                     f"attached.remove(), compile the blocks instead, and attach again"
                 )
-            if self._recomputes:
+            if module is not None and self._recomputes:
                 refuse_own_flags(name, module)
         # A block may have been wrapped in a checkpointing module.
         for call, reference, key in self._slots if self._recomputes else ():
             parent = reference()
-            found = None if parent is None else parent._modules.get(key)
+            found = None if parent is None else children_of(parent).get(key)
             if found is not None and found is not call.module():
                 refuse_checkpointing([Named(call.name, found)])
 
@@ -155,9 +142,9 @@ class ModelPass(offload):
 
     NOTE [ Another plan ]
 
-    Another plan offloads other tensors, and backward asks for them in another order. Where both plans offload as many
-    tensors, the order of the first was taken for the second, and each step stalled (on an H200, 21 ms of 1178 for
-    layers of Llama-8B with 32768 tokens). So the order is learned again with each plan, in one step.
+    Another plan offloads other tensors, and backward asks for them in another order. If both plans offload as many
+    tensors, the order of the first would be taken for the second, and each step would stall (on an H200, 21 ms of
+    1178). So the order is learned again with each plan, in one step.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -7,7 +7,7 @@ chunk of a step is profiled for each stage. Other chunks have their turns betwee
 collector leaves after the one and returns before the other. So its measurements between are those of the chunk itself,
 its loss included.
 
-A step ends when a chunk comes whose number was there already. A step that failed counts for nothing. The order of turns
+A step ends when a chunk comes whose number came already. A step that failed counts for nothing. The order of turns
 is recorded, and plans are made for that order when a step begins, after the optimizer's last. If another order would
 need too much, there are other plans. A stage without a backward in some steps, as a frozen one, is left alone. Ranks
 share nothing, and each has its own plans.
@@ -21,31 +21,32 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from spillway.attaching.budget import Planner
+from spillway.attaching.collector import PROFILING, Notes, ProfileCollector, Stage, tensor_bytes
 from spillway.attaching.controller import PlanController
-from spillway.attaching.measure import PROFILING, Event, ProfileCollector, Stage, tensor_bytes
 from spillway.attaching.ranks import ranks_of
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.plan import Plan
-from spillway.planner.stages import StageProfile
+from spillway.planner.planner import Lanes
+from spillway.planner.stages import StageProfile, make_stage_plans, simulate_stages
 from spillway.planner.tasks import Turn
+from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import read_budget
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import BlockCall
+    from spillway.attaching.block import BlockCall, Traced
     from spillway.planner.hardware import Hardware
 
 _MOST_ORDERS = 8
-"""Orders of turns that are planned for. Of others it is only noted that they came."""
+"""Orders of turns that are planned for. Others are only noted."""
 _MOST_MISSED = 3
 
 
 class StageCollector(ProfileCollector):
-    """Observes and calls the blocks of the stage that has this place in the pipeline. One chunk of a step is profiled.
+    """Collects the profile of the stage that has this place in the pipeline. One chunk of a step is traced.
 
     Raises:
-        UsageError: for a module without parameters.
-        UnsupportedError: where ranks share its parameters.
+        UnsupportedError: if ranks share its parameters.
     """
 
     def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
@@ -68,7 +69,6 @@ class StageCollector(ProfileCollector):
 
     @property
     def is_sought(self) -> bool:
-        """Whether the stage lacks a profile."""
         return self.profile is None and not self.is_left_alone
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -84,31 +84,32 @@ class StageCollector(ProfileCollector):
     def evaluates(self) -> None:
         """The controller says when a step ends."""
 
-    def block_begins(self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    def block_begins(
+        self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Traced | None:
         if self.is_turn:
             return super().block_begins(call, module, args, kwargs)
         call.observer = None
-        return -1
+        return None
 
     def leave(self) -> None:
         """Other chunks have their turns now."""
         self.is_turn = False
-        if self._watch is not None:
-            self._watch.leave()
+        if self._tracer is not None:
+            self._tracer.leave()
 
     def come_back(self) -> None:
-        """The backward of the profiled chunk begins."""
-        if self._watch is not None:
-            self._watch.come_back()
+        if self._tracer is not None:
+            self._tracer.come_back()
 
     def step_ended(self, *, had_chunk: bool) -> bool:
         """A step has ended; whether the stage is left alone from now on, since it has no backward."""
-        watched = self.end_step()
-        if self.is_sought and watched is not None:
-            self.advance(watched)
+        trace = self.end_step()
+        if self.is_sought and trace is not None:
+            self.advance(trace)
         if not had_chunk or not self.is_sought:
             return False
-        self._missed = 0 if watched is not None else self._missed + 1
+        self._missed = 0 if trace is not None else self._missed + 1
         self.is_left_alone = self._missed >= _MOST_MISSED
         self.take_least()
         return self.is_left_alone
@@ -119,24 +120,16 @@ class StageCollector(ProfileCollector):
         super().restart()
 
     def chunk_profile(self) -> StageProfile:
-        """The profile of the largest chunk."""
         profile = self.enlarged(self.largest)
         new = sum(each.nbytes for each in self.module.parameters() if each.requires_grad and each.grad is None)
         return StageProfile(self.index, profile, profile.held_bytes, new)
 
 
 class PipelinePlanController(PlanController):
-    """See NOTE [ How the stages of a rank find their plans ].
-
-    Args:
-        stages: all that the rank has.
-        session: ``None``: the default one.
-        hardware: as for :func:`spillway.plan`.
-        budget: bytes that may be allocated on the device, or a size like ``"40GiB"``.
-        limits: of plans, as for :class:`Planner`.
+    """Plans for all stages of a rank. See NOTE [ How the stages of a rank find their plans ].
 
     Raises:
-        UsageError: for limits that cannot be meant, and for stages on several devices.
+        UsageError: for invalid limits (as for :class:`Planner`), and for stages on several devices.
     """
 
     _bears_a_step = False
@@ -153,28 +146,28 @@ class PipelinePlanController(PlanController):
         if isinstance(nbytes, float):
             raise UsageError(
                 f"budget: got {budget!r} for the stages of a pipeline, expected bytes, since several stages share "
-                f'them and no profile has them all; write it like "40GiB"'
+                f'them and no profile has all stages; write it like "40GiB"'
             )
         devices = {stage.device for stage in stages}
         if len(devices) > 1:
             names = sorted(map(str, devices))
-            raise UsageError(f"stages: got some on {names}, expected one device, which has one budget")
+            raise UsageError(f"stages: they are on {names}, and a budget is for one device. Give those of one device")
         super().__init__(stages[0], Planner(devices.pop(), session, hardware, **limits), budget=nbytes)
         self.stages = list(stages)
         self.collectors = self.stages
-        self.notes = []
+        self.notes = Notes()
         self._turns: list[Turn] = []
-        """Of the step so far."""
+        """Turns of the step so far."""
         self._order: list[Turn] = []
-        """That was planned for."""
+        """The turns that were planned for."""
         self._accepted: list[list[Turn]] = []
-        """Others that the plans are predicted to keep the budget with."""
+        """Other orders whose predicted peaks are within the budget."""
         self._order_plans = 0
         """How many plans were made because of another order."""
         self._static = 0
-        """Bytes that were there when plans were made."""
+        """Allocated bytes when plans were made."""
         self._states: list[tuple[bool, list[bool]]] = []
-        """Of each stage, whether it and each of its parameters is trained."""
+        """Whether each stage, and each of its parameters, is trained."""
         for stage in self.stages:
             stage.controller = self
 
@@ -188,7 +181,6 @@ class PipelinePlanController(PlanController):
         return not self._has_outgrown and all(stage.is_plain for stage in self._planned)
 
     def forward_begins(self, part: int, chunk: int) -> None:
-        """A chunk goes forward through a stage."""
         if Turn(part, chunk) in self._turns:
             self._schedule_step_ended()
         is_first = not any(turn.part == part for turn in self._turns)
@@ -204,7 +196,7 @@ class PipelinePlanController(PlanController):
         if self._is_profiled(part, chunk):
             self.stages[part].cut()
         if _is_whole(self._turns):
-            # An evaluation after the last backward is no part of the step.
+            # The peak of an evaluation after the last backward does not count.
             self._peak = self._memory.peak()
 
     def drop(self) -> None:
@@ -213,7 +205,7 @@ class PipelinePlanController(PlanController):
             stage.drop()
 
     def explain(self) -> str:
-        """The plans, and what happened on the way to them."""
+        """The plans, and the notes of the search."""
         return "\n".join([*(f"stage {index}: {plan}" for index, plan in self.plans.items()), *self.notes])
 
     def grows(self, stage: StageCollector, before: int, now: int) -> None:
@@ -223,7 +215,7 @@ class PipelinePlanController(PlanController):
 
     @property
     def _planned(self) -> list[StageCollector]:
-        """The stages that there is anything to plan of."""
+        """The stages that are not left alone."""
         return [stage for stage in self.stages if not stage.is_left_alone]
 
     def _take_turn(self, turn: Turn) -> None:
@@ -240,7 +232,7 @@ class PipelinePlanController(PlanController):
     def _schedule_step_ended(self) -> None:
         turns, self._turns = self._turns, []
         if not _is_whole(turns):
-            # It failed, or was no training.
+            # It failed, or did not train.
             self._begin_judging()
             return
         if self.collector.device.type == "cpu":
@@ -249,14 +241,14 @@ class PipelinePlanController(PlanController):
         states = [(stage.module.training, each) for stage, each in zip(self.stages, trained, strict=True)]
         before, self._states = self._states, states
         if before and states != before:
-            self.note_once("other parameters are trained, or stages are in another mode, than there were")
+            self.notes.once("other parameters are trained than before, or stages are in another mode")
             self._start_again()
             return
         parts = {turn.part for turn in turns}
         if self._stage in PROFILING:
             self._profile(parts, turns)
         elif parts < set(range(len(self.stages))):
-            # A stage without a chunk needs nothing that could be judged.
+            # A stage without a chunk has no peak to judge.
             self._begin_judging()
         elif self._has_outgrown:
             self._order = turns
@@ -268,7 +260,7 @@ class PipelinePlanController(PlanController):
             self._replan()
         elif self.stage is Stage.WARMING_UP:
             self._has_learned()
-            self._enter(Event.WARMED_UP)
+            self._enter(Stage.VALIDATING)
             self._begin_judging()
         elif self.stage is Stage.VALIDATING:
             peak, self._peak = self._peak, None
@@ -281,20 +273,21 @@ class PipelinePlanController(PlanController):
     def _profile(self, parts: Set[int], turns: list[Turn]) -> None:
         for part, stage in enumerate(self.stages):
             if stage.step_ended(had_chunk=part in parts):
-                self.note_once(f"no backward came through stage {stage.index}, which is left alone")
+                self.notes.once(f"no backward came through stage {stage.index}, which is left alone")
         is_full = len(parts) == len(self.stages)
         if is_full and self._planned and all(stage.profile is not None for stage in self._planned):
             self._order = turns
             self._replan()
 
     def _accepts(self, turns: list[Turn]) -> bool:
-        """Whether the plans may do for these turns."""
+        """Whether the plans are predicted to fit these turns."""
         if turns == self._order or turns in self._accepted:
             return True
-        self.note_once(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
+        self.notes.once(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
         profiles = [stage.chunk_profile() for stage in self._planned]
         plans = [stage.plan for stage in self._planned if stage.plan is not None]
-        peak = self.planner.stage_peak(profiles, self._turns_of_planned(turns), self._static, plans)
+        order = self._turns_of_planned(turns)
+        peak = simulate_stages(profiles, plans, order, self._lanes, static_bytes=self._static).peak_bytes
         if peak > self._known_target.nbytes and self._order_plans < _MOST_ORDERS:
             return False
         self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
@@ -305,15 +298,26 @@ class PipelinePlanController(PlanController):
         places = [part for part, stage in enumerate(self.stages) if not stage.is_left_alone]
         return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
 
-    def _replan(self, event: Event = Event.PLANNED) -> None:
+    @property
+    def _lanes(self) -> Lanes:
+        assert self.planner.hardware is not None
+        return Lanes(self.planner.hardware, local_ranks())
+
+    def _replan(self, stage: Stage = Stage.WARMING_UP) -> None:
         static = self._memory.level()
-        profiles = [stage.chunk_profile() for stage in self._planned]
-        turns = self._turns_of_planned(self._order)
-        plans = self.planner.stage_plans(profiles, turns, static, self._known_target.nbytes)
+        limits = {name: limit for name, limit in self.planner.limits().items() if name != "active"}
+        plans = make_stage_plans(
+            [each.chunk_profile() for each in self._planned],
+            self._turns_of_planned(self._order),
+            self._lanes,
+            static_bytes=static,
+            budget=self._known_target.nbytes,
+            **limits,
+        )
         self._accepted, self._static = [], static
-        for stage, plan in zip(self._planned, plans, strict=True):
-            stage.apply(plan)
-        self._enter(event)
+        for each, plan in zip(self._planned, plans, strict=True):
+            each.apply(plan)
+        self._enter(stage)
 
     def _plan_enlarged(self, *, restarts: bool = True) -> None:
         self._has_outgrown = False

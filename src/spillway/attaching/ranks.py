@@ -8,7 +8,7 @@ model's parameters find one plan, and go through the stages of the search in ste
 
 - A stage ends when it has ended on each rank.
 - The profile is that of the rank that saves most, with the largest static bytes of all.
-- Hardware is the first rank's, and room in CPU memory the least of all. The first rank's plan counts.
+- Hardware is the first rank's, and free CPU memory the least of all. The first rank's plan counts.
 - The highest peak is validated. Once the plan is active, ranks do not communicate; one above the budget notes it.
 
 Ranks communicate in calls of the model that all of them make. Under DDP these are the calls in which it reduces
@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.nn import Module
 
+from spillway._torch import active_ddp
 from spillway.blocks import is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.planner.profile import Outside, Profile
@@ -36,18 +37,16 @@ from spillway.planner.profile import Outside, Profile
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-_DDP = "torch.nn.parallel.distributed"
-_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_DDP = "torch.nn.parallel.distributed", "DistributedDataParallel"
+_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 
 T = TypeVar("T")
 
 
 class RankGroup:
-    """See NOTE [ One plan for many ranks ].
+    """Ranks, by their process groups: one for each dimension of a mesh. See NOTE [ One plan for many ranks ].
 
-    Args:
-        groups: their process groups, one for each dimension of a mesh. Empty: there is one rank.
-        wrapper: the ``DistributedDataParallel`` that shares the model, if it is one.
+    If a ``DistributedDataParallel`` shares the model, it is the ``wrapper``.
     """
 
     def __init__(self, groups: Sequence[ProcessGroup] = (), wrapper: Module | None = None) -> None:
@@ -56,7 +55,6 @@ class RankGroup:
 
     @property
     def alone(self) -> bool:
-        """Whether there are no others."""
         return not self._groups
 
     def are_all_here(self, model: Module) -> bool:
@@ -64,23 +62,19 @@ class RankGroup:
         wrapper: Any = None if self._wrapper is None else self._wrapper()
         if wrapper is None:
             return True
-        return bool(wrapper.require_backward_grad_sync) and (_active() is wrapper or wrapper in model.modules())
+        return bool(wrapper.require_backward_grad_sync) and (active_ddp() is wrapper or wrapper in model.modules())
 
     def share(self, what: str, make: Callable[[], T]) -> list[T]:
-        """Make a value on each rank, and give all values to all ranks, in one order. All ranks have to call it.
-
-        Args:
-            what: the value's name, the same on all ranks.
-            make: makes it.
+        """Make the value of a name on each rank, and give all values to all ranks, in one order. All ranks call it.
 
         Raises:
             SpillwayError: the error of ``make``.
             UnsupportedError: on the other ranks, with the first error's words.
-            UsageError: if ranks share different things.
+            UsageError: if ranks share values of different names.
         """
         if not self._groups:
             return [make()]
-        mine: list[tuple[str, str | None, T | None]] = [(what, "something that is no error of Spillway's", None)]
+        mine: list[tuple[str, str | None, T | None]] = [(what, "an error that is not Spillway's", None)]
         try:
             mine = [(what, None, make())]
         except SpillwayError as error:
@@ -90,14 +84,14 @@ class RankGroup:
             # The others wait for this rank, even if it has failed.
             for group in self._groups:
                 mine = [each for part in _gathered(mine, group) for each in part]
-        if len({said for said, _, _ in mine}) > 1:
+        if len({name for name, _, _ in mine}) > 1:
             raise UsageError(
                 f"got ranks of one model that are at different places of its training ({what} here), expected that all "
                 f"train it for as many calls; let them, or give each one the same plan: attach(model, plan=...)"
             )
         other = next((text for _, text, _ in mine if text is not None), None)
         if other is not None:
-            raise UnsupportedError(f"got an error on another rank of this model, expected none: {other}")
+            raise UnsupportedError(f"Another rank of this model had an error: {other}")
         return [value for _, _, value in mine]  # type: ignore[misc]
 
 
@@ -110,8 +104,7 @@ def ranks_of(model: Module) -> RankGroup:
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return RankGroup()
     # The wrapper may be in the model, or around its call.
-    inside = (module for module in model.modules() if is_a(module, _DDP, "DistributedDataParallel"))
-    wrapper: Any = next(inside, _active())
+    wrapper: Any = next((module for module in model.modules() if is_a(module, *_DDP)), active_ddp())
     found = {id(group): group for group in _groups_of(model, wrapper)}
     return RankGroup([group for group in found.values() if group.size() > 1], wrapper)
 
@@ -120,18 +113,13 @@ def _groups_of(model: Module, wrapper: Any) -> Iterator[ProcessGroup]:
     if wrapper is not None:
         yield wrapper.process_group
     for module in model.modules():
-        if is_a(module, _FSDP, "FullyShardedDataParallel"):
+        if is_a(module, *_FSDP):
             flat: Any = module
             yield flat.process_group
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     sharded = [each for each in model.parameters() if kind is not None and isinstance(each, kind)]
     for mesh in {id(each.device_mesh): each.device_mesh for each in sharded}.values():
         yield from mesh.get_all_groups()
-
-
-def _active() -> Any:
-    kind: Any = getattr(sys.modules.get(_DDP), "DistributedDataParallel", None)
-    return None if kind is None else kind._get_active_ddp_module()
 
 
 def _gathered(mine: T, group: ProcessGroup) -> list[T]:
@@ -143,7 +131,7 @@ def _gathered(mine: T, group: ProcessGroup) -> list[T]:
     except RuntimeError as error:
         raise UsageError(
             f"got no answer of the other ranks of this model ({error}), expected that all train it for as many calls "
-            f"until a plan is held; let them, or give each one the same plan: attach(model, plan=...)"
+            f"until a plan is active; let them, or give each one the same plan: attach(model, plan=...)"
         ) from error
     return found
 
@@ -152,16 +140,15 @@ def shared_profile(profiles: Sequence[Profile]) -> Profile:
     """One profile for all ranks."""
     largest = max(profiles, key=lambda profile: profile.saved_bytes)
     fullest = max(profiles, key=lambda profile: profile.static_bytes)
-
     return replace(
         largest,
         static_bytes=fullest.static_bytes,
         static=fullest.static,
-        before=_fullest(largest.before, [profile.before for profile in profiles]),
-        middle=_fullest(largest.middle, [profile.middle for profile in profiles]),
+        before=_fullest(largest.before, [each.before for each in profiles]),
+        middle=_fullest(largest.middle, [each.middle for each in profiles]),
         late=None if largest.late is None else _fullest(largest.late, [each.late for each in profiles if each.late]),
-        after=_fullest(largest.after, [profile.after for profile in profiles]),
-        lead_seconds=min(profile.lead_seconds for profile in profiles),
+        after=_fullest(largest.after, [each.after for each in profiles]),
+        lead_seconds=min(each.lead_seconds for each in profiles),
     )
 
 

@@ -1,1 +1,1 @@
-"""What a machine and a model do, measured: figures that the planner plans with."""
+"""Measures a machine and a model: the numbers that the planner plans with."""

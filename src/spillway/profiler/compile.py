@@ -1,162 +1,176 @@
-"""Makes a profile of the traces of two steps: one from which times are taken, and one from which bytes are.
+"""Makes a profile of the traces of two steps: one for times (``timed``), and one for bytes (``weighed``).
 
 NOTE [ The CPU's lead ]
 
-A loop that waits for the device nowhere has a CPU that gets further ahead with each step, until the device's queue is
-full. One that waits between steps, for a loss that is printed or inputs that are copied, has what it has gained since.
-Both are seen where the device is made to lag: what the CPU is ahead at the end of such a step is what it can be ahead.
+If a loop waits for the device nowhere, its CPU gets further ahead with each step, until the device's queue is full. If
+it waits between steps, for a loss that is printed or inputs that are copied, it has the lead that it gained since.
+Both show if the device is made to lag: the CPU's lead at the end of such a step is the lead that it can have.
 
-A lead that is lost on the way is none. So the device lags from the begin of the step in which bytes are measured, and
-from the first block in the one that is timed. The CPU must keep most of that up to the first block, and at each instant
-from there to the turn. Otherwise the model or the loop waits there, or the CPU is slower than the device, and the lead
-is 0.
+A lead that is lost on the way does not count. So the device lags from the begin of the weighed step, and from the first
+block of the timed one. The CPU must keep most of that lead up to the first block, and at each instant from there to the
+turn. Otherwise the model or the loop waits there, or the CPU is slower than the device, and the lead is 0.
 
-The CPU's time after the blocks is known only where the CPU waits for nothing there: where the device had not got there
-at the end of the step. The shorter one of both steps counts: a CPU that has filled the device's queue waits for room.
+The CPU's time after the blocks is known only if the CPU waits for nothing there: if the device had not got there at the
+end of the step. The shorter one of both steps counts: a CPU that has filled the device's queue waits for it.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import astuple, replace
 
 import torch
 
 from spillway.errors import UnsupportedError
 from spillway.planner.block_tasks import make_option
-from spillway.planner.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile
-from spillway.profiler.meter import Known
+from spillway.planner.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile, Static
+from spillway.profiler.meter import static_within
 from spillway.profiler.probe import Probe
-from spillway.profiler.watch import Place, Watched
+from spillway.profiler.step_trace import Place, StepTrace
 from spillway.types import Decision
 
 _LEAST_GAP = 1e-3
 """Seconds between two blocks that are no more than a call."""
 _LEAST_LAG = 0.01
 """Seconds. Some devices cannot be made to lag."""
+_BEGIN, _FIRST, _DONE, _LEFT = ("begin", 0), ("first", 0), ("done", 0), ("left", 0)
 Interval = tuple[Place, Place]
 
 
 def compile_profile(
-    watched: Watched,
-    weighed: Watched,
+    timed: StepTrace,
+    weighed: StepTrace,
     probes: Mapping[Hashable, Probe],
     *,
     model: str,
     device: torch.device,
     min_bytes: int,
-    known: Known | None = None,
+    known: Static | None = None,
     has_host: bool | None = None,
 ) -> Profile:
-    """The profile of a step.
+    """The profile of a step, in which blocks were recomputed and inputs of at least ``min_bytes`` offloaded.
 
     Args:
-        watched: a pass whose blocks were recomputed and sent their inputs away: times are taken from it.
-        weighed: another one of the same kinds of calls, or the same: bytes are taken from it, if all of it was seen.
+        timed: the step that gives the times.
+        weighed: the step that gives the bytes, with calls of the same kinds, or the same step.
         probes: of one call of each kind of block.
         model: its class.
         device: where it computed.
-        min_bytes: what was smaller did not leave.
-        known: what of the bytes that were there when the step began can be told.
-        has_host: whether the CPU's time is told apart from the device's. ``None``: where it queues work there.
+        min_bytes: smaller tensors were not offloaded.
+        known: the bytes at the begin of the step that could be told apart.
+        has_host: whether the CPU's time is told apart from the device's. ``None``: if the CPU queues work there.
 
     Raises:
-        UnsupportedError: where no backward came through the blocks one after the other.
+        UnsupportedError: if no backward came through the blocks one after the other.
     """
-    watched = replace(watched, has_host=queues(device) if has_host is None else has_host)
-    kinds: dict[Hashable, list[int]] = {}
-    for number, call in enumerate(watched.calls):
-        kinds.setdefault(call.kind, []).append(number)
-    turns = {("back", number) for number in range(len(watched.calls))}
-    missing = turns - watched.readings.keys()
-    if not watched.calls or missing:
-        raise UnsupportedError(
-            f"got a step of {len(watched.calls)} calls of blocks, of which {len(missing)} had no backward, expected "
-            f"one through all of them; freeze blocks that are not trained before attaching, or say which are blocks"
-        )
-    last = len(watched.calls) - 1
-    end = ("first", 0) if ("first", 0) in watched.readings else ("done", 0)
+    timed = replace(timed, has_host=queues(device) if has_host is None else has_host)
+    numbers_of: dict[Hashable, list[int]] = {}
+    for number, call in enumerate(timed.calls):
+        numbers_of.setdefault(call.kind, []).append(number)
+    turns = _turns_of(timed)
+    end = _FIRST if _FIRST in timed.readings else _DONE
     if not {end, *turns} <= weighed.readings.keys():
-        weighed = watched
+        weighed = timed
     # A process grows a little in its first steps.
-    static_bytes = max(weighed.level(("begin", 0)), watched.level(("begin", 0)))
-    found = tuple(
-        _kind(watched, weighed, probes[kind], numbers, end, min_bytes=min_bytes) for kind, numbers in kinds.items()
+    static_bytes = max(weighed.level(_BEGIN), timed.level(_BEGIN))
+    kinds = tuple(
+        _kind(timed, weighed, probes[kind], numbers, end, min_bytes=min_bytes) for kind, numbers in numbers_of.items()
     )
-    place_of = {kind: place for place, kind in enumerate(kinds)}
-    calls = tuple(BlockCall(call.name, place_of[call.kind]) for call in watched.calls)
-    cached_bytes = sum(found[call.kind].cached_bytes for call in calls)
-    lead = host_lead(watched, weighed) if watched.has_host else 0.0
-    before = _outside(watched, weighed, ("begin", 0), ("forward", 0), stops=("started", 0))
-    middle, held_bytes = _middle(watched, weighed, last)
-    late = None
-    between = weighed.order[weighed.order.index(("end", last)) : weighed.order.index(("back", last))]
-    uncast = [place for place in between if place[0] == "uncast"]
-    # The context of a pass that others come between has ended.
-    has_left = ("left", 0) in weighed.readings
-    if cached_bytes and (uncast or has_left):
-        # Plans count for the blocks what is let go of in it.
-        middle = replace(middle, change_bytes=middle.change_bytes + cached_bytes)
-        if not has_left:
-            middle, late = _parted(weighed, middle, last, uncast)
-    elif cached_bytes:
-        # They stay whatever is decided, and no re-run casts again.
-        before = replace(before, change_bytes=before.change_bytes + cached_bytes)
-        found = tuple(
-            replace(kind, cached_bytes=0, values=tuple(replace(value, is_cast=False) for value in kind.values))
-            for kind in found
-        )
-    return Profile(
+    place_of = {kind: place for place, kind in enumerate(numbers_of)}
+    calls = tuple(BlockCall(call.name, place_of[call.kind]) for call in timed.calls)
+    lead = host_lead(timed, weighed) if timed.has_host else 0.0
+    middle, held_bytes = _middle(timed, weighed, len(calls) - 1)
+    profile = Profile(
         model=model,
         device=str(device),
-        kinds=found,
+        kinds=kinds,
         calls=calls,
         static_bytes=static_bytes,
-        before=before,
+        before=_outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0)),
         middle=middle,
-        late=late,
-        after=replace(
-            _outside(watched, weighed, end, ("done", 0)),
-            # The CPU may wait in it, as for a loss that is printed.
-            host_seconds=host_seconds_after(watched, weighed, end, lead),
-        ),
+        # The CPU may wait in it, as for a loss that is printed.
+        after=replace(_outside(timed, weighed, end, _DONE), host_seconds=host_seconds_after(timed, weighed, end, lead)),
         min_bytes=min_bytes,
-        static=None if known is None else known.within(static_bytes),
+        static=None if known is None else static_within(known, static_bytes),
         held_bytes=held_bytes,
         lead_seconds=lead,
     )
+    return _with_casts(profile, weighed)
+
+
+def _turns_of(trace: StepTrace) -> set[Place]:
+    """The begins of the backwards of all calls."""
+    turns = {("back", number) for number in range(len(trace.calls))}
+    missing = turns - trace.readings.keys()
+    if not turns or missing:
+        raise UnsupportedError(
+            f"A step called blocks {len(turns)} times, and {len(missing)} of these calls had no backward. A profile "
+            f"needs one through all blocks: freeze blocks that are not trained before attaching, or name the blocks"
+        )
+    return turns
 
 
 def queues(device: torch.device) -> bool:
-    """Whether the host queues work there, and goes on."""
+    """Whether the CPU queues work there, and goes on."""
     return device.type != "cpu"
 
 
-def _outside(watched: Watched, weighed: Watched, since: Place, until: Place, *, stops: Place | None = None) -> Outside:
-    """What is outside of blocks. If the device lagged behind ``stops``, times go on at the instant after it."""
-    if since == until:
-        return Outside(0.0, 0, 0)
-    spans = [(since, until)]
-    if stops is not None and stops in watched.readings:
-        # Frozen blocks may follow: they are outside, too.
-        spans = [(since, stops), (watched.order[watched.order.index(stops) + 1], until)]
-    level = weighed.level(since)
-    return Outside(
-        seconds=sum(watched.seconds(*span) for span in spans),
-        peak_bytes=max(weighed.peak(since, until) - level, 0),
-        change_bytes=weighed.level(until) - level,
-        host_seconds=sum(watched.host_seconds(*span) for span in spans),
+def _with_casts(profile: Profile, weighed: StepTrace) -> Profile:
+    """The profile with the bytes of blocks' casts counted in the parts of the step that release them."""
+    last = len(profile.calls) - 1
+    cached_bytes = sum(profile.kinds[call.kind].cached_bytes for call in profile.calls)
+    if not cached_bytes:
+        return profile
+    order = weighed.order
+    uncast = [
+        place for place in order[order.index(("end", last)) : order.index(("back", last))] if place[0] == "uncast"
+    ]
+    if _LEFT in weighed.readings or uncast:
+        # Plans count these bytes for the blocks.
+        middle = replace(profile.middle, change_bytes=profile.middle.change_bytes + cached_bytes)
+        # If other passes came between, the context of this one has ended.
+        late = None
+        if _LEFT not in weighed.readings:
+            middle, late = _parted(weighed, middle, last, uncast)
+        return replace(profile, middle=middle, late=late)
+    # The casts stay whatever is decided, and no replay casts again.
+    return replace(
+        profile,
+        before=replace(profile.before, change_bytes=profile.before.change_bytes + cached_bytes),
+        kinds=tuple(
+            replace(kind, cached_bytes=0, values=tuple(replace(value, is_cast=False) for value in kind.values))
+            for kind in profile.kinds
+        ),
     )
 
 
-def _middle(watched: Watched, weighed: Watched, last: int) -> tuple[Outside, int]:
+def _outside(
+    timed: StepTrace, weighed: StepTrace, since: Place, until: Place, *, stops: Place | None = None
+) -> Outside:
+    """A part of the step outside of blocks. If the device lagged behind ``stops``, times go on at the instant after."""
+    if since == until:
+        return Outside(0.0, 0, 0)
+    spans = [(since, until)]
+    if stops is not None and stops in timed.readings:
+        # Frozen blocks may follow: they are outside, too.
+        spans = [(since, stops), (timed.order[timed.order.index(stops) + 1], until)]
+    level = weighed.level(since)
+    return Outside(
+        seconds=sum(timed.seconds(*span) for span in spans),
+        peak_bytes=max(weighed.peak(since, until) - level, 0),
+        change_bytes=weighed.level(until) - level,
+        host_seconds=sum(timed.host_seconds(*span) for span in spans),
+    )
+
+
+def _middle(timed: StepTrace, weighed: StepTrace, last: int) -> tuple[Outside, int]:
     """The task between the last block's forward and its backward, and bytes that are held there while others pass."""
-    ends, turns, left = ("end", last), ("back", last), ("left", 0)
-    if left not in weighed.readings or left not in watched.readings:
-        return _outside(watched, weighed, ends, turns, stops=("turned", 0)), 0
-    before = _outside(watched, weighed, ends, left)
-    after = _outside(watched, weighed, ("back again", 0), turns, stops=("turned", 0))
+    ends, turns = ("end", last), ("back", last)
+    if _LEFT not in weighed.readings or _LEFT not in timed.readings:
+        return _outside(timed, weighed, ends, turns, stops=("turned", 0)), 0
+    before = _outside(timed, weighed, ends, _LEFT)
+    after = _outside(timed, weighed, ("back again", 0), turns, stops=("turned", 0))
     middle = Outside(
         seconds=before.seconds + after.seconds,
         peak_bytes=max(before.peak_bytes, before.change_bytes + after.peak_bytes, 0),
@@ -166,7 +180,7 @@ def _middle(watched: Watched, weighed: Watched, last: int) -> tuple[Outside, int
     return middle, max(before.change_bytes, 0)
 
 
-def _parted(weighed: Watched, middle: Outside, last: int, uncast: list[Place]) -> tuple[Outside, Outside]:
+def _parted(weighed: StepTrace, middle: Outside, last: int, uncast: list[Place]) -> tuple[Outside, Outside]:
     """The tasks between the last block's forward and its backward: before casts are released, and after."""
     ends, turns, gone = ("end", last), ("back", last), uncast[-1]
     level = weighed.level(gone) - weighed.uncast[gone[1]]
@@ -175,68 +189,65 @@ def _parted(weighed: Watched, middle: Outside, last: int, uncast: list[Place]) -
     return replace(middle, peak_bytes=peak, change_bytes=middle.change_bytes - late.change_bytes), late
 
 
-def _times(watched: Watched, spans: list[list[Interval]]) -> float:
-    """The median over calls, given their spans. See NOTE [ The device's clock ] in ``watch.py``."""
-    shown = [each for each in spans if watched.is_behind(*(place for span in each for place in span))]
-    return max(statistics.median(sum(watched.seconds(*span) for span in each) for each in shown or spans), 0.0)
+def _times(timed: StepTrace, spans: list[list[Interval]]) -> float:
+    """The median over calls, given their spans. See NOTE [ The device's clock ] in ``step_trace.py``."""
+    shown = [each for each in spans if timed.is_behind(*(place for span in each for place in span))]
+    return max(statistics.median(sum(timed.seconds(*span) for span in each) for each in shown or spans), 0.0)
 
 
 def _kind(
-    watched: Watched,
-    weighed: Watched,
-    probe: Probe,
-    numbers: list[int],
-    end: Place,
-    *,
-    min_bytes: int,
+    timed: StepTrace, weighed: StepTrace, probe: Probe, numbers: list[int], end: Place, *, min_bytes: int
 ) -> BlockProfile:
-    probe.read(frozenset().union(*(watched.calls[number].shared for number in numbers)))
+    probe.read(frozenset().union(*(timed.calls[number].shared for number in numbers)))
     assert probe.operators is not None
-    forward: list[list[Interval]] = []
     backward: list[list[Interval]] = []
-    again: list[list[Interval]] = []
+    replays: list[list[Interval]] = []
     peaks, changes, parts = [], [], []
     for number in numbers:
-        begin, until = ("back", number), ("back", number - 1) if number else end
-        # Of a backward that comes a second time, nothing is told.
-        ran = [span for span in watched.reruns_of(number) if _is_between(watched, begin, span, until)]
+        begin, until = _backward_of(number, end)
+        # The replays of a second backward are outside, and do not count.
+        ran = [span for span in timed.replays_of(number) if _is_between(timed, begin, span, until)]
         given = next((("asked", n) for n, (whose, _) in enumerate(weighed.asked) if whose == number), begin)
-        forward.append([(("forward", number), ("end", number))])
         backward.append(_between(begin, until, ran))
         if ran:
-            again.append(ran)
+            replays.append(ran)
         peaks.append(max(weighed.peak(given, until) - weighed.level(given), 0))
         changes.append(weighed.level(until) - weighed.level(begin))
         parts.append(_parts(weighed, probe, number, until))
+    forward: list[list[Interval]] = [[(("forward", number), ("end", number))] for number in numbers]
     block = BlockProfile(
-        kind=watched.calls[numbers[0]].name,
+        kind=timed.calls[numbers[0]].name,
         operators=probe.operators,
         values=probe.values,
-        # Where the host was late because it wrote down a trace, the operators' own times are nearer.
-        forward_seconds=min(_times(watched, forward), sum(each.seconds for each in probe.operators)),
-        backward_seconds=_times(watched, backward),
+        # If the recording of a trace slowed the CPU down, the operators' own times are nearer.
+        forward_seconds=min(_times(timed, forward), sum(each.seconds for each in probe.operators)),
+        backward_seconds=_times(timed, backward),
         backward_peak_bytes=int(statistics.median(peaks)),
-        # An input that was too small to leave was let go of, as a plan counts of those that it keeps.
+        # An input too small to be offloaded was released, as a plan counts for those that it keeps.
         backward_change_bytes=int(statistics.median(changes))
         + sum(value.nbytes for value in probe.values if value.is_input and value.nbytes < min_bytes),
         rerun_factor=1.0,
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
-        host=_host(watched, numbers, end) if watched.has_host and again else None,
-        gap=_gap(watched, weighed, numbers),
-        # Where calls are of one module, the first of them casts.
+        host=_host(timed, numbers, end) if timed.has_host and replays else None,
+        gap=_gap(timed, weighed, numbers),
+        # If calls are of one module, the first of them casts.
         cached_bytes=sum(weighed.calls[number].cached_bytes for number in numbers) // len(numbers),
     )
-    if not again:
+    if not replays:
         return block
-    all_again = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
-    return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
+    whole = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
+    return replace(block, rerun_factor=_times(timed, replays) / whole if whole else 1.0)
 
 
-def _gap(watched: Watched, weighed: Watched, numbers: list[int]) -> Outside | None:
-    """What comes before calls of one kind: a mean, so that its sum is right."""
+def _backward_of(number: int, end: Place) -> Interval:
+    return ("back", number), ("back", number - 1) if number else end
+
+
+def _gap(timed: StepTrace, weighed: StepTrace, numbers: list[int]) -> Outside | None:
+    """The work before calls of one kind: a mean, so that its sum is right."""
     pairs = ((("end", number - 1), ("forward", number)) for number in numbers if number)
-    found, count = [_outside(watched, weighed, *pair) for pair in pairs], len(numbers)
+    found, count = [_outside(timed, weighed, *pair) for pair in pairs], len(numbers)
     gap = Outside(
         seconds=sum(each.seconds for each in found) / count,
         peak_bytes=max((each.peak_bytes for each in found), default=0),
@@ -246,8 +257,8 @@ def _gap(watched: Watched, weighed: Watched, numbers: list[int]) -> Outside | No
     return gap if gap.peak_bytes or gap.change_bytes or gap.seconds > _LEAST_GAP else None
 
 
-def _is_between(watched: Watched, begin: Place, span: Interval, until: Place) -> bool:
-    places = [watched.order.index(place) for place in (begin, *span, until)]
+def _is_between(timed: StepTrace, begin: Place, span: Interval, until: Place) -> bool:
+    places = [timed.order.index(place) for place in (begin, *span, until)]
     return places == sorted(places)
 
 
@@ -260,19 +271,19 @@ def _between(begin: Place, until: Place, spans: list[Interval]) -> list[Interval
     return [*found, (since, until)]
 
 
-def _parts(weighed: Watched, probe: Probe, number: int, until: Place) -> tuple[BackwardPart, ...]:
+def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple[BackwardPart, ...]:
     begin = ("back", number)
     asked = [(("asked", n), place) for n, (whose, place) in enumerate(weighed.asked) if whose == number]
     if not asked:
         return ()
     count = len(probe.operators or ())
-    # Now all that the block has saved is there, and the frames that ran again are not any more.
+    # Now all that the block has saved is there, and the frames of the replay are gone.
     level = weighed.level(asked[0][0])
-    runs = next((since for since, _ in weighed.reruns_of(number)), asked[0][0])
+    runs = next((since for since, _ in weighed.replays_of(number)), asked[0][0])
     before = max(weighed.peak(begin, weighed.first_move(begin, runs)) - weighed.level(begin), 0)
     parts = [BackwardPart(count, before, 0, 0)]
     for (since, place), (following, _) in zip(asked, [*asked[1:], (until, 0)], strict=True):
-        # Of two places the one that is nearer to the block's begin counts: what was saved later was needed by both.
+        # The place nearer to the block's begin counts: both places needed what was saved later.
         lowest = min(place + 1, parts[-1].place, count)
         gone = sum(
             value.nbytes
@@ -295,54 +306,49 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
     )
 
 
-def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
-    """Of some calls, the shortest: see NOTE [ The CPU's clock ] in ``watch.py``."""
-    ran = [number for number in numbers if watched.reruns_of(number)]
+def _host(timed: StepTrace, numbers: list[int], end: Place) -> HostTimes:
+    """The shortest times of some calls: see NOTE [ The CPU's clock ] in ``step_trace.py``."""
+    ran = [number for number in numbers if timed.replays_of(number)]
 
-    def backward(number: int) -> float:
-        until = ("back", number - 1) if number else end
-        spans = _between(("back", number), until, watched.reruns_of(number))
-        return sum(watched.host_seconds(*span) for span in spans)
+    def shortest(spans_of: Callable[[int], list[Interval]]) -> float:
+        return min(sum(timed.host_seconds(*span) for span in spans_of(number)) for number in ran)
 
-    region = min(watched.host_seconds(("forward", number), ("end", number)) for number in ran)
+    region = shortest(lambda number: [(("forward", number), ("end", number))])
     return HostTimes(
         # The function itself, within a checkpointed call.
-        plain=min(region, *(watched.calls[number].own_seconds for number in ran)),
+        plain=min(region, *(timed.calls[number].own_seconds for number in ran)),
         region=region,
-        rerun=min(sum(watched.host_seconds(*span) for span in watched.reruns_of(number)) for number in ran),
-        backward=min(map(backward, ran)),
+        rerun=shortest(timed.replays_of),
+        backward=shortest(lambda number: _between(*_backward_of(number, end), timed.replays_of(number))),
     )
 
 
-def host_lead(watched: Watched, weighed: Watched) -> float:
-    """Seconds by which the CPU is ahead of the device where a step begins. See NOTE [ The CPU's lead ].
+def host_lead(timed: StepTrace, weighed: StepTrace) -> float:
+    """Seconds by which the CPU is ahead of the device at the begin of a step. See NOTE [ The CPU's lead ].
 
-    In the watched step the device lagged where the blocks begin, in both directions; in the weighed one, at its begin.
+    In the timed step the device lagged where the blocks begin, in both directions; in the weighed one, at its begin.
     """
-    is_kept = _keeps_lead(weighed, ("ahead", 0), ("forward", 0)) and _keeps_lead(watched, ("started", 0), ("turned", 0))
-    return max(watched.lead(("done", 0)), 0.0) if is_kept else 0.0
+    is_kept = _keeps_lead(weighed, ("ahead", 0), ("forward", 0)) and _keeps_lead(timed, ("started", 0), ("turned", 0))
+    return max(timed.lead(_DONE), 0.0) if is_kept else 0.0
 
 
-def host_seconds_after(watched: Watched, weighed: Watched, end: Place, lead: float) -> float:
-    """The CPU's seconds after the end of the blocks' backward; 0: not known. See NOTE [ The CPU's lead ].
-
-    The steps are as for :func:`host_lead`, and the lead is theirs.
-    """
-    if lead <= watched.seconds(end, ("done", 0)):
+def host_seconds_after(timed: StepTrace, weighed: StepTrace, end: Place, lead: float) -> float:
+    """The CPU's seconds after the end of the blocks' backward; 0: not known. See NOTE [ The CPU's lead ]."""
+    if lead <= timed.seconds(end, _DONE):
         return 0.0
-    return min(each.host_seconds(end, ("done", 0)) for each in (watched, weighed))
+    return min(each.host_seconds(end, _DONE) for each in (timed, weighed))
 
 
 def without_lead(profile: Profile) -> Profile:
-    """The profile for a loop of which it is not known where it waits."""
+    """The profile for a loop that may wait for the device anywhere."""
     return replace(profile, lead_seconds=0.0, after=replace(profile.after, host_seconds=0.0))
 
 
-def _keeps_lead(watched: Watched, since: Place, until: Place) -> bool:
+def _keeps_lead(trace: StepTrace, since: Place, until: Place) -> bool:
     """Whether the device was made to lag at an instant, and the CPU was ahead by most of that until another one."""
-    if since not in watched.readings or until not in watched.readings:
+    if since not in trace.readings or until not in trace.readings:
         return False
-    order = watched.order
+    order = trace.order
     first = order.index(since) + 1
-    lag = watched.seconds(since, order[first])
-    return lag > _LEAST_LAG and all(watched.lead(place) > lag / 2 for place in order[first : order.index(until) + 1])
+    lag = trace.seconds(since, order[first])
+    return lag > _LEAST_LAG and all(trace.lead(place) > lag / 2 for place in order[first : order.index(until) + 1])

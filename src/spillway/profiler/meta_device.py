@@ -1,14 +1,14 @@
-"""A device that is not there: operators run on ``meta`` tensors, and their bytes and seconds are counted.
+"""A simulated device: operators run on ``meta`` tensors, and their bytes and seconds are counted.
 
 NOTE [ Meta device ]
 
 ``meta`` tensors have shapes, storages and lifetimes, and no memory. The model's code, autograd's engine and the handles
 of saved tensors are real, so lifetimes are real. A dispatch mode sees each operator. A new storage counts until it
-dies. Each operator moves the clock by its roofline time on the target. Workspaces are known for a few operators (see
-:mod:`spillway.profiler.target_kernels`).
+dies. Each operator moves the clock by its roofline time on the target. Workspaces are known for a few operators
+(:mod:`spillway.profiler.target_kernels`).
 
-An argument that no operator made was there before the step. CPU tensors that meet ``meta`` tensors (labels that a loss
-has by closure) are taken to be on the device.
+An argument that no operator made existed before the step. CPU tensors that meet ``meta`` tensors (labels that a loss
+has by closure) count as tensors on the device.
 
 torch's ``FakeTensorMode`` cannot replace this. In a build of torch without CUDA, autograd on a fake CUDA tensor ends
 the process (torch 2.13), and fake tensors have no values for masks.
@@ -23,8 +23,10 @@ of uninitialized memory are unknown. Values belong to storages, so views and in-
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -32,8 +34,8 @@ from typing import Any
 import torch
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_map
 
+from spillway._torch import Overload, disable_dispatch, storage_key, tree_map
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of, facts_of_call
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, split, tensors_in
 from spillway.errors import UnsupportedError
@@ -57,7 +59,7 @@ class _Storage:
     """A storage that is alive."""
 
     number: int
-    """Below 0: it was there before the step."""
+    """Below 0: it existed before the step."""
     reference: weakref.ref[torch.UntypedStorage]
     counted: int = 0
     """Its bytes in the level."""
@@ -73,15 +75,15 @@ class MetaDevice(OperatorMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = device
         self.seconds = 0.0
-        """Time that its operators have taken."""
+        """Time of its operators so far."""
         self.levels = [0]
         """Bytes allocated in the step, after each change."""
         self.before = 0
-        """Bytes that were there before the step."""
+        """Bytes that existed before the step."""
         self.made = 0
         """Bytes that were ever allocated."""
         self.count = 0
-        """How many storages there have been: the number of the last one."""
+        """The number of the last storage."""
         self.values = KnownValues()
         self._hardware = hardware
         self._grain = 1 if device.type == "cpu" else GRAIN
@@ -93,18 +95,18 @@ class MetaDevice(OperatorMode):
         return -(-nbytes // self._grain) * self._grain
 
     def number_of(self, tensor: torch.Tensor) -> int:
-        """The number of a tensor's storage, in order of allocation; below 0: it was there before the step."""
+        """The number of a tensor's storage, in order of allocation; below 0: it existed before the step."""
         return self._find(tensor.untyped_storage(), is_new=False).number
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """A new storage."""
-        with torch._C._DisableTorchDispatch():
+        with disable_dispatch():
             storage = torch.empty(nbytes, dtype=torch.uint8, device=META).untyped_storage()
         self._find(storage, is_new=True)
         return storage
 
     def offload(self, storage: torch.UntypedStorage) -> None:
-        """A storage does not count from now on, whoever holds it."""
+        """A storage does not count from now on, although it is held."""
         found = self._find(storage, is_new=False)
         self._change(-found.counted)
         found.counted = 0
@@ -123,7 +125,6 @@ class MetaDevice(OperatorMode):
         target = kwargs.get("device")
         makes_meta = target is not None and torch.device(target) == META
         if not makes_meta and not any(tensor.device == META for tensor in tensors):
-            # An operator of the CPU's.
             return func(*args, **kwargs)
         if torch.is_autocast_enabled(self.device.type) or torch.is_autocast_enabled("cpu"):
             raise UnsupportedError(
@@ -137,19 +138,19 @@ class MetaDevice(OperatorMode):
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=False)
         facts = facts_of(func)
-        if _depends_on_values(func, args):
+        if depends := _depends_on_values(func, args):
             output = self.values.result(func, args, kwargs)
-            self._account(func, facts, args, kwargs, output)
-            return output
-        try:
-            output = func(*args, **kwargs)
-        except NotImplementedError as error:
-            raise UnsupportedError(
-                f"profile without the hardware: torch cannot tell the output shapes of {func} on meta tensors; profile "
-                f"the model on the device itself"
-            ) from error
+        else:
+            try:
+                output = func(*args, **kwargs)
+            except NotImplementedError as error:
+                raise UnsupportedError(
+                    f"profile without the hardware: torch cannot tell the output shapes of {func} on meta tensors; "
+                    f"profile the model on the device itself"
+                ) from error
         self._account(func, facts, args, kwargs, output)
-        self.values.follow(func, facts, args, kwargs, output)
+        if not depends:
+            self.values.follow(func, facts, args, kwargs, output)
         return output
 
     def _account(
@@ -158,7 +159,7 @@ class MetaDevice(OperatorMode):
         for tensor in tensors_in((output,)):
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=True)
-        if not isinstance(func, torch._ops.OpOverload):
+        if not isinstance(func, Overload):
             return
         effort = effort_of(func, facts, args, kwargs, output)
         if effort is not None:
@@ -169,7 +170,7 @@ class MetaDevice(OperatorMode):
             self._change(-workspace)
 
     def _find(self, storage: torch.UntypedStorage, *, is_new: bool) -> _Storage:
-        key = storage._cdata
+        key = storage_key(storage)
         known = self._known.get(key)
         # A freed address is used again.
         if known is not None and known.reference() is storage:
@@ -194,19 +195,19 @@ class MetaDevice(OperatorMode):
         self.levels.append(self.levels[-1] + nbytes)
 
     def _freed(self, key: int) -> Callable[[weakref.ref[torch.UntypedStorage]], None]:
-        known, here = self._known, weakref.ref(self)
+        here = weakref.ref(self)
 
         def freed(reference: weakref.ref[torch.UntypedStorage]) -> None:
-            found, device = known.get(key), here()
-            if found is not None and found.reference is reference:
-                del known[key]
-                if device is not None:
-                    device._change(-found.counted)
+            device = here()
+            found = None if device is None else device._known.get(key)
+            if device is not None and found is not None and found.reference is reference:
+                del device._known[key]
+                device._change(-found.counted)
 
         return freed
 
     def _on_meta(self, leaf: Any) -> Any:
-        """The ``meta`` tensor for one of the CPU's. Numbers stay."""
+        """The ``meta`` tensor for a CPU tensor. Scalars stay."""
         if not isinstance(leaf, torch.Tensor) or leaf.device == META or not leaf.dim():
             return leaf
         known = self._on_device.get(id(leaf))
@@ -229,31 +230,28 @@ class MetaMeter(Meter):
         self._marks.append((device.seconds, len(device.levels) - 1, device.made))
 
     def finish(self) -> list[Reading]:
-        readings: list[Reading] = []
-        levels, there = self._device.levels, self._device.before
-        for (_, since, made_before), (seconds, until, made) in pairwise([*self._marks[:1], *self._marks]):
-            peak = there + max(levels[since : until + 1])
-            readings.append(Reading(seconds - self._marks[0][0], there + levels[until], peak, made - made_before))
-        return readings
+        levels, base, marks = self._device.levels, self._device.before, self._marks
+        return [
+            Reading(seconds - marks[0][0], base + levels[until], base + max(levels[since : until + 1]), made - before)
+            for (_, since, before), (seconds, until, made) in pairwise([*marks[:1], *marks])
+        ]
 
 
 class KnownValues:
-    """The values of ``meta`` tensors, where they are known. See NOTE [ Known values ]."""
+    """The known values of ``meta`` tensors. See NOTE [ Known values ]."""
 
     def __init__(self) -> None:
-        self._storages: weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._storages = weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage]()
 
     def learn(self, meta: torch.Tensor, tensor: torch.Tensor) -> None:
-        """A ``meta`` tensor stands for this one, and has its values of now."""
+        """A ``meta`` tensor stands for this one, and has its present values."""
         storage = meta.untyped_storage()
-        is_there = type(tensor) in PLAIN and tensor.device != META
-        if is_there and _is_exact(tensor) and storage.nbytes() <= _MOST_KNOWN_BYTES:
+        has_values = type(tensor) in PLAIN and tensor.device != META
+        if has_values and _is_exact(tensor) and storage.nbytes() <= _MOST_KNOWN_BYTES:
             self._storages[storage] = tensor.untyped_storage().cpu().clone()  # type: ignore[no-untyped-call]
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives whose output depends on values.
+        """The output of an operator whose output depends on values.
 
         Raises:
             UnsupportedError: if the values are unknown.
@@ -269,12 +267,12 @@ class KnownValues:
     def follow(
         self, func: Any, facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """An operator ran on ``meta`` tensors: learn the values of what it gave or wrote, or forget them."""
+        """An operator ran on ``meta`` tensors: learn the values that it gave or wrote, or forget them."""
         given = tensors_in((output,))
         written = [argument(args, kwargs, key) for key in facts.writes]
         if not written and (facts.is_view or not all(map(_is_exact, given))):
             return
-        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
+        name: str = func.name() if isinstance(func, Overload) else ""  # type: ignore[no-untyped-call]
         is_unknown = not name or facts.is_random or facts.reshapes or name.startswith(_UNINITIALIZED)
         if is_unknown or not self._are_known(args, kwargs):
             for tensor in tensors_in(written):
@@ -327,10 +325,10 @@ class MetaTensors:
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     def of(self, leaf: Any) -> Any:
-        """The ``meta`` tensor for a tensor: always the same. What is no tensor stays.
+        """The ``meta`` tensor for a tensor: always the same. Anything else stays.
 
         Raises:
-            UnsupportedError: for a tensor that is made of several, or is not strided.
+            UnsupportedError: for a tensor that consists of several, or is not strided.
         """
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -360,36 +358,48 @@ class MetaTensors:
                 f"device itself"
             )
         source = tensor.untyped_storage()
-        if source._cdata not in self._storages:
-            storage = torch.empty(source.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
-            self._storages[source._cdata] = storage
-        made = _like(tensor, self._storages[source._cdata])
+        key = storage_key(source)
+        if key not in self._storages:
+            self._storages[key] = torch.empty(source.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
+        made = _like(tensor, self._storages[key])
         if isinstance(tensor, Parameter):
             return Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)
 
 
-def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[int]:
-    """Bytes of each tensor of an optimizer's state on the device. The optimizer steps once, on ``meta`` tensors.
+@contextmanager
+def without_values(what: str, advice: str) -> Iterator[None]:
+    """A context whose code must not ask for the values of tensors.
 
     Raises:
-        UnsupportedError: if its step depends on the values of tensors.
+        UnsupportedError: if it does.
     """
-    copies: list[torch.Tensor] = [Parameter(torch.empty_like(each), requires_grad=True) for each in parameters]
-    for each in copies:
-        each.grad = torch.empty_like(each)
-    made = optimizer(copies)
     try:
-        made.step()
+        yield
     except RuntimeError as error:
         if "meta tensor" not in str(error):
             raise
         raise UnsupportedError(
-            f"optimizer: the step of {type(made).__name__} depends on the values of tensors ({error}), which there are "
-            f"none of without the hardware; give bytes for each element of a parameter instead: optimizer=4"
+            f"{what} depends on the values of tensors ({error}), which are unknown without the hardware; {advice}"
         ) from error
+
+
+def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf | float | None) -> list[int]:
+    """Bytes of each tensor of an optimizer's state on the device, or so many bytes for each element of a parameter.
+
+    The optimizer steps once, on ``meta`` tensors.
+    """
+    if not callable(optimizer):
+        return [math.ceil((optimizer or 0) * each.numel()) for each in parameters]
+    copies: list[torch.Tensor] = [Parameter(torch.empty_like(each), requires_grad=True) for each in parameters]
+    for each in copies:
+        each.grad = torch.empty_like(each)
+    made = optimizer(copies)
+    advice = "give bytes for each element of a parameter instead: optimizer=4"
+    with without_values(f"optimizer: the step of {type(made).__name__}", advice):
+        made.step()
     found = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        storage_key(tensor.untyped_storage()): tensor.untyped_storage().nbytes()
         for state in made.state.values()
         for tensor in state.values()
         if isinstance(tensor, torch.Tensor) and tensor.device.type == "meta"
@@ -398,8 +408,8 @@ def state_sizes(parameters: list[torch.Tensor], optimizer: OptimizerOf) -> list[
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether the output's shape or a number of the CPU's does. An index of integers gives as many rows as it has."""
-    tagged = isinstance(func, torch._ops.OpOverload) and any(tag in func.tags for tag in _VALUE_DEPENDENT)
+    """Whether the shape or the value of the output does. An index of integers gives as many rows as it has."""
+    tagged = isinstance(func, Overload) and any(tag in func.tags for tag in _VALUE_DEPENDENT)
     return tagged and (func is not torch.ops.aten.index.Tensor or facts_of_call(func, args).is_data_dependent)
 
 

@@ -2,46 +2,46 @@
 
 NOTE [ Instants of a program ]
 
-An accelerator's allocator gives and takes memory when the host asks, far ahead of the device: so its counters, read
+An accelerator's allocator gives and takes memory when the CPU asks, far ahead of the device. So its counters, read
 between two operators, say what the program holds there, and no synchronisation is needed. Times are the device's, by
-events. The CPU has no such counters. There, the resident bytes of the process are read, and the kernel's mark of the
-most (``resident.py``): a budget on a CPU is of these. ``malloc`` is set so that a freed tensor's bytes are not resident
-any more (``malloc.py``). Tensors below its threshold are seen in part.
+events. The CPU has no such counters. There, the resident bytes of the process are read, and the kernel's mark of their
+peak (``process_memory.py``): a budget on a CPU is of these. ``malloc`` is set so that a freed tensor's bytes are not
+resident any more. Tensors below its threshold are seen in part.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch.nn import Module
 
-from spillway._torch import storage_parts
+from spillway._torch import device_stats, sleep_on_gpu, storage_key, storage_parts
 from spillway.planner.profile import Static
 from spillway.runtime.process_memory import Resident, ResidentPeak, resident_bytes
 
 GRAIN = 512
 """Bytes to which torch's allocator for accelerators rounds up."""
 _CYCLES = 1.5e9
-"""Of an accelerator, in a second, about."""
+"""Clock cycles of an accelerator in a second, about."""
 
 
 class Reading(NamedTuple):
-    """What was measured at an instant."""
+    """The measurements at an instant."""
 
     seconds: float
     """Since the first instant."""
     level: int
     """Bytes that are allocated."""
     peak: int
-    """Most bytes that were since the instant before."""
+    """Most bytes that were allocated since the instant before."""
     made: int
-    """Bytes that were given out since the instant before, whatever was taken back; of a CPU, without what was."""
+    """Bytes given out since the instant before, also those taken back; on a CPU, without these."""
 
 
 class Meter(ABC):
@@ -53,25 +53,25 @@ class Meter(ABC):
 
     @abstractmethod
     def finish(self) -> list[Reading]:
-        """What was measured at the instants, in their order. Waits for the device."""
+        """The readings at the instants, in their order. Waits for the device."""
 
     def wait(self) -> None:  # noqa: B027
-        """Until the device has nothing to do."""
+        """Wait until the device is idle."""
 
     def lag(self, seconds: float) -> None:  # noqa: B027
-        """Have the device do nothing for about so long: what it is given then waits."""
+        """Have the device do nothing for about so long. Later work waits."""
 
     def close(self) -> None:  # noqa: B027
-        """Nothing is measured any more."""
+        """Measure nothing any more."""
 
 
 def allocated(device: torch.device) -> tuple[int, int, int]:
-    """Bytes allocated on an accelerator, the most since that was set back, and all that were ever given out.
+    """Bytes allocated on an accelerator, their peak since it was reset, and all that were ever given out.
 
-    What ``torch.accelerator.memory_allocated`` is made of, which sorts a hundred other figures for each answer.
+    ``torch.accelerator.memory_allocated`` reads the same, and sorts a hundred other counters for each answer.
     """
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
-    bytes_of_all = torch._C._accelerator_getDeviceStats(index)["allocated_bytes"]["all"]
+    bytes_of_all = device_stats(index)["allocated_bytes"]["all"]
     return bytes_of_all["current"], bytes_of_all["peak"], bytes_of_all["allocated"]
 
 
@@ -83,15 +83,12 @@ class DeviceMemory:
         self._resident = ResidentPeak() if device.type == "cpu" else None
 
     def level(self) -> int:
-        """Now."""
         return allocated(self._device)[0] if self._resident is None else resident_bytes()
 
     def peak(self) -> int:
-        """The most, since the peak was reset."""
         return allocated(self._device)[1] if self._resident is None else self._resident.most()
 
     def reset_peak(self) -> None:
-        """Forget the peak."""
         if self._resident is None:
             torch.accelerator.reset_peak_memory_stats(self._device)
         else:
@@ -104,7 +101,7 @@ def meter_of(device: torch.device) -> Meter:
 
 
 class AcceleratorMeter(Meter):
-    """See NOTE [ Instants of a program ]. Sets the device's peak back at each instant."""
+    """See NOTE [ Instants of a program ]. Resets the device's peak at each instant."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -123,19 +120,15 @@ class AcceleratorMeter(Meter):
     def lag(self, seconds: float) -> None:
         if self._device.type == "cuda":
             with torch.cuda.device(self._device):
-                torch.cuda._sleep(int(seconds * _CYCLES))  # type: ignore[no-untyped-call]
+                sleep_on_gpu(int(seconds * _CYCLES))
 
     def finish(self) -> list[Reading]:
         self.wait()
-        if not self._instants:
-            return []
-        first, *_, before = self._instants[0]
-        readings: list[Reading] = []
-        for event, level, peak, made in self._instants:
-            seconds = first.elapsed_time(event) / 1e3 if event is not first else 0.0
-            readings.append(Reading(seconds, level, peak, made - before))
-            before = made
-        return readings
+        instants = self._instants
+        return [
+            Reading(instants[0][0].elapsed_time(event) / 1e3 if number else 0.0, level, peak, made - before)
+            for number, ((*_, before), (event, level, peak, made)) in enumerate(pairwise([*instants[:1], *instants]))
+        ]
 
 
 class ClockMeter(Meter):
@@ -170,52 +163,38 @@ class CpuMeter(Meter):
         ]
 
 
-@dataclass(frozen=True, slots=True)
-class Known:
-    """Bytes on a device that were told apart."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-
-    def within(self, static_bytes: int) -> Static | None:
-        """All static bytes by what they are; ``None`` if more is known of than is there.
-
-        That happens on the CPU, where static bytes are the resident ones: weights that a file maps need not be.
-        """
-        other = static_bytes - self.weights - self.gradients - self.optimizer
-        return None if other < 0 else Static(self.weights, self.gradients, self.optimizer, other)
-
-
-def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Known:
+def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Static:
     """The bytes on a device now of a model, and of an optimizer's state. Each storage is counted once, and whole."""
     seen: set[int] = set()
     parameters = list(model.parameters())
     states = () if optimizer is None else optimizer.state.values()
-    return Known(
+    # Not by the state's own values(), which would reload an offloaded state.
+    values = (value for state in states if isinstance(state, dict) for value in dict.values(state))
+    return Static(
         weights=_nbytes(parameters, device, seen),
         gradients=_nbytes((each.grad for each in parameters if each.grad is not None), device, seen),
-        optimizer=_nbytes((value for state in states for value in _tensors(state)), device, seen),
+        optimizer=_nbytes(values, device, seen),
+        other=0,
     )
 
 
-def _tensors(state: object) -> Iterator[torch.Tensor]:
-    # Not by its own values(): an optimizer's state that lies elsewhere would come for that.
-    values = dict.values(state) if isinstance(state, dict) else ()
-    yield from (value for value in values if isinstance(value, torch.Tensor))
+def static_within(known: Static, static_bytes: int) -> Static | None:
+    """All static bytes by kind; ``None`` if more are known than there are.
+
+    That happens on the CPU, whose static bytes are the resident ones: weights that a file maps need not be.
+    """
+    other = static_bytes - known.total
+    return None if other < 0 else replace(known, other=other)
 
 
-def _nbytes(tensors: Iterable[torch.Tensor], device: torch.device, seen: set[int]) -> int:
-    """Bytes of the plain tensors' storages that were not seen before. What is not plain is not told apart."""
+def _nbytes(tensors: Iterable[object], device: torch.device, seen: set[int]) -> int:
+    """Bytes of the plain tensors' storages that were not seen before. Others are not told apart."""
     total = 0
-    for tensor in tensors:
-        for part in storage_parts(tensor):
-            if part.device != device or part.layout is not torch.strided:
-                continue
-            if type(part) not in (torch.Tensor, torch.nn.Parameter):
-                continue
+    for part in (part for tensor in tensors if isinstance(tensor, torch.Tensor) for part in storage_parts(tensor)):
+        is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided
+        if is_plain and part.device == device:
             storage = part.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
+            if storage_key(storage) not in seen:
+                seen.add(storage_key(storage))
                 total += storage.nbytes()
     return total

@@ -1,12 +1,12 @@
-"""Watches one call of a block, operator by operator: what each takes, makes and holds.
+"""Measures one call of a block, operator by operator: the time of each, and the values that it makes and holds.
 
 NOTE [ Small operators ]
 
-An operator that takes less time than the host needs to launch it would be measured by the host. So the block's
+An operator may take less time than the CPU needs to launch it, and would be measured by the CPU. So the block's
 operators are queued behind work that keeps the device busy for a while, with events between them, and run one right
-after the other when it ends. It is products of matrices, and no mere pause, after which a device's clocks would be
-others than in a step. In a first step kernels are loaded and memory is asked for, and the host may still not be done
-when the work has ended: then what it measured is the host again, and another call is watched.
+after the other when it ends. That work is products of matrices: after a mere pause, a device's clocks would be others
+than in a step. In a first step kernels are loaded and memory is allocated, and the CPU may not be done when the work
+has ended. The measured times are then the CPU's, and another call is measured.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from spillway._torch import disable_modes
 from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
@@ -30,18 +30,12 @@ from spillway.selectors import full_name
 _WIDTH = 4096
 _ODD = 251
 _PRODUCTS = 500
-"""Some 100 ms on a fast device, and fewer launches than may be queued."""
+"""About 100 ms on a fast device, and fewer launches than may be queued."""
 _MOST_TRIES = 3
 
 
 class Probe:
-    """Measures the operators of one call.
-
-    Args:
-        device: where the block computes.
-        before: that of an earlier call, which was not complete.
-        meter: that reads each operator's begin and end. ``None``: the device's; of a CPU, its clock alone.
-    """
+    """Measures the operators of one call. ``before`` is the probe of an earlier call, which was not complete."""
 
     def __init__(self, device: torch.device, before: Probe | None = None, meter: Meter | None = None) -> None:
         self._device = device
@@ -51,37 +45,36 @@ class Probe:
         self._marks = 0
         self._tries: int = 1 if before is None else before._tries + 1
         self._busy: torch.Event | None = None
-        """When the device is through with what keeps it busy."""
+        """The end of the work that keeps the device busy."""
         self._was_late = False
-        """Whether it was, before the host had queued all operators."""
+        """Whether that work ended before the CPU had queued all operators."""
         self._begins: dict[int, int] = {}
-        """Of each operator, the number of the mark where it began: the next one is its end."""
+        """The mark at which each operator began: the next one is its end."""
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._nbytes: dict[int, int] = {}
         self._dies_at: dict[int, int] = {}
         self.operators: tuple[OperatorProfile, ...] | None = None
-        """Once the call has ended and :meth:`read` was called."""
+        """Known once the call has ended and :meth:`read` was called."""
         self.values: tuple[Value, ...] = ()
         self.saves_at: tuple[int, ...] = ()
         self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
 
     @property
     def is_complete(self) -> bool:
-        """Whether the call has ended, and was timed by the device's clock, as far as it can be."""
+        """Whether the call has ended, and was timed by the device's clock if it can be."""
         return self._ended is not None and (not self._was_late or self._tries >= _MOST_TRIES)
 
     @contextmanager
-    def watching(self, recorder: Recorder) -> Iterator[None]:
+    def around(self, recorder: Recorder) -> Iterator[None]:
         """A context around the run of the function."""
         if self._device.type not in ("cpu", "meta"):
             _keep_busy(self._device)
             self._busy = torch.Event(self._device)
             self._busy.record(torch.accelerator.current_stream(self._device))
-        with _Watch(self, recorder):
+        with _ProbeMode(self, recorder):
             yield
 
     def ended(self, recorder: Recorder) -> None:
-        """The function has returned."""
         count = len(recorder.operators)
         self._was_late = self._busy is not None and self._busy.query()
         self.note_deaths(count)
@@ -96,7 +89,7 @@ class Probe:
         values = []
         for number in range(recorder.count):
             place = recorder.makers.get(number)
-            is_input = number in inputs and place is None and self._may_leave(recorder, number)
+            is_input = number in inputs and place is None and self._is_offloadable(recorder, number)
             is_saved = number in saved_at and (number in made or is_input)
             nbytes = self._nbytes.get(number, 0)
             if number not in made:
@@ -123,7 +116,7 @@ class Probe:
         self._alive.clear()
 
     def read(self, shared: Collection[int]) -> None:
-        """Make a profile of the trace. Other blocks share the tensors at these places. Waits for the device."""
+        """Make profiles of the operators. Other blocks share the tensors at these places. Waits for the device."""
         assert self._ended is not None
         calls, values = self._ended
         others = {value for place in shared if place < len(self._inputs) for value in self._inputs[place]}
@@ -153,7 +146,7 @@ class Probe:
             )
         self.operators = tuple(operators)
 
-    def _may_leave(self, recorder: Recorder, number: int) -> bool:
+    def _is_offloadable(self, recorder: Recorder, number: int) -> bool:
         outside = recorder.outside[number]
         # The user holds a leaf anyway.
         is_ours = outside.device == self._device and not (outside.is_leaf and outside.requires_grad)
@@ -187,11 +180,11 @@ class Probe:
                     self._alive[value] = weakref.ref(storage)
 
 
-class WatchedCall:
+class CallObserver:
     """An :class:`~spillway.checkpointing.recorder.Observer` of one call, with a probe if its operators are measured.
 
-    ``asked`` is told when backward is given what was saved after so many operators, and gets that and its handle.
-    ``casts`` is given each storage that a leaf was cast to.
+    ``asked`` is called when backward is given a tensor that was saved after so many operators, with it and its handle.
+    ``casts`` is called with each storage that a leaf was cast to.
     """
 
     def __init__(
@@ -209,7 +202,7 @@ class WatchedCall:
         return self._probe is not None
 
     def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
-        return nullcontext() if self._probe is None else self._probe.watching(recorder)
+        return nullcontext() if self._probe is None else self._probe.around(recorder)
 
     def ended(self, recorder: Recorder) -> None:
         if self._probe is not None:
@@ -218,8 +211,8 @@ class WatchedCall:
 
 def _keep_busy(device: torch.device) -> None:
     """See NOTE [ Small operators ]."""
-    with torch.no_grad(), _disable_current_modes():
-        # Of zeros they would take less power than of other numbers, and so less time.
+    with torch.no_grad(), disable_modes():
+        # Zeros would take less power than other numbers, and so less time.
         numbers = torch.arange(_WIDTH * _WIDTH, dtype=torch.int32, device=device).remainder_(_ODD)
         factor = numbers.view(_WIDTH, _WIDTH).to(torch.bfloat16)
         del numbers
@@ -228,8 +221,8 @@ def _keep_busy(device: torch.device) -> None:
             torch.mm(factor, factor, out=product)
 
 
-class _Watch(OperatorMode):
-    """Sits on top of the mode that records."""
+class _ProbeMode(OperatorMode):
+    """Is above the mode that records."""
 
     def __init__(self, probe: Probe, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
-"""The kernels that a target would run: which, what autograd saves for them, and what each takes in bytes and FLOPs.
+"""The kernels that a target would run: which, what autograd saves for them, and their bytes and FLOPs.
 
 NOTE [ Kernels of a target ]
 
 A step without the hardware runs on ``meta`` tensors. torch's ``derivatives.yaml`` says what autograd saves for an
-operator, on all devices alike. So what is saved is right as soon as the same operators reach autograd. Some composite
+operator, on all devices alike. So saved tensors are right if the same operators reach autograd. Some composite
 operators choose others by the device. A target's choice replaces them here, at ``AutogradMeta``, while a step runs, in
 its thread. Other threads get torch's own.
 
@@ -22,7 +22,7 @@ rms_norm                    ``_fused_rms_norm``: input, weight, and the reciproc
 lstm, gru, rnn              ``_cudnn_rnn``: not modelled, and refused                      ``RNN.cpp``
 =========================== ============================================================== ==========================
 
-On the CPU, attention is ``_scaled_dot_product_flash_attention_for_cpu`` without dropout, and math with it. All else is
+On the CPU, attention is ``_scaled_dot_product_flash_attention_for_cpu`` without dropout, and math with it. The rest is
 as on ``meta``. The fused root mean square norm has no formula on ``meta`` that autograd sees: it has one here.
 
 NOTE [ Attention kernels ]
@@ -33,9 +33,9 @@ as of queries. torch's own switches (``torch.nn.attention.sdpa_kernel``) count, 
 
 NOTE [ Workspaces ]
 
-Only what is listed here takes memory while it runs. On CUDA that leaves out convolutions (cuDNN chooses), sorts and
-reductions. Matrix products keep their workspace from the first one on. On the CPU, a convolution computes in a layout
-of its own, and its output is a copy.
+Only the operators listed here take memory while they run. On CUDA that leaves out convolutions (cuDNN chooses), sorts
+and reductions. Matrix products keep their workspace from the first one on. On the CPU, a convolution computes in a
+layout of its own, and its output is a copy.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from spillway._torch import arguments_of, below_autograd, composite, end_library, storage_key
 from spillway.checkpointing.schema import OperatorFacts, argument
 from spillway.checkpointing.tensors import split, tensors_in
 from spillway.errors import UnsupportedError, UsageError
@@ -64,9 +65,9 @@ _HALVES = (torch.float16, torch.bfloat16)
 _SINCE_HOPPER = ("H100", "H200", "H800", "GH200", "B100", "B200", "GB200", "B300")
 _KEY = "AutogradMeta"
 _MOST_HEAD_SIZE = 256
-"""Of flash and cuDNN attention."""
+"""The limit of flash and cuDNN attention."""
 _MOST_BATCH = 880801
-"""Of cuDNN's batch norm."""
+"""The limit of cuDNN's batch norm."""
 
 # Which kernels
 
@@ -104,7 +105,7 @@ def kernels_of(device: torch.device, attention: str) -> Iterator[None]:
 
 class _Here(threading.local):
     chosen: dict[str, Kernel] | None = None
-    """What this thread's target runs for an operator, by name."""
+    """The kernels of this thread's target, by operators' names."""
 
 
 class _Registered:
@@ -127,7 +128,7 @@ class _Registered:
         with self._lock:
             self._count -= 1
             if not self._count and self._library is not None:
-                self._library._destroy()  # type: ignore[no-untyped-call]
+                end_library(self._library)
                 self._library = None
 
 
@@ -140,10 +141,8 @@ def _replacement(name: str) -> Kernel:
 
 
 def _torchs(name: str, *args: Any, **kwargs: Any) -> Any:
-    """What torch runs on all devices. ``decompose`` would take what is written for compilers."""
     packet, _, overload = name.partition(".")
-    operator = getattr(getattr(aten, packet), overload or "default")
-    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+    return composite(getattr(getattr(aten, packet), overload or "default"), *args, **kwargs)
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> Any:  # noqa: A002  (torch's name)
@@ -170,7 +169,7 @@ class _RmsNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, shape: Any, weight: Any, eps: Any) -> Any:
-        with torch._C._AutoDispatchBelowAutograd():
+        with below_autograd():
             out, root = aten._fused_rms_norm(x, shape, weight, eps)
         ctx.save_for_backward(x, weight, root)
         ctx.mark_non_differentiable(root)
@@ -189,8 +188,8 @@ class _RmsNorm(torch.autograd.Function):
 def _refuse(name: str) -> Kernel:
     def refuse(*args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(
-            f"profile without the hardware: what autograd saves for aten::{name} on CUDA is not modelled; profile the "
-            f"model on the device itself"
+            f"profile without the hardware: autograd's saved tensors for aten::{name} on CUDA are not modelled; "
+            f"profile the model on the device itself"
         )
 
     return refuse
@@ -263,7 +262,7 @@ def _wants_sums(*tensors: torch.Tensor) -> bool:
 
 
 def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | None:
-    """A mask as what is added to the scores."""
+    """A mask as a summand of the scores."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device), -torch.inf)
@@ -300,10 +299,8 @@ def _math(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, **opt
 
 _KERNELS: dict[str, Kernel] = {"flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "math": _math}
 
-# Workspaces
-
 _PRODUCT_BYTES, _PRODUCT_BYTES_SINCE_HOPPER = 8_519_680, 32 << 20
-"""What cuBLAS is given, by torch's ``CUDABlas.cpp``: 2 times 4 MiB and 8 times 16 KiB, or 32 MiB since Hopper."""
+"""Workspaces of cuBLAS, by torch's ``CUDABlas.cpp``: 2 times 4 MiB and 8 times 16 KiB, or 32 MiB since Hopper."""
 _TILE = 128
 
 
@@ -322,7 +319,7 @@ def workspace_of(
     device: torch.device, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> tuple[int, ...]:
     """Bytes of each allocation that an operator has while it runs. See NOTE [ Workspaces ]."""
-    name = func._schema.name
+    name = _name_of(func)
     if device.type == "cpu":
         if name not in ("aten::convolution", "aten::convolution_backward"):
             return ()
@@ -333,8 +330,7 @@ def workspace_of(
         return (512,)
     if not (name.startswith("aten::_scaled_dot_product_") and name.endswith("attention_backward")):
         return ()
-    names = [each.name for each in func._schema.arguments]
-    query, key, value = (argument(args, kwargs, names.index(each)) for each in ("query", "key", "value"))
+    query, key, value = (_argument(func, args, kwargs, each) for each in ("query", "key", "value"))
     # Gradients of queries are summed up in float32; those of shared keys and values are first made for each head.
     batch, heads, length, size = query.shape
     rows = batch * heads * (-(-length // _TILE) * _TILE)
@@ -345,8 +341,6 @@ def workspace_of(
     return sums, dots, shared * key.numel() * key.itemsize, shared * value.numel() * value.itemsize
 
 
-# FLOPs and bytes
-
 _CONVOLUTIONS = ("aten::convolution", "aten::cudnn_convolution", "aten::_convolution", "aten::convolution_backward")
 _ATTENTION = ("aten::_scaled_dot_product", "aten::_flash_attention", "aten::_efficient_attention")
 _GATHERS = frozenset(
@@ -355,7 +349,7 @@ _GATHERS = frozenset(
         *("aten::take_along_dim", "aten::nll_loss_forward", "aten::nll_loss2d_forward"),
     }
 )
-"""Operators that read no more of their first tensor than they give."""
+"""Operators that read only as much of their first tensor as they give."""
 _ALLOCATES = frozenset({"aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"})
 
 
@@ -366,21 +360,20 @@ def effort_of(
 
     FLOPs are those of torch's own formulas (``torch.utils.flop_counter``).
     """
-    # It takes a while to import.
+    # Slow to import.
     from torch.utils.flop_counter import flop_registry
 
-    name = func._schema.name
+    name = _name_of(func)
     inputs, _ = split(args, kwargs)
     outputs = tensors_in((output,))
-    there = {tensor.untyped_storage()._cdata for tensor in inputs}
-    is_view = all(tensor.untyped_storage()._cdata in there for tensor in outputs)
+    given = {storage_key(tensor.untyped_storage()) for tensor in inputs}
+    is_view = all(storage_key(tensor.untyped_storage()) in given for tensor in outputs)
     if name in _ALLOCATES or (not facts.writes and is_view):
         return None
-    formula = flop_registry.get(func._overloadpacket)
+    formula = flop_registry.get(func.overloadpacket)
     flops = 0.0 if formula is None else float(formula(*args, **kwargs, out_val=output))
-    names = [each.name for each in func._schema.arguments]
-    # torch counts all tiles of a causal attention, of which kernels skip half.
-    if formula is not None and "is_causal" in names and argument(args, kwargs, names.index("is_causal")):
+    # torch counts all tiles of a causal attention. Kernels skip half of them.
+    if formula is not None and _argument(func, args, kwargs, "is_causal"):
         flops /= 2
     work = Work.MEMORY if formula is None else Work.PRODUCT
     if name.startswith(_ATTENTION):
@@ -395,8 +388,20 @@ def effort_of(
     return Effort(work, flops, made + read, _precision(name, inputs))
 
 
+def _name_of(func: Any) -> str:
+    """An operator's name without its overload."""
+    name: str = func.name()
+    return name.partition(".")[0]
+
+
+def _argument(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:
+    """The argument of this name; ``None`` if the operator has none."""
+    names = [each.name for each in arguments_of(func)]
+    return argument(args, kwargs, names.index(name)) if name in names else None
+
+
 def _touched(tensors: Sequence[torch.Tensor]) -> int:
-    """Bytes of tensors; of an expanded one, those that there are."""
+    """Bytes of tensors, each element that an expanded one repeats counted once."""
     total = 0
     for tensor in tensors:
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
@@ -405,7 +410,7 @@ def _touched(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _precision(name: str, inputs: Sequence[torch.Tensor]) -> Precision:
-    """Of the first factor. torch rounds 32 bits if it is told to; in convolutions, unless it is told not to."""
+    """The first factor's. torch rounds 32 bits if it is told to; in convolutions, unless it is told not to."""
     dtype = next((tensor.dtype for tensor in inputs if tensor.is_floating_point()), torch.float32)
     if dtype in _HALVES or dtype.itemsize == 1:
         return Precision.HALF

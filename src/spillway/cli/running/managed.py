@@ -17,7 +17,7 @@ import torch
 from torch.nn import Module
 
 from spillway.attaching import Attached, attach
-from spillway.attaching.measure import ProfileCollector
+from spillway.attaching.collector import ProfileCollector
 from spillway.cli.running.models import ManagedModel, ModelRegistry, Rejected
 from spillway.cli.running.observer import ScriptObserver
 from spillway.cli.running.options import RunOptions

@@ -104,7 +104,7 @@ class RunOptions:
         """Attach to a model, and name the way. The default: 90 % of a GPU's memory, or ``offload`` on the CPU."""
         from spillway import policies
         from spillway.attaching import attach
-        from spillway.attaching.measure import device_of
+        from spillway.attaching.collector import device_of
 
         if self.plan is not None:
             return attach(model, plan=self.plan), "plan"

@@ -10,22 +10,22 @@ Streams carry bytes that are on the device and no part of what the program holds
 works, and there is an instant before that and one after it. Between any two other instants the number is constant, so
 it can be subtracted. Peaks while the mover works are the mover's, and do not count.
 
-What streams have released may be there still, because the program holds it, as the model holds the input of its stack
-of blocks. It is subtracted, too: it goes when the program lets go, and a plan that offloads nothing would not see it.
+The program may still hold bytes that streams have released, as the model holds the input of its stack of blocks. These
+are subtracted, too: they go when the program releases them, and a plan that offloads nothing would not see them.
 
 NOTE [ The CPU's clock ]
 
-The CPU queues work ahead of the device, and may be the slower of the two. It is timed without what this tracer takes.
-Where the queue is full it waits for the device, and is timed too long. So a step in which it is timed begins on an idle
-device, and of several calls the shortest counts: when that was made, the queue was not full.
+The CPU queues work ahead of the device, and may be the slower of the two. It is timed without the time of this tracer.
+A CPU whose queue is full waits for the device, and is timed too long. So a step in which it is timed begins on an idle
+device, and of several calls the shortest counts: in that call, the queue was not full.
 
 NOTE [ The device's clock ]
 
-Where the CPU is the slower of the two, the time between two instants on the device is the CPU's. To be timed, the
-device is made to lag where the first block begins, in forward and in backward, so that it has a queue to work off. A
-call counts if the device was behind the CPU at its begin and its end. Before the first block nothing lags: where a
-model reads a number from the device, the CPU waits for it, and would be timed too long. Where neither is timed, the
-device may lag from the begin of the step on, as it does in a step whose CPU has a lead.
+If the CPU is the slower of the two, the time between two instants on the device is the CPU's. To be timed, the device
+is made to lag at the begin of the first block, in forward and in backward, so that it has a queue to work off. A call
+counts if the device was behind the CPU at its begin and its end. Before the first block nothing lags: a model that
+reads a number from the device there makes the CPU wait, and would be timed too long. In a step that times neither, the
+device may lag from the begin on, as it does in a step whose CPU has a lead.
 """
 
 from __future__ import annotations
@@ -41,46 +41,46 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from spillway._torch import tree_leaves
 from spillway.checkpointing.tensors import is_strided
 from spillway.profiler.meter import Meter, Reading, meter_of
 
 Place = tuple[str, int]
 """An instant: what happens, and to which call of a block."""
 _BEHIND = 2e-4
-"""Seconds by which the clocks of host and device may be apart."""
+"""Seconds by which the clocks of CPU and device may be apart."""
 
 
 @dataclass(slots=True)
-class WatchedCall:
+class CallTrace:
     """One call of a block."""
 
     name: str
     kind: Hashable
     shared: frozenset[int]
-    """Which of its tensors, by their place, an earlier call was given too."""
+    """Places of its tensors that an earlier call was given too."""
     own_seconds: float = math.inf
-    """What the host needed for the block's own code, without what checkpoints it."""
+    """CPU seconds of the block's own code, without the code that checkpoints it."""
     cached_bytes: int = 0
-    """What leaves were cast to in it, and was there when it had returned."""
+    """Bytes of casts of leaves that were made in it, and were alive when it returned."""
 
 
 @dataclass(slots=True)
-class Watched:
-    """What was measured of a step."""
+class StepTrace:
+    """The measurements of a step."""
 
-    calls: list[WatchedCall] = field(default_factory=list)
+    calls: list[CallTrace] = field(default_factory=list)
     readings: dict[Place, Reading] = field(default_factory=dict)
     carried: dict[Place, int] = field(default_factory=dict)
     """Bytes in flight."""
     host: dict[Place, float] = field(default_factory=dict)
-    """Seconds on the CPU's clock, without what the tracer takes."""
+    """Seconds on the CPU's clock, without the tracer's own."""
     order: list[Place] = field(default_factory=list)
-    reruns: list[int] = field(default_factory=list)
-    """Which call was recomputed between the instants ``("again", n)`` and ``("ran", n)``."""
+    replays: list[int] = field(default_factory=list)
+    """Numbers of the calls that were replayed between the instants ``("again", n)`` and ``("ran", n)``."""
     asked: list[tuple[int, int]] = field(default_factory=list)
-    """Which call's backward was given what it had saved after how many operators, at the instant ``("asked", n)``."""
+    """At ``("asked", n)``, the number of a call, and how many of its operators had run when it saved what is given."""
     freed: list[int] = field(default_factory=list)
     """Bytes that a backward was given, and its own code released at the instant ``("let go", n)``."""
     uncast: list[int] = field(default_factory=list)
@@ -90,9 +90,9 @@ class Watched:
     has_host: bool = True
     """Whether the CPU's time is told apart from the device's."""
 
-    def reruns_of(self, number: int) -> list[tuple[Place, Place]]:
-        """When something of a call began to run again, and when that had ended, in order."""
-        return [(("again", n), ("ran", n)) for n, whose in enumerate(self.reruns) if whose == number]
+    def replays_of(self, number: int) -> list[tuple[Place, Place]]:
+        """Begins and ends of the replays of a call, in order."""
+        return [(("again", n), ("ran", n)) for n, whose in enumerate(self.replays) if whose == number]
 
     def level(self, place: Place) -> int:
         """Bytes allocated at an instant, without those in flight."""
@@ -102,11 +102,10 @@ class Watched:
         """Most bytes between two instants, without those in flight. See NOTE [ Bytes in flight ]."""
         start, end = self.order.index(since), self.order.index(until)
         between = [place for place in self.order[start + 1 : end + 1] if place[0] != "moved"]
-        most = (self.readings[place].peak - self.carried[place] for place in between)
-        return max(most, default=self.level(since))
+        return max((self.readings[place].peak - self.carried[place] for place in between), default=self.level(since))
 
     def late_peak(self, since: Place, until: Place) -> int | None:
-        """As :meth:`peak`, but while an operator's backward does not hold any more what it was given, and without that.
+        """As :meth:`peak`, but only while an operator's backward has released what it was given, and without that.
 
         ``None`` if it holds it to its end. An operator may have gradients summed up when its own code has returned.
         """
@@ -125,44 +124,52 @@ class Watched:
             elif most is None:
                 continue
             if place[0] != "moved":
-                # Of what is taken back at the interval's begin, the peak tells nothing but where it was passed again.
+                # The peak says nothing of bytes taken back at the interval's begin, unless it was passed again.
                 peak = here.peak if here.peak > last.level or not freed else last.level - max(freed - here.made, 0)
                 most = max(most or 0, peak - self.carried[place] - left)
             freed = 0
         return most
 
     def first_move(self, since: Place, until: Place) -> Place:
-        """When lanes begin to carry more or less, between two instants; the second, if they do not."""
+        """When the bytes in flight first change between two instants; the second instant, if they do not."""
         start, end = self.order.index(since), self.order.index(until)
         return next((place for place in self.order[start + 1 : end] if place[0] == "moving"), until)
 
     def seconds(self, since: Place, until: Place) -> float:
-        """Time between two instants."""
         return self.readings[until].seconds - self.readings[since].seconds
 
+    @property
+    def step_peak(self) -> int:
+        """Most bytes in the step. The peaks at its begin were before it."""
+        return max(reading.peak for place, reading in self.readings.items() if place[0] not in ("ahead", "begin"))
+
+    def blocks_seconds(self) -> float:
+        """Time from the begin of the step to the end of the blocks' backward."""
+        return self.seconds(("begin", 0), ("first", 0) if ("first", 0) in self.readings else ("back", 0))
+
     def lead(self, place: Place) -> float:
-        """Seconds by which the host was ahead of the device at an instant, beyond the first one; below 0: behind."""
+        """Seconds by which the CPU was ahead of the device at an instant, beyond the first one; below 0: behind."""
         return self.readings[place].seconds - self.queued[place]
 
     def is_behind(self, *places: Place) -> bool:
-        """Whether the device was behind the host at these instants. See NOTE [ The device's clock ]."""
+        """Whether the device was behind the CPU at these instants. See NOTE [ The device's clock ]."""
         return self.has_host and all(place in self.queued and self.lead(place) > _BEHIND for place in places)
 
     def host_seconds(self, since: Place, until: Place) -> float:
-        """What the host needed between two instants. See NOTE [ The CPU's clock ]."""
+        """The CPU's time between two instants. See NOTE [ The CPU's clock ]."""
         return self.host[until] - self.host[since] if self.has_host else 0.0
 
 
-class Watch:
-    """Marks the instants of a step.
+class StepTracer:
+    """Marks the instants of a step. Once it is closed, it ignores the rest of the step's graph.
 
     Args:
         device: where the model computes.
         carried: gives the bytes that are in flight now.
         meter: that reads the instants. ``None``: the device's.
         times_host: whether the CPU is timed: see NOTE [ The CPU's clock ].
-        lag: seconds by which the device is made to lag: see NOTE [ The device's clock ].
-        lead: seconds by which it is made to lag where the step begins, so that the CPU is ahead by that.
+        lag: seconds by which the device is made to lag at the blocks: see NOTE [ The device's clock ].
+        lead: seconds by which it is made to lag at the begin of the step, so that the CPU is ahead by that.
     """
 
     def __init__(
@@ -180,91 +187,88 @@ class Watch:
             self._meter.wait()
         self._lag = lag
         self._carried = carried
-        self._seen = Watched()
+        self._trace = StepTrace()
         self._spent = 0.0
         self._begun: float | None = None
         self._running: list[int] = []
-        """Recomputations that have not ended."""
+        """Replays that have not ended."""
         self._counts: Counter[str] = Counter()
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """What leaves were cast to, and is there."""
+        """Casts of leaves that are alive."""
         self._cast_last: dict[int, int] = {}
         """Bytes that the block which ended last has cast."""
         self._given: dict[int, weakref.ref[object]] = {}
-        """What backward was given and has not released yet, and the handles of that."""
+        """Storages that backward was given and has not released yet, and their handles."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._closed = False
         self.thread = threading.current_thread()
-        """Whose steps are measured."""
+        """The thread whose steps are traced."""
         if lead:
             self._mark("ahead", 0)
             self._meter.lag(lead)
         self._mark("begin", 0)
 
     @property
-    def count(self) -> int:
-        """How many calls of blocks there were."""
-        return len(self._seen.calls)
-
-    @property
     def has_backward(self) -> bool:
         """Whether a backward has come through all the blocks."""
-        return ("back", 0) in self._seen.carried
+        return ("back", 0) in self._trace.carried
 
     def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...]) -> int:
         """A block is called; gives the number of the call."""
-        number = len(self._seen.calls)
+        number = len(self._trace.calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._seen.calls.append(WatchedCall(name, kind, self._shared(tensors)))
+        self._trace.calls.append(CallTrace(name, kind, self._shared(tensors)))
         self._fall_behind("started")
         self._mark("forward", number)
         if number == 0:
-            self._tell_of_gradient(tensors, "first", 0)
+            self._mark_at_gradient(tensors, "first", 0)
         return number
 
     def block_ended(self, number: int, output: object) -> None:
-        """It has returned."""
+        if self._closed:
+            return
         self._mark("end", number)
-        self._seen.calls[number].cached_bytes = sum(
-            nbytes for key, nbytes in self._cast_last.items() if key in self._casts
-        )
+        calls = self._trace.calls
+        calls[number].cached_bytes = sum(nbytes for key, nbytes in self._cast_last.items() if key in self._casts)
         self._cast_last.clear()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-        if number == len(self._seen.calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
-            # A frozen block saves nothing, and no backward comes: it is a part of what comes before the others.
+        if number == len(calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
+            # A frozen block saves nothing, and has no backward: it is a part of what comes before the others.
             self._forget(number)
         else:
-            self._tell_of_gradient(tensors, "back", number)
+            self._mark_at_gradient(tensors, "back", number)
 
     def block_ran(self, number: int, seconds: float) -> None:
-        """Its own code has run, which took the host so long."""
-        self._seen.calls[number].own_seconds = seconds
+        """Its own code has run, and took the CPU so many seconds."""
+        if not self._closed:
+            self._trace.calls[number].own_seconds = seconds
 
-    def rerun_begins(self, number: int) -> None:
-        """Something of it runs again."""
-        self._mark("again", len(self._seen.reruns))
-        self._seen.reruns.append(number)
-        self._running.append(len(self._seen.reruns) - 1)
+    def replay_begins(self, number: int) -> None:
+        """A call is replayed, or a part of it."""
+        if self._closed:
+            return
+        self._mark("again", len(self._trace.replays))
+        self._trace.replays.append(number)
+        self._running.append(len(self._trace.replays) - 1)
 
-    def rerun_ended(self, number: int) -> None:
-        """That has ended."""
-        self._mark("ran", self._running.pop())
+    def replay_ended(self, number: int) -> None:
+        if not self._closed:
+            self._mark("ran", self._running.pop())
 
     def leave(self) -> None:
         """The forward is over, and other passes come before its backward."""
         self._mark("left", 0)
 
     def come_back(self) -> None:
-        """Its backward begins."""
         self._mark("back again", 0)
 
     def asked(self, number: int, place: int, tensor: torch.Tensor, handle: object) -> None:
         """A block's backward is given what it saved after so many operators, by a handle that autograd holds."""
         if self._closed:
             return
-        self._seen.asked.append((number, place))
-        self._mark("asked", len(self._seen.asked) - 1)
+        self._trace.asked.append((number, place))
+        self._mark("asked", len(self._trace.asked) - 1)
         # These are forgotten before there can be another object of the same number.
         if is_strided(tensor):
             storage = tensor.untyped_storage()
@@ -283,18 +287,18 @@ class Watch:
             self._mark("moving" if begins else "moved", self._counts["moves"])
             self._counts["moves"] += not begins
 
-    def finish(self) -> Watched:
+    def finish(self) -> StepTrace:
         """The step has ended. Waits for the device."""
         self._mark("done", 0)
-        seen = self._seen
-        seen.readings = dict(zip(seen.order, self._meter.finish(), strict=True))
+        trace = self._trace
+        trace.readings = dict(zip(trace.order, self._meter.finish(), strict=True))
         self.close()
-        # Of an instant that came twice, the last counts, and the peak is that of both.
-        seen.order = list(dict.fromkeys(reversed(seen.order)))[::-1]
-        return seen
+        # If an instant came twice, the last one counts, and the peak is that of both.
+        trace.order = list(dict.fromkeys(reversed(trace.order)))[::-1]
+        return trace
 
     def close(self) -> None:
-        """Hooks that have not been called never are, and nothing is measured any more."""
+        """Remove all hooks, and measure nothing any more."""
         self._closed = True
         self._meter.close()
         for hook in self._hooks:
@@ -302,36 +306,36 @@ class Watch:
         self._hooks.clear()
 
     def _released(self, key: int, _: weakref.ref[object]) -> None:
-        """An operator's backward has ended: autograd lets go of what it has saved for it."""
+        """An operator's backward has ended: autograd releases what it has saved for it."""
         del self._given[key]
         if not self._closed:
             self._mark("released", self._counts["releases"])
             self._counts["releases"] += 1
 
     def _let_go(self, key: int, nbytes: int, _: weakref.ref[object]) -> None:
-        """A backward's own code holds no more what it was given. It is still counted: it is about to be taken back."""
+        """A backward's own code has released what it was given. It is still counted: it is about to be freed."""
         del self._given[key]
         if not self._closed:
-            self._mark("let go", len(self._seen.freed))
-            self._seen.freed.append(nbytes)
+            self._mark("let go", len(self._trace.freed))
+            self._trace.freed.append(nbytes)
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._casts[key]
         if not self._closed:
-            self._mark("uncast", len(self._seen.uncast))
-            self._seen.uncast.append(nbytes)
+            self._mark("uncast", len(self._trace.uncast))
+            self._trace.uncast.append(nbytes)
 
     def _forget(self, number: int) -> None:
-        """A call was no block's: its instants are other ones."""
-        seen = self._seen
-        seen.calls.pop()
+        """The last call was of a frozen block: its instants get another name."""
+        trace = self._trace
+        trace.calls.pop()
         for what in ("forward", "end"):
             place = ("frozen", self._counts["frozen"])
             self._counts["frozen"] += 1
-            seen.order[seen.order.index((what, number))] = place
-            seen.carried[place] = seen.carried.pop((what, number))
-            seen.host[place] = seen.host.pop((what, number))
-            seen.queued[place] = seen.queued.pop((what, number))
+            trace.order[trace.order.index((what, number))] = place
+            trace.carried[place] = trace.carried.pop((what, number))
+            trace.host[place] = trace.host.pop((what, number))
+            trace.queued[place] = trace.queued.pop((what, number))
 
     def _shared(self, tensors: list[torch.Tensor]) -> frozenset[int]:
         shared = set()
@@ -343,14 +347,14 @@ class Watch:
             self._inputs[id(storage)] = weakref.ref(storage)
         return frozenset(shared)
 
-    def _tell_of_gradient(self, tensors: list[torch.Tensor], what: str, number: int) -> None:
+    def _mark_at_gradient(self, tensors: list[torch.Tensor], what: str, number: int) -> None:
         tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
         if tensor is not None:
             hook = tensor.register_hook(lambda _: self._on_gradient(what, number))  # type: ignore[no-untyped-call]
             self._hooks.append(hook)
 
     def _on_gradient(self, what: str, number: int) -> None:
-        if self._closed or (what, number) in self._seen.carried:
+        if self._closed or (what, number) in self._trace.carried:
             return
         if what == "back":
             self._fall_behind("turned")
@@ -358,17 +362,17 @@ class Watch:
 
     def _fall_behind(self, what: str) -> None:
         """Have the device lag from here on, if it does not yet: the instant before that is marked, too."""
-        if self._lag and (what, 0) not in self._seen.carried:
+        if self._lag and (what, 0) not in self._trace.carried:
             self._mark(what, 0)
             self._meter.lag(self._lag)
 
     def _mark(self, what: str, number: int) -> None:
         now = time.perf_counter()
         self._meter.mark()
-        seen, place = self._seen, (what, number)
-        seen.order.append(place)
-        seen.carried[place] = self._carried()
-        seen.host[place] = now - self._spent
+        trace, place = self._trace, (what, number)
+        trace.order.append(place)
+        trace.carried[place] = self._carried()
+        trace.host[place] = now - self._spent
         self._begun = now if self._begun is None else self._begun
-        seen.queued[place] = now - self._begun
+        trace.queued[place] = now - self._begun
         self._spent += time.perf_counter() - now

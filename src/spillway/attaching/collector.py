@@ -18,8 +18,8 @@ A step without a backward through the blocks is repeated. So is a step in which 
 operator by operator. An optimizer whose state is offloaded steps on the CPU meanwhile. ``PROFILING_TIME`` lasts until
 it has stepped twice.
 
-The collector observes one step at a time, and one thread. Calls in other threads are ignored. So is the recomputation
-of an earlier step, whose calls have smaller numbers. Frozen blocks before all others save nothing, and are left alone.
+The collector traces one step at a time, and one thread. Calls in other threads are ignored. So is the replay of an
+earlier step, whose tracer is closed. Frozen blocks before all others save nothing, and are left alone.
 """
 
 from __future__ import annotations
@@ -28,26 +28,27 @@ import enum
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.nn import Module
-from torch.utils._pytree import tree_leaves
 
+from spillway._torch import tree_leaves
 from spillway.attaching.ranks import RankGroup, shared_profile
 from spillway.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
+from spillway.losses import own_losses
 from spillway.planner.plan import BlockPlan, Plan
-from spillway.planner.profile import OptimizerProfile, Profile
+from spillway.planner.profile import OptimizerProfile, Profile, Static
 from spillway.planner.scaling import enlarged, risen
 from spillway.profiler.compile import compile_profile, queues, without_lead
-from spillway.profiler.meter import Known, known_bytes
-from spillway.profiler.probe import Probe, WatchedCall
-from spillway.profiler.watch import Watch, Watched
+from spillway.profiler.meter import known_bytes
+from spillway.profiler.probe import CallObserver, Probe
+from spillway.profiler.step_trace import StepTrace, StepTracer
 from spillway.recomputing import Recompute
 from spillway.runtime.mover import Mover
 from spillway.selectors import Planned
@@ -56,19 +57,19 @@ from spillway.types import Decision
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import BlockCall
+    from spillway.attaching.block import BlockCall, Traced
 
 LEAST = Recompute(offload="inputs")
 """The least memory: everything is recomputed, and inputs are offloaded meanwhile."""
 _LOG = logging.getLogger("spillway.attach")
 _MOST_PROBES = 256
 _MOST_OTHER_KINDS = 4
-"""Steps of other kinds of blocks than the one whose memory was measured."""
+"""Steps of other kinds of blocks than the step whose memory was measured."""
 _MOST_NEW_KINDS = 32
 _MOST_WAITING = 256
 """Steps in which an optimizer may take none."""
 _LAG = 0.1
-"""Seconds by which the device is made to lag behind the CPU where it is timed."""
+"""Seconds by which the device is made to lag behind the CPU to be timed."""
 
 
 class Stage(enum.Enum):
@@ -81,34 +82,20 @@ class Stage(enum.Enum):
     VALIDATING = "validating"
     ACTIVE = "active"
 
+    def log(self, model: str) -> None:
+        """Say in the log that the search for a model's plan has come to this stage."""
+        _LOG.info("%s: %s", model, self.value)
+
 
 PROFILING = (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY, Stage.PROFILING_TIME)
 
 
-class Event(enum.Enum):
-    """What takes the search from one stage to the next."""
+class Notes(list[str]):
+    """Notes on a search for the user."""
 
-    PROFILED = "a step showed what its stage is for"
-    PLANNED = "another plan was applied"
-    WARMED_UP = "a step with the plan is over"
-    CORRECTED = "a plan for less was applied, or the one of torch's own checkpointing"
-    VALIDATED = "a step kept to the budget"
-    OUTGROWN = "larger inputs came"
-
-
-_PLANNED = (Stage.WARMING_UP, Stage.VALIDATING, Stage.ACTIVE)
-TRANSITIONS: dict[tuple[Stage, Event], Stage] = {
-    (Stage.PROFILING_OPERATORS, Event.PROFILED): Stage.PROFILING_MEMORY,
-    (Stage.PROFILING_MEMORY, Event.PROFILED): Stage.PROFILING_TIME,
-    (Stage.PROFILING_TIME, Event.PLANNED): Stage.WARMING_UP,
-    (Stage.WARMING_UP, Event.WARMED_UP): Stage.VALIDATING,
-    (Stage.VALIDATING, Event.CORRECTED): Stage.VALIDATING,
-    (Stage.VALIDATING, Event.VALIDATED): Stage.ACTIVE,
-    (Stage.ACTIVE, Event.CORRECTED): Stage.WARMING_UP,
-    **{(stage, Event.PLANNED): Stage.WARMING_UP for stage in _PLANNED},
-    **{(stage, Event.OUTGROWN): Stage.WARMING_UP for stage in _PLANNED},
-}
-"""The stage after an event. From each of them the search may also begin again."""
+    def once(self, what: str) -> None:
+        if what not in self:
+            self.append(what)
 
 
 class DividedOptimizer(Protocol):
@@ -122,22 +109,22 @@ class DividedOptimizer(Protocol):
 
 
 class ProfileCollector:
-    """Observes the calls of a model's blocks, and makes a profile. See NOTE [ Profiling steps ].
+    """Traces the calls of a model's blocks, and makes a profile. See NOTE [ Profiling steps ].
 
-    It also calls the blocks: recomputed in the least memory, or by a plan.
+    It also says how blocks are called: recomputed in the least memory, or by a plan.
 
     Args:
         model: on one device. It is not kept alive.
         session: ``None``: the default one.
         min_bytes: smaller tensors are not offloaded. ``None``: 1 MiB.
-        optimizer: has its state offloaded. ``None``: there is no such optimizer.
+        optimizer: the one whose state is offloaded, if there is one.
         stepped: an optimizer whose state the profile tells apart.
         tells_apart: whether the profile tells weights, gradients and state apart.
         has_lead: whether the CPU can be ahead of the device when a step begins.
-
-    Raises:
-        UsageError: for a model without parameters.
     """
+
+    spare_bytes = 0
+    """Bytes that the budget leaves if no block does anything."""
 
     def __init__(
         self,
@@ -158,7 +145,7 @@ class ProfileCollector:
         """The plan that was applied since profiling began."""
         self.stage = Stage.PROFILING_OPERATORS
         self.profile: Profile | None = None
-        """Of the step that was measured."""
+        """The profile of the measured step."""
         self.measured_inputs = 0
         """Bytes of the model's inputs in that step."""
         self.is_rough = False
@@ -171,7 +158,9 @@ class ProfileCollector:
         """Whether the profile only lacks steps of the optimizer."""
         self.is_left_alone = False
         """Whether nothing is done in its blocks, since no backward comes through them."""
-        self.notes: list[str] = []
+        self.notes = Notes()
+        self.losses = own_losses(model)
+        """Losses of the model's modules, which are computed in rows."""
         self._module = weakref.ref(model)
         self._session = session
         self._stepped = stepped
@@ -179,35 +168,27 @@ class ProfileCollector:
         self._has_lead = has_lead
         self._blocks: Sequence[BlockCall] = ()
         self._probes: dict[Hashable, Probe] = {}
-        self._observed: Stage | None = None
-        """The stage of the step that is observed."""
-        self._watch: Watch | None = None
-        self._cut: Watched | None = None
+        self._traced: Stage | None = None
+        """The stage of the traced step."""
+        self._tracer: StepTracer | None = None
+        self._cut: StepTrace | None = None
         """A step that ended before the next one began."""
         self._is_cut = False
-        self._first = 0
-        """Number of the step's first call: the recomputation of an earlier step has smaller numbers."""
         self._has_probed = False
         """Whether a block of the step is measured operator by operator."""
         self._inputs = 0
-        self._statics: Known | None = None
-        """Where the step began whose memory is measured."""
-        self._weighed: Watched | None = None
+        self._statics: Static | None = None
+        """The bytes at the begin of the step whose memory is measured."""
+        self._weighed: StepTrace | None = None
         """The step whose memory was measured."""
         self._other_kinds = self._new_kinds = self._waited = 0
 
-    # What the model's call asks.
-
-    spare_bytes = 0
-    """Bytes that the budget leaves where nothing is to be done in any block."""
-
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is to be done in any block."""
         return self.plan is not None and all(block.plain for block in self.plan.blocks)
 
     def take(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
-        """From now on, call these blocks, by a plan if there is one."""
+        """From now on, say how these blocks are called, by a plan if there is one."""
         self._blocks = blocks
         for block in blocks:
             block.collector = self
@@ -224,81 +205,77 @@ class ProfileCollector:
 
     def evaluates(self) -> None:
         """The model is called in evaluation, which ends the step before it."""
-        if self._watch is not None and self._watch.has_backward and not self._is_strange(self._watch):
+        tracer = self._tracer
+        if tracer is not None and tracer.has_backward and tracer.thread is threading.current_thread():
             self.cut()
 
     def finish(self) -> None:
         """The step has ended, and the next one need not come."""
-        watched = self.end_step()
+        trace = self.end_step()
         if self.profile is None:
-            self.advance(watched)
+            self.advance(trace)
 
     def drop(self) -> None:
         """Measure nothing any more, and give the session its in-flight limit back."""
         self._cut = None
-        watch = self._take_watch()
-        if watch is not None:
-            watch.close()
+        tracer = self._take_tracer()
+        if tracer is not None:
+            tracer.close()
         self._probes.clear()
         if not self.session.closed:
-            self._mover().claim(self, None)
-
-    def note_once(self, what: str) -> None:
-        """Add a note for the user, once."""
-        if what not in self.notes:
-            self.notes.append(what)
-
-    # Steps.
+            self._mover.claim(self, None)
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a step is observed in another thread, which still runs."""
-        return self._watch is not None and self._is_strange(self._watch) and self._watch.thread.is_alive()
+        """Whether a step is traced in another thread, which still runs."""
+        thread = None if self._tracer is None else self._tracer.thread
+        return thread is not None and thread is not threading.current_thread() and thread.is_alive()
 
     def begin_step(self, stage: Stage, inputs: int, lead: float = 0.0) -> None:
-        """Observe a step, with so many bytes of inputs, and the CPU so many seconds ahead of the device."""
-        self._observed, self._inputs, self._has_probed = stage, inputs, False
-        if stage is Stage.PROFILING_TIME:
-            self._watch = Watch(self.device, self.carried, times_host=True, lag=_LAG)
-        elif stage is Stage.PROFILING_MEMORY:
+        """Trace a step, with so many bytes of inputs, and the CPU so many seconds ahead of the device."""
+        self._traced, self._inputs, self._has_probed = stage, inputs, False
+        is_timed, is_weighed = stage is Stage.PROFILING_TIME, stage is Stage.PROFILING_MEMORY
+        if is_weighed:
             self._statics = self._known()
             lead = _LAG if self._has_lead and queues(self.device) else lead
-            self._watch = Watch(self.device, self.carried, lead=lead)
-            self._mover().listen(self._watch.moves)
-        else:
-            self._watch = Watch(self.device, self.carried, lead=lead)
+        lag = _LAG if is_timed else 0.0
+        self._tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, lead=lead)
+        if is_weighed:
+            self._mover.listen(self._tracer.moves)
 
     def cut(self) -> None:
-        """The step ends here, and not where the next one begins."""
+        """The step ends here, and not at the begin of the next one."""
         self._cut = self._finish() or self._cut
 
-    def end_step(self) -> Watched | None:
+    def end_step(self) -> StepTrace | None:
         """The measurements of the step; ``None`` if it had no backward."""
-        found, cut, self._cut = self._finish(), self._cut, None
-        self._is_cut = found is None and cut is not None
-        return cut if self._is_cut else found
+        trace, cut, self._cut = self._finish(), self._cut, None
+        self._is_cut = trace is None and cut is not None
+        return cut if trace is None else trace
 
-    def advance(self, watched: Watched | None, ranks: RankGroup | None = None) -> bool:
+    def advance(self, trace: StepTrace | None, ranks: RankGroup | None = None) -> bool:
         """A profiling step has ended; whether there is a profile. Ranks go through the stages in step."""
         ranks = RankGroup() if ranks is None else ranks
-        is_shown = watched is not None and self._is_shown(watched)
-        if not all(ranks.share(self.stage.value, lambda: is_shown)):
+        is_enough = trace is not None and self._shows_enough(trace)
+        if not all(ranks.share(self.stage.value, lambda: is_enough)):
             return False
-        assert watched is not None
+        assert trace is not None
+        if self.stage is Stage.PROFILING_TIME:
+            self.profile = shared_profile(ranks.share("profile", lambda: self._compiled(trace)))
+            # The profile has all that they measured, in fewer bytes.
+            self._probes.clear()
+            self._weighed = None
+            return True
         if self.stage is Stage.PROFILING_MEMORY:
-            self._weighed, self._other_kinds, self.measured_inputs = watched, 0, self._inputs
-        if self.stage is not Stage.PROFILING_TIME:
-            self._enter(TRANSITIONS[self.stage, Event.PROFILED])
-            return False
-        self.profile = shared_profile(ranks.share("profile", lambda: self._compiled(watched)))
-        # The profile has all that they measured, in fewer bytes.
-        self._probes.clear()
-        self._weighed = None
-        return True
+            self._weighed, self._other_kinds, self.measured_inputs = trace, 0, self._inputs
+        self.stage = PROFILING[PROFILING.index(self.stage) + 1]
+        self.stage.log(self.model)
+        return False
 
     def restart(self) -> None:
         """Forget the profile: blocks take the least memory again."""
-        self._enter(Stage.PROFILING_OPERATORS)
+        self.stage = Stage.PROFILING_OPERATORS
+        self.stage.log(self.model)
         self._probes.clear()
         self.plan = self.profile = self._weighed = None
         self._new_kinds = self._waited = 0
@@ -307,9 +284,7 @@ class ProfileCollector:
         if self.optimizer is not None:
             self.optimizer.divide(1.0)
         if self.applied and not self.session.closed:
-            self._mover().claim(self, None)
-
-    # Plans.
+            self._mover.claim(self, None)
 
     def take_least(self) -> None:
         """From the next call on, blocks take the least memory."""
@@ -338,7 +313,7 @@ class ProfileCollector:
             call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
         self.plan = plan
         self.applied += 1
-        self._mover().claim(self, plan.window, plan.ahead)
+        self._mover.claim(self, plan.window, plan.ahead)
         if self.optimizer is not None and plan.optimizer_fraction is not None:
             self.optimizer.divide(plan.optimizer_fraction)
 
@@ -348,7 +323,7 @@ class ProfileCollector:
         return enlarged(self.profile, max(inputs / max(self.measured_inputs, 1), 1.0))
 
     def risen(self, profile: Profile, nbytes: int) -> Profile:
-        """A profile for a step that begins with so many bytes more than the one that was measured."""
+        """A profile for a step that begins with so many bytes more than the measured one."""
         known = self._known()
         more = 0 if known is None or self._statics is None else known.gradients - self._statics.gradients
         return risen(profile, nbytes, has_gradients=2 * more > profile.gradient_bytes > 0)
@@ -362,45 +337,37 @@ class ProfileCollector:
 
     @property
     def session(self) -> Session:
-        """The session whose memory and streams are used."""
         return self._session if self._session is not None else Session.default()
 
     def carried(self) -> int:
         """Bytes on the device that are being offloaded or reloaded."""
-        counts = self._mover().counts()
+        counts = self._mover.counts()
         return counts["leaving bytes"] + counts["held bytes"] + counts["returning bytes"]
 
-    # What blocks tell.
-
-    def block_begins(self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """A block is called; gives the number of the call, or -1 if it is not observed."""
+    def block_begins(
+        self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Traced | None:
+        """A block is called; gives the step's tracer and the number of the call, if it is traced."""
         call.observer = None
-        watch = self._watch
-        if watch is None or self._is_strange(watch):
-            return -1
+        tracer = self._tracer
+        if tracer is None or tracer.thread is not threading.current_thread():
+            return None
         kind = kind_of(module, tensors_of(args, kwargs))
         # New kinds of blocks are measured operator by operator.
-        probes = self._observed in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
+        probes = self._traced in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
         probe = self._probe_of(kind) if probes else None
-        number = watch.block_begins(call.name, kind, (args, kwargs))
-        if self._observed is Stage.PROFILING_MEMORY:
-            call.observer = WatchedCall(probe, partial(watch.asked, number), watch.casts)
+        number = tracer.block_begins(call.name, kind, (args, kwargs))
+        if self._traced is Stage.PROFILING_MEMORY:
+            call.observer = CallObserver(probe, partial(tracer.asked, number), tracer.casts)
         elif probes:
             # The call is recorded in any case.
-            call.observer = WatchedCall(probe, lambda *_: None, lambda _: None)
-        return self._first + number
+            call.observer = CallObserver(probe, lambda *_: None, lambda _: None)
+        return tracer, number
 
-    def tell(self, number: int, what: Callable[[Watch, int], None]) -> None:
-        """Tell what has come of a call of a block, if it is observed: it gets the call's number in its step."""
-        if self._watch is not None and number >= self._first:
-            what(self._watch, number - self._first)
-
-    # How a step is measured.
-
-    def _known(self) -> Known | None:
+    def _known(self) -> Static | None:
         """Bytes of weights, gradients and state; ``None``: the profile does not tell them apart."""
         model = self._module()
-        # This is asked within a call of the model.
+        # A call of the model is running.
         assert model is not None
         return known_bytes(model, self.device, self._stepped) if self._tells_apart else None
 
@@ -416,18 +383,18 @@ class ProfileCollector:
         probe = self._probes[kind] = Probe(self.device, known)
         return probe
 
-    def _is_shown(self, watched: Watched) -> bool:
-        """Whether a step shows all that its stage is for."""
+    def _shows_enough(self, trace: StepTrace) -> bool:
+        """Whether a step shows all that its stage needs."""
         if self.stage is Stage.PROFILING_OPERATORS:
             return True
         if self._has_probed:
-            # Its memory is not a step's. Where no size comes twice, there is no better one.
+            # Its memory is not a step's. If no size comes twice, there is no better one.
             self._new_kinds += 1
             self.is_rough = self._new_kinds > _MOST_NEW_KINDS
             return self.is_rough
         if self.stage is Stage.PROFILING_MEMORY:
             return True
-        if not self._is_as_weighed(watched):
+        if not self._is_as_weighed(trace):
             self._other_kinds += 1
             if self._other_kinds <= _MOST_OTHER_KINDS:
                 return False
@@ -438,19 +405,18 @@ class ProfileCollector:
         self._waited += 1
         if self._waited < _MOST_WAITING:
             return False
-        self.note_once(
+        self.notes.once(
             f"the optimizer took no two steps in {_MOST_WAITING} calls of the model: all of it is on the CPU"
         )
         self.optimizer, self.is_waiting = None, False
         return True
 
-    def _compiled(self, watched: Watched) -> Profile:
+    def _compiled(self, trace: StepTrace) -> Profile:
         """The profile, of the step whose memory was measured and of one whose times were."""
         assert self._weighed is not None
-        # Memory decides what fits. So that step gives the times, too, where no other one is like it.
-        timed = watched if self._is_as_weighed(watched) else self._weighed
         profile = compile_profile(
-            timed,
+            # Memory decides what fits. So that step gives the times, too, if no other one is like it.
+            trace if self._is_as_weighed(trace) else self._weighed,
             self._weighed,
             self._probes,
             model=self.model,
@@ -458,41 +424,33 @@ class ProfileCollector:
             min_bytes=self.min_bytes,
             known=self._statics,
         )
-        # After an evaluation nothing was seen of the loop, and an optimizer that is offloaded stalls for gradients.
+        # An evaluation hides the end of the step, and an offloaded optimizer stalls for gradients.
         if self._is_cut or self.optimizer is not None:
             profile = without_lead(profile)
         return profile if self.optimizer is None else replace(profile, optimizer=self.optimizer.profile())
 
-    def _is_as_weighed(self, watched: Watched) -> bool:
+    def _is_as_weighed(self, trace: StepTrace) -> bool:
         assert self._weighed is not None
-        return kinds_of(self._weighed) == kinds_of(watched)
+        return kinds_of(self._weighed) == kinds_of(trace)
 
-    def _enter(self, stage: Stage) -> None:
-        self.stage = stage
-        log_stage(self.model, stage)
-
-    def _finish(self) -> Watched | None:
-        watch = self._take_watch()
-        if watch is None:
+    def _finish(self) -> StepTrace | None:
+        tracer = self._take_tracer()
+        if tracer is None:
             return None
-        self._first += watch.count
-        self.idle_steps = 0 if watch.has_backward else self.idle_steps + 1
-        if not watch.has_backward:
-            watch.close()
-            return None
-        # A thread that has ended took its measurements with it.
-        return None if self._is_strange(watch) else watch.finish()
+        self.idle_steps = 0 if tracer.has_backward else self.idle_steps + 1
+        if tracer.has_backward and tracer.thread is threading.current_thread():
+            return tracer.finish()
+        # Without a backward, or with measurements of a thread that has ended.
+        tracer.close()
+        return None
 
-    @staticmethod
-    def _is_strange(watch: Watch) -> bool:
-        return watch.thread is not threading.current_thread()
+    def _take_tracer(self) -> StepTracer | None:
+        tracer, self._tracer = self._tracer, None
+        if tracer is not None and not self.session.closed:
+            self._mover.forsake(tracer.moves)
+        return tracer
 
-    def _take_watch(self) -> Watch | None:
-        watch, self._watch = self._watch, None
-        if watch is not None and not self.session.closed:
-            self._mover().forsake(watch.moves)
-        return watch
-
+    @property
     def _mover(self) -> Mover:
         return self.session.runtime(self.device).mover
 
@@ -506,14 +464,9 @@ def how_of(block: BlockPlan) -> Recompute | None:
     return Recompute(policy=Planned(decisions, inputs, block.recomputes))
 
 
-def log_stage(model: str, stage: Stage) -> None:
-    """Say in the log that the search for a model's plan has come to a stage."""
-    _LOG.info("%s: %s", model, stage.value)
-
-
-def kinds_of(watched: Watched) -> list[Hashable]:
+def kinds_of(trace: StepTrace) -> list[Hashable]:
     """The kinds of blocks that were called in a step, in order."""
-    return [call.kind for call in watched.calls]
+    return [call.kind for call in trace.calls]
 
 
 def tensors_of(*values: object) -> list[torch.Tensor]:
@@ -539,5 +492,5 @@ def device_of(model: Module) -> torch.device:
     """
     parameter = next(iter(model.parameters()), None)
     if parameter is None:
-        raise UsageError(f"got {type(model).__name__}, which has no parameters, with a budget, expected one that has")
+        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to plan for a budget")
     return parameter.device

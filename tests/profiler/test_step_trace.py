@@ -10,7 +10,7 @@ from torch import nn
 
 from spillway.profiler.compile import _outside
 from spillway.profiler.meter import Meter, Reading
-from spillway.profiler.watch import Watch, Watched
+from spillway.profiler.step_trace import StepTrace, StepTracer
 
 
 class Counter(Meter):
@@ -51,7 +51,7 @@ class Lanes:
 def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) -> None:
     counter = Counter()
     lanes = Lanes(counter)
-    watch = Watch(torch.device("cpu"), lambda: lanes.nbytes, counter)
+    watch = StepTracer(torch.device("cpu"), lambda: lanes.nbytes, counter)
     lanes.tell = watch.moves
     layer = nn.Linear(1, 1)
     x = torch.ones(1, 1, requires_grad=True)
@@ -75,7 +75,7 @@ def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) ->
 
 def test_the_first_move_between_two_instants_is_found() -> None:
     counter = Counter()
-    watch = Watch(torch.device("cpu"), lambda: 0, counter)
+    watch = StepTracer(torch.device("cpu"), lambda: 0, counter)
     x = torch.ones(1, requires_grad=True)
     number = watch.block_begins("a", "kind", (x,))
     watch.moves(True)
@@ -103,7 +103,7 @@ def test_what_comes_when_a_backward_has_let_go_of_what_it_was_given_is_told_beyo
     summed: int, late: int, held: bool
 ) -> None:
     counter = Counter()
-    watch = Watch(torch.device("cpu"), lambda: 0, counter)
+    watch = StepTracer(torch.device("cpu"), lambda: 0, counter)
     x = torch.ones(1, requires_grad=True)
     number = watch.block_begins("a", "kind", (x,))
     counter.take(1000)
@@ -130,7 +130,7 @@ def test_what_comes_when_a_backward_has_let_go_of_what_it_was_given_is_told_beyo
 
 def test_of_two_things_that_a_backward_lets_go_of_one_after_the_other_neither_counts() -> None:
     counter = Counter()
-    watch = Watch(torch.device("cpu"), lambda: 0, counter)
+    watch = StepTracer(torch.device("cpu"), lambda: 0, counter)
     given = [torch.empty(100, dtype=torch.uint8), torch.empty(40, dtype=torch.uint8)]
     handles = [Given(), Given()]
     counter.take(1140)
@@ -151,14 +151,14 @@ def test_of_two_things_that_a_backward_lets_go_of_one_after_the_other_neither_co
 
 def test_the_host_is_timed_without_what_the_watch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("spillway.profiler.watch.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("spillway.profiler.step_trace.time.perf_counter", lambda: now[0])
 
     class Slow(Counter):
         def mark(self) -> None:
             super().mark()
             now[0] += 100.0
 
-    watch = Watch(torch.device("cpu"), lambda: 0, Slow())
+    watch = StepTracer(torch.device("cpu"), lambda: 0, Slow())
     x = torch.ones(1, requires_grad=True)
     now[0] += 2.0
     number = watch.block_begins("a", "kind", (x,))
@@ -186,7 +186,7 @@ class Lagging(Counter):
         self.hours += 1
 
 
-def passed(watch: Watch, layers: list[nn.Linear], output: torch.Tensor) -> Watched:
+def passed(watch: StepTracer, layers: list[nn.Linear], output: torch.Tensor) -> StepTrace:
     """What was seen of a pass through blocks, forward and backward."""
     for layer in layers:
         number = watch.block_begins("a", "kind", (output,))
@@ -200,7 +200,7 @@ def passed(watch: Watch, layers: list[nn.Linear], output: torch.Tensor) -> Watch
 
 @pytest.mark.parametrize("lag", [0.0, 1.0])
 def test_a_device_that_lags_is_behind_its_host_from_the_first_block_on(lag: float) -> None:
-    watch = Watch(torch.device("cpu"), lambda: 0, Lagging(), lag=lag)
+    watch = StepTracer(torch.device("cpu"), lambda: 0, Lagging(), lag=lag)
     watched = passed(watch, [nn.Linear(1, 1) for _ in range(2)], torch.ones(1, 1, requires_grad=True) * 1)
     behind = [watched.is_behind(place) for place in watched.order]
     if not lag:
@@ -221,7 +221,7 @@ class Ticking(Lagging):
 
 
 def test_a_host_that_is_given_a_lead_has_it_from_the_begin_on() -> None:
-    watch = Watch(torch.device("cpu"), lambda: 0, Lagging(), times_host=True, lead=1.0)
+    watch = StepTracer(torch.device("cpu"), lambda: 0, Lagging(), times_host=True, lead=1.0)
     watched = passed(watch, [nn.Linear(1, 1)], torch.ones(1, 1))
     assert watched.order[:2] == [("ahead", 0), ("begin", 0)]
     assert watched.lead(("ahead", 0)) == 0
@@ -231,7 +231,7 @@ def test_a_host_that_is_given_a_lead_has_it_from_the_begin_on() -> None:
 
 
 def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:
-    watch = Watch(torch.device("cpu"), lambda: 0, Ticking(), lag=1.0)
+    watch = StepTracer(torch.device("cpu"), lambda: 0, Ticking(), lag=1.0)
     watched = passed(watch, [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)], torch.ones(1, 1))
     names = [what for what, _ in watched.order]
     assert names == ["begin", "started", "frozen", "frozen", "forward", "end", "turned", "back", "done"]
