@@ -542,7 +542,7 @@ def of_other_times(measured: Profile, seed: int) -> Profile:
             operators=tuple(dataclasses.replace(each, seconds=seconds.uniform(0.001, 0.1)) for each in kind.operators),
             forward_seconds=seconds.uniform(0.1, 1),
             backward_seconds=seconds.uniform(0.1, 1),
-            rerun_factor=1.0,
+            recompute_factor=1.0,
             host=None,
         )
         for kind in measured.kinds

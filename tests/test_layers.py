@@ -22,7 +22,6 @@ SERVICES = ENGINE | {
     "profiler",
     "summarizing",
     "planning",
-    "sizes",
     "testing",
 }
 LIBRARY = SERVICES | {"optim", "accumulate"}
@@ -50,7 +49,6 @@ ALLOWED: dict[str, set[str]] = {
     "profiler": ENGINE | {"offloading"},
     "summarizing": ENGINE,
     "planning": ENGINE | {"attaching", "profiler"},
-    "sizes": ENGINE | {"attaching", "profiler", "planning"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},

@@ -102,7 +102,7 @@ def test_a_profile_that_is_none_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(monkeypatch, tmp_path / "gone.json", "--budget", "1GiB") == 2
-    assert "expected a file that Profile.save() wrote" in capsys.readouterr().err
+    assert "Give a file that Profile.save() wrote" in capsys.readouterr().err
 
 
 def test_a_machine_is_read_from_a_file(

@@ -80,7 +80,11 @@ def test_rows_say_what_becomes_of_what_a_block_saves(facts: Made) -> None:
     options = options_of(found.profile, found.plan)
     kind = found.profile.kinds[0]
     for row, block, option in zip(found.rows, found.plan.blocks, options, strict=True):
-        assert (row.name, row.sent_bytes, row.rerun_seconds) == (block.name, block.sent_bytes, block.rerun_seconds)
+        assert (row.name, row.sent_bytes, row.recompute_seconds) == (
+            block.name,
+            block.sent_bytes,
+            block.recompute_seconds,
+        )
         resolved = ResolvedDecisions.of(kind, option.decisions, found.profile.min_bytes)
         assert row.recomputed_bytes == sum(kind.values[number].nbytes for number in resolved.recomputed)
         assert row.kept_bytes == sum(kind.values[number].nbytes for number in resolved.kept)

@@ -11,7 +11,7 @@ import torch
 from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import Curve, Lanes, aim_at, make_checkpointing_plan, make_curve, make_plan
+from spillway.planner.planner import Curve, aim_at, make_checkpointing_plan, make_curve, make_plan
 from spillway.planner.stages import StageProfile, make_stage_plans, simulate_stages
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
@@ -156,20 +156,17 @@ class Planner:
         self, stages: Sequence[StageProfile], turns: Sequence[Turn], static_bytes: int, budget: int
     ) -> list[Plan]:
         """A plan for each stage of a rank, within one budget."""
+        assert self.hardware is not None
         limits = self._limits(self._room())
-        del limits["active"]
-        return make_stage_plans(stages, turns, self._lanes, static_bytes=static_bytes, budget=budget, **limits)
+        return make_stage_plans(stages, turns, self.hardware, static_bytes=static_bytes, budget=budget, **limits)
 
     def stage_peak(
         self, stages: Sequence[StageProfile], turns: Sequence[Turn], static_bytes: int, plans: Sequence[Plan]
     ) -> int:
         """The predicted peak of a step with other turns than those that were planned for."""
-        return simulate_stages(stages, plans, turns, self._lanes, static_bytes=static_bytes).peak_bytes
-
-    @property
-    def _lanes(self) -> Lanes:
         assert self.hardware is not None
-        return Lanes(self.hardware, local_ranks())
+        options: dict[str, Any] = {"static_bytes": static_bytes, "active": local_ranks()}
+        return simulate_stages(stages, plans, turns, self.hardware, **options).peak_bytes
 
     def _room(self) -> int:
         """Bytes of CPU memory. What others have there, as an optimizer has, is taken already."""

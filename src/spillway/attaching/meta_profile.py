@@ -194,7 +194,7 @@ class MetaProfiler:
             has_host=False,
         )
         # What was there again took no time.
-        return replace(profile, kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR) for kind in profile.kinds))
+        return replace(profile, kinds=tuple(replace(kind, recompute_factor=_RERUN_FACTOR) for kind in profile.kinds))
 
     def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (block.module.training and torch.is_grad_enabled()):

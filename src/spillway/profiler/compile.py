@@ -219,7 +219,7 @@ def _kind(
         # An input that was too small to leave was let go of, as a plan counts of those that it keeps.
         backward_change_bytes=int(statistics.median(changes))
         + sum(value.nbytes for value in probe.values if value.is_input and value.nbytes < min_bytes),
-        rerun_factor=1.0,
+        recompute_factor=1.0,
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
         host=_host(watched, numbers, end) if watched.has_host and again else None,
@@ -229,8 +229,8 @@ def _kind(
     )
     if not again:
         return block
-    all_again = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
-    return replace(block, rerun_factor=_times(watched, again) / all_again if all_again else 1.0)
+    all_again = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).recompute_seconds
+    return replace(block, recompute_factor=_times(watched, again) / all_again if all_again else 1.0)
 
 
 def _gap(watched: Watched, weighed: Watched, numbers: list[int]) -> Outside | None:
@@ -308,8 +308,8 @@ def _host(watched: Watched, numbers: list[int], end: Place) -> HostTimes:
     return HostTimes(
         # The function itself, within a checkpointed call.
         plain=min(region, *(watched.calls[number].own_seconds for number in ran)),
-        region=region,
-        rerun=min(sum(watched.host_seconds(*span) for span in watched.reruns_of(number)) for number in ran),
+        checkpointed=region,
+        replay=min(sum(watched.host_seconds(*span) for span in watched.reruns_of(number)) for number in ran),
         backward=min(map(backward, ran)),
     )
 

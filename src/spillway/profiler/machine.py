@@ -50,8 +50,8 @@ def measure_hardware(
     """Measure what the machine can do.
 
     It writes to the disk for a third of the time at most, and no more than a twentieth of what is free at once. The
-    links of several devices at a time are not measured: :attr:`Hardware.links` has one device. On the CPU, the link is
-    copies within CPU memory.
+    bandwidth of several devices at a time is not measured: :attr:`Hardware.bandwidths` has one device. On the CPU, it
+    is that of copies within CPU memory.
 
     Args:
         device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
@@ -92,11 +92,11 @@ def measure_hardware(
             disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
         return Hardware(
             name=device_name(device),
-            links=(link,),
+            bandwidths=(link,),
             disk_write=None if drive is None else drive.write,
             disk_read=None if drive is None else drive.read,
             flops=flops,
-            memory_rate=memory,
+            memory_bandwidth=memory,
             device_bytes=_memory(backend)[1],
             host_bytes=memory_limit(),
             disk_bytes=None if drive is None else drive.free_bytes,

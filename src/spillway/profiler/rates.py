@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spillway.errors import TierFullError
-from spillway.planner.hardware import Link
+from spillway.planner.hardware import Bandwidth
 from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
@@ -100,7 +100,7 @@ def rate_of(
     return statistics.median(rates)
 
 
-def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
+def measure_link(backend: Backend, nbytes: int, seconds: float) -> Bandwidth:
     """Bandwidth between a device and CPU memory: each way alone, and both at once. The CPU copies within its memory.
 
     It takes so many seconds, and allocates the bytes of a copy four times: on the device and on the CPU, for each way.
@@ -122,7 +122,7 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
     def rate(*lanes: Lane) -> float:
         return rate_of(partial(queue, *lanes), wait, len(lanes) * nbytes, seconds / 3)
 
-    return Link(active=1, out=rate(out), back=rate(back), both=rate(out, back))
+    return Bandwidth(active=1, out=rate(out), back=rate(back), both=rate(out, back))
 
 
 def measure_memory(backend: Backend, nbytes: int, seconds: float) -> float:

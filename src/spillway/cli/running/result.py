@@ -125,7 +125,7 @@ def _model_result(model: ManagedModel) -> ModelResult:
         predicted_seconds=None if plan is None else plan.predicted_seconds,
         checked_seconds=None if measured is None else measured.seconds,
         predicted_stall_seconds=None if plan is None else plan.stall_seconds,
-        predicted_rerun_seconds=None if plan is None else plan.rerun_seconds,
+        predicted_rerun_seconds=None if plan is None else plan.recompute_seconds,
         predicted_kept_bytes=None if plan is None else sum(block.kept_bytes for block in plan.blocks),
         predicted_sent_bytes=None if plan is None else plan.sent_bytes,
         stats=stats,

@@ -43,7 +43,7 @@ class Row:
     sent_bytes: int
     recomputed_bytes: int
     """Recomputed, of the tensors that autograd saves."""
-    rerun_seconds: float
+    recompute_seconds: float
     reason: str
     operators: tuple[OperatorRow, ...]
 
@@ -135,7 +135,7 @@ class Facts:
         bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
         found = {"exact": "exhaustive search: no plan is better", "search": "local search: no better plan was found"}
         ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
-        recomputing, stalled = plan.rerun_seconds, timeline.wait_seconds
+        recomputing, stalled = plan.recompute_seconds, timeline.wait_seconds
         return (
             ("budget", format_bytes(plan.budget)),
             ("peak", f"{format_bytes(timeline.peak_bytes)}, in {timeline.peak_task or 'no task'}"),
@@ -308,7 +308,7 @@ def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -
         kept_bytes=kind.nbytes(resolved.kept),
         sent_bytes=kind.nbytes(resolved.offloaded),
         recomputed_bytes=kind.nbytes(resolved.recomputed),
-        rerun_seconds=block.rerun_seconds,
+        recompute_seconds=block.recompute_seconds,
         reason=_reason(block, operators),
         operators=operators,
     )

@@ -15,7 +15,7 @@ from spillway.errors import UsageError, printable
 from spillway.planner.planner import Point
 from spillway.planner.report.facts import STALLS, Facts
 from spillway.planner.tasks import Phase
-from spillway.planner.timeline import Lane, Span
+from spillway.planner.timeline import STREAMS, Span
 from spillway.units import format_bytes, format_seconds
 
 COLOURS = {
@@ -37,10 +37,10 @@ COLOURS = {
 _PHASES = {
     Phase.FORWARD: ("forward", "#3f83c8"),
     Phase.BACKWARD: ("backward", "#8b7cc4"),
-    Phase.RERUN: ("recomputation", "#3fa37c"),
+    Phase.RECOMPUTE: ("recomputation", "#3fa37c"),
     Phase.OUTSIDE: ("outside of blocks", "#b08d57"),
 }
-_COPIES = {Lane.OUT: ("offloading", "#e08a3c"), Lane.BACK: ("reloading", "#c9a227"), Lane.DISK: ("disk", "#64748b")}
+_COPIES = {"out": ("offloading", "#e08a3c"), "back": ("reloading", "#c9a227"), "disk": ("disk", "#64748b")}
 _RED = "#d0303a"
 """Of stalls, the budget, the peak and this plan."""
 _ORDER = [
@@ -132,7 +132,7 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
         figure.add_bar(
             orientation="h",
             name=name,
-            y=[span.lane.value for span in spans],
+            y=[span.stream for span in spans],
             base=[_short(span.start * scale) for span in spans],
             x=[_short((span.end - span.start) * scale) for span in spans],
             hovertext=[_told(span) for span in spans],
@@ -147,7 +147,7 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
         xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, facts.timeline.seconds * scale]},
         yaxis={
             "categoryorder": "array",
-            "categoryarray": [lane.value for lane in Lane],
+            "categoryarray": list(STREAMS),
             "autorange": "reversed",
             "fixedrange": True,
         },
@@ -203,9 +203,9 @@ def _laid_out(figure: Any, **layout: Any) -> dict[str, Any]:
 def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
     if span.reason:
         return f"stalls for {span.reason}", _RED, "/"
-    if span.lane is Lane.COMPUTE:
+    if span.stream == "compute":
         return (*_PHASES[facts.phases[span.name]], "")
-    return (*_COPIES[span.lane], "")
+    return (*_COPIES[span.stream], "")
 
 
 def _told(span: Span) -> str:

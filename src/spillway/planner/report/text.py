@@ -55,7 +55,7 @@ def _blocks(facts: Facts, width: int) -> list[str]:
     for names, row, count in grouped(facts.rows):
         name = cut(names, most) if count == 1 else f"{cut(names, most)} ({count})"
         sizes = map(format_bytes, (row.kept_bytes, row.sent_bytes, row.recomputed_bytes))
-        lines.append((name, *sizes, format_seconds(row.rerun_seconds)))
+        lines.append((name, *sizes, format_seconds(row.recompute_seconds)))
     return aligned([list(column) for column in zip(*lines, strict=True)], width)
 
 
