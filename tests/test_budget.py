@@ -509,7 +509,7 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
     # Who goes on is told again, by what was measured again.
     for _ in range(3):
         assert all(map(torch.equal, one_step(model, batch), plain))
-    assert failing(BudgetError, lambda: one_step(model, batch), match="no choice of options")
+    assert failing(BudgetError, lambda: one_step(model, batch), match="No plan fits")
     attached.remove()
     assert all(map(torch.equal, one_step(model, batch), plain))
     with attached_to(model, least + ROOM, session) as attached:

@@ -111,4 +111,4 @@ def test_a_place_where_nothing_can_be_written_is_refused_first(run: Run, capsys:
 def test_a_plan_of_another_profile_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     LLAMA.save("profile.json")
     assert run("--text") == 2
-    assert "expected the 16 of the profile" in capsys.readouterr().err
+    assert "the profile has the 16 blocks of Stack" in capsys.readouterr().err

@@ -87,7 +87,7 @@ def test_a_budget_that_nothing_fits_ends_with_its_sentence_though_the_script_cat
     done = server.spillway(folder.path, "run", "--quiet", "--budget", "1MiB", "swallows.py", STEPS)
     assert done.code == 1
     assert done.out.endswith("went on\n")
-    assert done.err.splitlines()[-1].startswith("error: no choice of options for 4 blocks fits")
+    assert done.err.splitlines()[-1].startswith("error: No plan fits")
     assert "Traceback" not in done.err
 
 
@@ -127,7 +127,7 @@ def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder
         assert answers[name].error is None
     assert answers["keep"].outcome is None
     assert answers["recompute"].outcome.roots[0].stats.recomputed_bytes > 0
-    assert answers["budget=1KiB"].error.startswith("no choice of options")
+    assert answers["budget=1KiB"].error.startswith("No plan fits")
     rows = tuple(Row(name, answer) for name, answer in answers.items())
     text = Bench(script=script, steps=5, rows=rows).to_text().splitlines()
     assert max(map(len, text)) <= 80

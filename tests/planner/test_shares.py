@@ -132,7 +132,7 @@ def test_a_profile_says_what_its_static_bytes_are_made_of_or_nothing() -> None:
 @pytest.mark.parametrize(
     ("static", "match"),
     [
-        ({"weights": 1, "gradients": 1, "optimizer": 1, "other": 1}, "static: 4 bytes, where static_bytes are"),
+        ({"weights": 1, "gradients": 1, "optimizer": 1, "other": 1}, "static: 4 bytes, but static_bytes are"),
         ({"weights": 1, "gradients": 1, "other": 1}, "static.optimizer"),
         ({"weights": -1, "gradients": 1, "optimizer": 1, "other": 1}, "static.weights"),
     ],

@@ -104,7 +104,7 @@ def test_a_block_that_is_left_alone_keeps_all(facts: Made) -> None:
     found = facts(gib=200)
     assert {row.decision for row in found.rows} == {"keep"}
     assert {each.decision for row in found.rows for each in row.operators} == {"keep"}
-    assert found.rows[0].reason == "The budget has room for the whole block."
+    assert found.rows[0].reason == "The budget allows to keep the whole block."
     assert found.stalls == () and found.plan.sent_bytes == 0
 
 
@@ -169,7 +169,7 @@ def test_equal_blocks_are_one_group_wherever_they_stand(facts: Made) -> None:
 
 def test_a_plan_of_another_model_is_refused(facts: Made) -> None:
     found = facts()
-    with pytest.raises(UsageError, match="expected the 5 of the profile"):
+    with pytest.raises(UsageError, match="the profile has the 5 blocks of Stack"):
         facts_of(replace(found.profile, calls=found.profile.calls[1:]), found.plan, Hardware.named("h200"))
 
 

@@ -16,8 +16,7 @@ import pytest
 
 from spillway import UsageError
 from spillway.planner.report.facts import Facts
-from spillway.planner.report.figures import curve_figure, memory_figure, streams_figure
-from spillway.planner.report.page import to_page
+from spillway.planner.report.page import curve_figure, memory_figure, streams_figure, to_page
 from spillway.planner.tasks import Phase
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")

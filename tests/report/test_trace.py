@@ -49,7 +49,7 @@ def test_each_span_is_there_once_and_streams_do_one_thing_at_a_time(found: Facts
     stalls = [span for span in spans if span["cat"] == "stall"]
     assert sum(span["dur"] for span in stalls) == pytest.approx(found.timeline.wait_seconds * 1e6)
     assert all(span["args"]["reason"] and span["args"]["task"] and span["tid"] == 1 for span in stalls)
-    assert {span["cat"] for span in spans if span["tid"] == 1} >= {"forward", "backward", "rerun", "outside"}
+    assert {span["cat"] for span in spans if span["tid"] == 1} >= {"forward", "backward", "recompute", "outside"}
 
 
 def test_counters_are_bytes_by_tier_and_holder(found: Facts) -> None:

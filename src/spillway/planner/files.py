@@ -10,7 +10,6 @@ in its record: the record would be another one.
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import stat
@@ -170,9 +169,12 @@ def _kind_of(path: str | os.PathLike[str]) -> str:
     return f"it is {kinds.get(stat.S_IFMT(os.stat(path).st_mode), 'a device')}"
 
 
-@functools.cache
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+"""Making one takes longer than reading a file."""
+
+
 def _adapter(record: type[Any]) -> TypeAdapter[Any]:
-    return TypeAdapter(record)
+    return _ADAPTERS.get(record) or _ADAPTERS.setdefault(record, TypeAdapter(record))
 
 
 class _Version(BaseModel, extra="ignore", strict=True):

@@ -16,9 +16,9 @@ nothing more. Fewer prefetched bytes bring another 1 % (32768 tokens).
 NOTE [ Bandwidth to plan with ]
 
 Copies reach 98 % of the bandwidth in a trace of an H200, with gaps: one waits for the tensor that it copies, another
-for the CPU. A plan that needs all of the bandwidth stalls for each gap. So plans use 0.9 of it. By simulation of layers
-of Llama-8B on an H200, such plans take 0.2 % longer at most than those for 0.95 if 0.95 of it is reached, and 0.8 to
-1.7 % less if 0.9 is.
+for the CPU. A plan that needs all of the bandwidth stalls for each gap. So plans use 0.9 of it. This was simulated for
+layers of Llama-8B on an H200. Such plans take 0.2 % longer at most than those for 0.95 if 0.95 of it is reached, and
+0.8 to 1.7 % less if 0.9 is.
 
 NOTE [ How much of an optimizer is on the CPU ]
 

@@ -132,8 +132,8 @@ class BlockProfile(Record):
     gap: Outside | None = None
     """Work between the block before and one of this kind, in forward, such as a pooling. The mean of all calls."""
     cached_bytes: Count = 0
-    """Bytes of its casts that live from its forward to the end of the model's forward, whatever the plan: see
-    NOTE [ Casts ] in ``block_tasks.py``."""
+    """Bytes of its casts that live from its forward to the end of the model's forward in any plan: see NOTE [ Casts ]
+    in ``block_tasks.py``."""
 
     @property
     def saved_bytes(self) -> int:

@@ -389,23 +389,24 @@ def _together(rows: Choices, order: NDArray[numpy.intp], here: Chosen) -> Choice
 
 
 def _too_small(problem: Problem, least: Solution) -> BudgetError:
-    timeline = least.timeline
-    limits = [f"{format_bytes(problem.budget)}"]
+    timeline, peak = least.timeline, least.timeline.peak_bytes
+    limits = [format_bytes(problem.budget)]
     for budget, tier in ((problem.host_budget, "CPU memory"), (problem.disk_budget, "disk")):
         limits += [] if budget is None else [f"{format_bytes(budget)} of {tier}"]
-    known = "feasible budget" if least.method == "exact" else "budget that was found"
-    block, _, part = timeline.peak_task.rpartition(" ")
-    task = f"the {part} of {block}" if part in ("forward", "backward", "recomputation") else timeline.peak_task
-    text = (
-        f"No plan fits {' and '.join(limits)}. The smallest {known} is {format_bytes(timeline.peak_bytes)} "
-        f"({timeline.peak_bytes} bytes): {format_bytes(problem.static_bytes)} in use when the step begins (weights, "
-        f"optimizer state), and {format_bytes(timeline.peak_bytes - problem.static_bytes)} more at the peak, in "
-        f"{task}. "
-    )
+    text = f"No plan fits {' and '.join(limits)}. "
+    if peak > problem.budget:
+        known = "feasible budget" if least.method == "exact" else "budget that was found"
+        block, _, part = timeline.peak_task.rpartition(" ")
+        task = f"the {part} of {block}" if part in ("forward", "backward", "recomputation") else timeline.peak_task
+        text += (
+            f"The smallest {known} is {format_bytes(peak)} ({peak} bytes): {format_bytes(problem.static_bytes)} in use "
+            f"when the step begins (weights, optimizer state), and {format_bytes(peak - problem.static_bytes)} more at "
+            f"the peak, in {task}. "
+        )
     if len(limits) > 1:
         text += (
-            f"That plan offloads {format_bytes(timeline.host_bytes)} to CPU memory and "
+            f"The smallest plan offloads {format_bytes(timeline.host_bytes)} to CPU memory and "
             f"{format_bytes(timeline.disk_bytes)} to disk. "
         )
     text += "Raise the budget, reduce the batch size, or allow more decisions."
-    return BudgetError(text, budget=problem.budget, least=timeline.peak_bytes)
+    return BudgetError(text, budget=problem.budget, least=peak)

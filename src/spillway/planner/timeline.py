@@ -126,7 +126,7 @@ class Timeline:
     """Most bytes in CPU memory at once."""
     disk_bytes: int
     spans: tuple[Span, ...] = ()
-    """Of all streams, by their start. Only on request, as the next two."""
+    """Work of all streams, by its start. Only on request, as the next two."""
     levels: tuple[Level, ...] = ()
     holders: tuple[Holders, ...] = ()
     """Holders of the GPU's bytes at each of ``levels``."""

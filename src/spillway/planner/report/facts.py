@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ class OperatorRow:
     nbytes: int
     """Size of the tensors that it makes."""
     seconds: float
-    """Of one run in forward."""
+    """One run in forward."""
     reason: str
 
 
@@ -60,7 +61,7 @@ class Layer:
     key: str
     name: str
     meaning: str
-    """What is counted, in a sentence."""
+    """A sentence about the memory that it counts."""
     nbytes: tuple[int, ...]
     """At each of :attr:`Facts.instants`."""
 
@@ -75,7 +76,7 @@ class Facts:
     hardware: str
     """Name of the machine whose bandwidths are used."""
     phases: dict[str, Phase]
-    """Of each task, by its name."""
+    """Phases of tasks, by their names."""
     rows: tuple[Row, ...]
     instants: tuple[float, ...]
     """Seconds from the begin of the step at which memory changes, strictly increasing."""
@@ -85,9 +86,9 @@ class Facts:
     """In CPU memory, at each instant."""
     disk_bytes: tuple[int, ...]
     measured: Point | None
-    """Of a real step; ``None``: none was measured."""
+    """The peak and the time of a real step, if one was measured."""
     notes: tuple[str, ...]
-    """Of the search for the plan."""
+    """Notes on the search for the plan."""
     curve: Curve | None
     """Plans for other budgets, if there are any."""
 
@@ -129,7 +130,7 @@ class Facts:
         """The plan in a few named figures."""
         plan, timeline = self.plan, self.timeline
         # A plan may be simulated with the bandwidths of another machine.
-        elsewhere = abs(timeline.seconds - plan.predicted_seconds) > _SAME * plan.predicted_seconds
+        elsewhere = not math.isclose(timeline.seconds, plan.predicted_seconds, rel_tol=1e-6)
         then = f"; {format_seconds(plan.predicted_seconds)} on the machine that it was made for" if elsewhere else ""
         known = plan.bound_seconds and not elsewhere
         bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
@@ -163,9 +164,6 @@ class Facts:
             f"It consists of {made_of or 'nothing'}.",
         )
 
-
-_SAME = 1e-6
-"""Relative difference below which times are the same."""
 
 STALLS = {
     "out": "for offloading: the in-flight limit is reached",
@@ -239,12 +237,12 @@ _OTHER_WITH_STATE = (
     "Buffers, all other memory of the process, and optimizer state: the profile was given no optimizer.",
 )
 _MOVING = (
-    ("gradients", "gradients", "Of parameters: those of the step, and those from before it."),
+    ("gradients", "gradients", "Gradients of parameters: those of the step, and those from before it."),
     ("outside", "outside of blocks", "Activations of embeddings, head and loss."),
     ("kept", "kept", "Activations of blocks, from their forward to their backward."),
-    ("leaving", "being offloaded", "Still on the device until the copy is done."),
+    ("leaving", "being offloaded", "Still on the GPU until the copy is done."),
     ("returning", "prefetched", "Reloaded ahead of time, and not used yet."),
-    ("returned", "reloaded", "On the device again, and in use by backward."),
+    ("returned", "reloaded", "On the GPU again, and in use by backward."),
     ("recomputed", "recomputed", "Recomputed, and in use by backward."),
     ("working", "working memory", "Allocated by the running task, its results included."),
 )
@@ -348,7 +346,7 @@ def _operators(
 def _reason(block: BlockPlan, operators: Sequence[OperatorRow]) -> str:
     """Why a block has its decisions: what recomputing its bytes costs, for each decision."""
     if block.plain:
-        return "The budget has room for the whole block."
+        return "The budget allows to keep the whole block."
     parts = []
     for decision, word in (("offload", "offloaded"), ("keep", "kept"), ("recompute", "recomputed")):
         those = [each for each in operators if each.decision.startswith(decision) and each.nbytes]

@@ -50,7 +50,7 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
 def _blocks(facts: Facts, width: int) -> list[str]:
     """Equal blocks in one line: bytes kept, offloaded and recomputed, and the time of recomputation."""
     lines: list[tuple[str, ...]] = [("blocks", "kept", "offloaded", "recomputed", "time")]
-    # What four figures of the greatest width leave.
+    # Four figures of the greatest width take the rest.
     most = width - 4 * len(" 1023.9 MiB") - len(" (9999)")
     for names, row, count in grouped(facts.rows):
         name = cut(names, most) if count == 1 else f"{cut(names, most)} ({count})"
@@ -93,7 +93,7 @@ def names_of(names: Sequence[str]) -> str:
             before = None
             continue
         stem, first, last_number = run
-        # The stem of the run before is not repeated.
+        # A stem is not repeated.
         name = f"{'' if stem == before else stem}{first}"
         between = "," if last_number == first + 1 else " to"
         words.append(name if first == last_number else f"{name}{between} {last_number}")
