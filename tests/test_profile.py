@@ -277,7 +277,7 @@ def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(
     assert budgets[:2] == [aim, aim - 1000 - MiB]
     # More than any plan could be less.
     beyond = 16 * MiB
-    with pytest.raises(UsageError, match="does not keep to it"):
+    with pytest.raises(UsageError, match="its steps exceed it"):
         longest()
 
 

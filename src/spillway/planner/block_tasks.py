@@ -58,7 +58,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from spillway.planner.profile import BackwardPart, BlockProfile, Outside, ReplayRule
+from spillway.planner.profile import BackwardPart, BlockProfile, HostTimes, Outside, ReplayRule
 from spillway.planner.tasks import Option, Phase, Sent, Task
 from spillway.types import Decision
 
@@ -66,6 +66,7 @@ _SECONDS_A_BYTE = 2e-13
 """See NOTE [ Hidden copies ]."""
 _KEEP, _OFFLOAD, _RELOAD, _MODE = 2.0, 10.0, 6.4, 1.0
 """See NOTE [ CPU time of a block ]."""
+_NO_HOST = HostTimes(0.0, 0.0, 0.0, 0.0)
 
 
 def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
@@ -178,24 +179,23 @@ def outside_task(name: str, outside: Outside) -> Task:
 
 
 def _forward_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
-    if block.host is None:
-        return 0.0
+    host = block.host or _NO_HOST
     if not (resolved.recomputed or resolved.offloaded):
-        return block.host.plain
-    queued = block.host.checkpointed if resolved.recomputed else block.host.plain
+        return host.plain
+    queued = host.checkpointed if resolved.recomputed else host.plain
     return queued + _host_by_operator(block) * (_KEEP * len(resolved.kept) + _OFFLOAD * len(resolved.offloaded))
 
 
 def _replay_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
-    if block.host is None:
-        return 0.0
     share = resolved.reach / max(len(block.operators), 1)
     is_partial = any(not block.values[number].is_input for number in resolved.given)
-    return block.host.replay * share + (_MODE * _host_by_operator(block) * resolved.reach if is_partial else 0.0)
+    return (block.host or _NO_HOST).replay * share + (
+        _MODE * _host_by_operator(block) * resolved.reach if is_partial else 0.0
+    )
 
 
 def _host_by_operator(block: BlockProfile) -> float:
-    return 0.0 if block.host is None else block.host.plain / max(len(block.operators), 1)
+    return (block.host or _NO_HOST).plain / max(len(block.operators), 1)
 
 
 def _outlives(block: BlockProfile, number: int) -> bool:
@@ -228,7 +228,7 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
     if replay_at is not None:
         cuts.add(replay_at)
-    host_seconds = 0.0 if block.host is None else block.host.backward
+    host_seconds = (block.host or _NO_HOST).backward
     there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
     tasks: list[Task] = []
     freed: set[int] = set()

@@ -9,9 +9,8 @@ the largest tensors are tried: a Llama's MLP saves three, one after the other. A
 sixteenth of the available memory is halved. Prefetched bytes take memory in backward, when it is scarcest. So with the
 best window, three quarters and half of it are tried as the limit for prefetching.
 
-Simulated steps of layers of Llama-8B on an H200 (2026-11-22): with three of the largest tensors, a step within
-checkpointing's peak is 1 % (32768 tokens) and 1.5 % (8192) shorter than with twice and four times 512 MiB. Four brought
-nothing more. Fewer prefetched bytes bring another 1 % (32768 tokens).
+Simulated steps of Llama-8B on an H200 (2026-11-22) within checkpointing's peak: with three of the largest tensors they
+are 1 % (32768 tokens) and 1.5 % (8192) shorter than with 1 GiB and 2 GiB. Fewer prefetched bytes bring another 1 %.
 
 NOTE [ Bandwidth to plan with ]
 
@@ -98,23 +97,10 @@ def make_plan(
     allow: Collection[str] = ALL,
     active: int = 1,
 ) -> Plan:
-    """The plan with the shortest step within a budget.
+    """The plan with the shortest step within a budget: see :func:`spillway.plan`.
 
-    Args:
-        profile: of a step.
-        hardware: the machine to plan for.
-        budget: bytes that may be allocated on the GPU, or a size like ``"40GiB"``, or a share: see
-            :func:`parse_budget`.
-        window: the in-flight limit, in bytes. Smaller ones are tried, too.
-        may_grow: whether larger ones are tried, too. See NOTE [ In-flight limits ].
-        host_budget: bytes of CPU memory that may be used. ``None``: any.
-        disk_budget: bytes of disk. ``None``: any.
-        allow: the allowed decisions.
-        active: how many GPUs of the machine copy at the same time.
-
-    Raises:
-        BudgetError: if no plan is within the budget: it names the least one.
-        UsageError: for invalid arguments.
+    Windows smaller than ``window`` are tried, too, and larger ones if it ``may_grow``: see NOTE [ In-flight limits ].
+    While a step runs, ``active`` GPUs of the machine copy at the same time.
     """
     most = parse_bytes(window, what="window")
     whole = problem_of(
@@ -141,8 +127,6 @@ def make_plan(
 
 def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1) -> Plan:
     """The plan of torch's checkpointing: each block is recomputed, and only its inputs are kept.
-
-    The arguments are those of :func:`make_plan`, in bytes.
 
     Raises:
         BudgetError: if it is not within the budget.
@@ -242,14 +226,7 @@ def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, avai
 
 
 def planning_rates(hardware: Hardware, window: int, *, ahead: int | None = None, active: int = 1) -> Rates:
-    """The bandwidths to plan with. See NOTE [ Bandwidth to plan with ].
-
-    Args:
-        hardware: the machine.
-        window: the in-flight limit for offloading, in bytes.
-        ahead: the one for prefetching; ``None``: the same.
-        active: how many GPUs of the machine copy at the same time.
-    """
+    """The bandwidths to plan with, and in-flight limits as in a plan. See NOTE [ Bandwidth to plan with ]."""
     rates = hardware.rates(window, active=active)
     names = ("out", "back", "disk_write", "disk_read")
     return replace(rates, ahead=ahead, **{name: getattr(rates, name) * USABLE for name in names})
@@ -311,20 +288,9 @@ def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Probl
 
 
 def parse_budget(budget: int | float | str, profile: Profile) -> int:
-    """A budget as a number of bytes.
+    """A budget as a number of bytes: see :func:`~spillway.units.read_budget`.
 
-    Args:
-        budget: bytes, or a size like ``"40GiB"``. Or a share of the memory that a step without Spillway adds at its
-            peak to the static bytes: a float, a percentage like ``"50%"``, or a string like ``"0.5"``. The static bytes
-            come on top.
-        profile: of the step.
-
-    Raises:
-        SizeError: for anything else, and for a float above 10: bytes are integers.
-
-    Example:
-        >>> parse_budget("50%", profile) == parse_budget(0.5, profile)  # doctest: +SKIP
-        True
+    A share is of the memory that a step without Spillway adds at its peak to the static bytes, which come on top.
     """
     share = read_budget(budget)
     if isinstance(share, int):
@@ -361,17 +327,9 @@ def make_curve(
     on_point: Callable[[int, int], None] | None = None,
     **limits: Any,
 ) -> Curve:
-    """Plan for several budgets. Each takes as long as a plan does. See NOTE [ Budgets of a curve ].
+    """Plan for several budgets, at least 2: see NOTE [ Budgets of a curve ]. The limits are those of :func:`make_plan`.
 
-    Args:
-        profile: of a step.
-        hardware: the machine to plan for.
-        points: how many budgets, at least 2.
-        on_point: called after each plan with the number of plans so far, and of all.
-        limits: as for :func:`make_plan`, which wants a window.
-
-    Raises:
-        UsageError: for fewer than 2 points, and for invalid arguments.
+    After each plan, ``on_point`` is called with the number of plans so far, and of all.
     """
     if type(points) is not int or points < 2:
         raise UsageError(f"points: got {points!r}, expected an integer of at least 2")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
@@ -47,11 +47,6 @@ class Row:
     recompute_seconds: float
     reason: str
     operators: tuple[OperatorRow, ...]
-
-    @property
-    def what(self) -> Row:
-        """The row without its name: equal for blocks with equal decisions."""
-        return replace(self, name="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,16 +179,7 @@ def facts_of(
     notes: Sequence[str] = (),
     curve: Curve | None = None,
 ) -> Facts:
-    """Simulate a plan, and gather its numbers.
-
-    Args:
-        profile: of a step.
-        plan: of this profile's model.
-        hardware: whose bandwidths the simulation uses.
-        active: how many devices of the machine copy at the same time.
-        measured: the peak and the seconds of a real step.
-        notes: of the search for the plan.
-        curve: plans for other budgets.
+    """Simulate a plan with the bandwidths of some hardware, and gather its numbers.
 
     Raises:
         UsageError: for a plan of another model.
