@@ -97,6 +97,6 @@ def test_without_an_optimizer_nothing_is_said_of_it() -> None:
 
 def test_a_plan_says_it_in_words_and_in_its_file() -> None:
     plan = planned(100 * GiB)
-    assert "optimizer: 0% of it on the host" in str(plan)
+    assert "optimizer: 0% of it on the CPU" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
     assert Profile.from_json(PROFILE.to_json()) == PROFILE
