@@ -72,7 +72,7 @@ def to_json(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...])
     report = {
         "works": not _stopped(found),
         "findings": [{**asdict(finding), "severity": finding.severity.value} for finding in found],
-        "hardware": None if hardware is None else json.loads(hardware.to_json())["hardware"],
+        "hardware": None if hardware is None else json.loads(hardware.to_json()),
         "facts": asdict(facts),
     }
     return json.dumps(report, indent=2)
