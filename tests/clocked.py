@@ -34,10 +34,10 @@ def scaled(hardware: Hardware, *, nbytes: float, flops: float) -> Hardware:
     """That moves so many times fewer bytes in a second, and computes so many times fewer operations."""
     links = tuple(
         dataclasses.replace(link, out=link.out / nbytes, back=link.back / nbytes, both=link.both / nbytes)
-        for link in hardware.links
+        for link in hardware.bandwidths
     )
     return dataclasses.replace(
-        hardware, links=links, flops=hardware.flops / flops, memory_rate=hardware.memory_rate / nbytes
+        hardware, bandwidths=links, flops=hardware.flops / flops, memory_bandwidth=hardware.memory_bandwidth / nbytes
     )
 
 
@@ -79,7 +79,7 @@ class ClockedBackend(Backend):
 
     def is_now(self, hardware: Hardware) -> None:
         """It is of other hardware."""
-        link = hardware.links[0]
+        link = hardware.bandwidths[0]
         self._rates = {"out": link.out * USABLE, "back": link.back * USABLE}
         self._hardware = hardware
 

@@ -516,7 +516,7 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
     # Who goes on is told again, by what was measured again.
     for _ in range(3):
         assert all(map(torch.equal, one_step(model, batch), plain))
-    assert failing(BudgetError, lambda: one_step(model, batch), match="no choice of options")
+    assert failing(BudgetError, lambda: one_step(model, batch), match="No plan fits")
     attached.remove()
     assert all(map(torch.equal, one_step(model, batch), plain))
     with attached_to(model, least + ROOM, session) as attached:
@@ -549,7 +549,7 @@ def of_other_times(measured: Profile, seed: int) -> Profile:
             operators=tuple(dataclasses.replace(each, seconds=seconds.uniform(0.001, 0.1)) for each in kind.operators),
             forward_seconds=seconds.uniform(0.1, 1),
             backward_seconds=seconds.uniform(0.1, 1),
-            rerun_factor=1.0,
+            recompute_factor=1.0,
             host=None,
         )
         for kind in measured.kinds

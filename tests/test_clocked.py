@@ -28,7 +28,7 @@ from spillway.integrations.pipelining import offload_stages
 from spillway.planner.plan import program_of
 from spillway.planner.planner import USABLE
 from spillway.planner.profile import HostTimes
-from spillway.planner.timeline import StorageLifetimes
+from spillway.planner.timeline import storages_of
 from spillway.profiler import meter
 from spillway.runtime import mover as movers
 from spillway.runtime.arena import Arena
@@ -128,9 +128,9 @@ def steps(plan: Plan, count: int = 5) -> Iterator[tuple[float, StepStats]]:
 
 def check(share: float, window: int) -> None:
     profile, plan = planned(share, window * KIB)
-    storages = StorageLifetimes(program_of(profile, plan), plan.window)
-    sizes = [sent.nbytes for sent in storages.sent]
-    back = sum(nbytes for nbytes, reused in zip(sizes, storages.reused, strict=True) if not reused)
+    storages, _ = storages_of(program_of(profile, plan), plan.window)
+    sizes = [storage.sent.nbytes for storage in storages]
+    back = sum(storage.sent.nbytes for storage in storages if not storage.is_reused)
     *_, before, (seconds, stats) = steps(plan)
     # Of two that are sent one after the other, either may be the last that there is room for.
     loose = SUMS
@@ -165,7 +165,7 @@ def test_of_another_plan_that_sends_as_many_all_is_learned_anew() -> None:
     known: dict[int, tuple[Profile, Plan]] = {}
     for share in range(36, 62, 2):
         profile, plan = planned(share / 100, 2560 * KIB)
-        count = len(StorageLifetimes(program_of(profile, plan), plan.window).sent)
+        count = len(storages_of(program_of(profile, plan), plan.window)[0])
         if count in known and known[count][1].blocks != plan.blocks:
             before = known[count][1]
             break
@@ -275,7 +275,7 @@ def test_what_was_fetched_ahead_is_not_waited_for_to_the_last() -> None:
     mover.fetch(entries)
     mover.take(entries[0], -1)
     # Its own copy alone.
-    took = (backend.clock.now - begin) * HARDWARE.links[0].back * USABLE
+    took = (backend.clock.now - begin) * HARDWARE.bandwidths[0].back * USABLE
     assert took == pytest.approx(sizes[0])
 
 

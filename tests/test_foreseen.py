@@ -58,9 +58,10 @@ def slow(by: float) -> Hardware:
     """A machine to whose host memory the way is long: some is better computed again."""
     there = hardware()
     links = (
-        dataclasses.replace(link, out=link.out / by, back=link.back / by, both=link.both / by) for link in there.links
+        dataclasses.replace(link, out=link.out / by, back=link.back / by, both=link.both / by)
+        for link in there.bandwidths
     )
-    return dataclasses.replace(there, links=tuple(links))
+    return dataclasses.replace(there, bandwidths=tuple(links))
 
 
 @pytest.mark.parametrize("by", [0, 300, 1000])

@@ -20,7 +20,6 @@ SERVICES = ENGINE | {
     "profiler",
     "summarizing",
     "planning",
-    "sizes",
     "testing",
 }
 LIBRARY = SERVICES | {"optim", "accumulate"}
@@ -47,7 +46,6 @@ ALLOWED: dict[str, set[str]] = {
     "profiler": ENGINE | {"offloading"},
     "summarizing": ENGINE,
     "planning": ENGINE | {"attaching", "profiler"},
-    "sizes": ENGINE | {"attaching", "profiler", "planning"},
     "optim": SERVICES - {"testing"},
     "accumulate": SERVICES - {"testing"},
     "integrations": LIBRARY - {"testing"} | {"__init__"},

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import spillway
 from allocations import count_exactly
 from budgets import NAMED, attached_to, hardware, one_step, search
-from spillway import BudgetError, Session, UnsupportedError, UsageError, sizes
+from spillway import BudgetError, Session, UnsupportedError, UsageError, planning
 from spillway.planner.planner import aim_at
 from spillway.recomputing import Recompute
 from spillway.runtime.process_memory import resident_bytes
@@ -186,7 +186,7 @@ def test_models_of_other_forms_are_profiled_and_trained(
                 small_model(), torch.ones(4, 32), loss=lambda y: torch.ones((), requires_grad=True), session=s
             ),
             UnsupportedError,
-            "without a backward",
+            "No backward came",
         ),
         (lambda s: spillway.plan(3, budget=1), UsageError, "profile: got 3"),
         (lambda s: spillway.longest(lambda n: None, budget=1, at_least=0), UsageError, "at_least=0"),
@@ -260,11 +260,11 @@ def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(
     model = small_model(width=64)
     budgets: list[int] = []
 
-    def peak(self: sizes._Sizes, size: int, plan: spillway.Plan) -> int:
+    def peak(self: planning._SizeSearch, size: int, plan: spillway.Plan) -> int:
         budgets.append(plan.budget)
         return plan.budget + beyond
 
-    monkeypatch.setattr(sizes._Sizes, "_peak", peak)
+    monkeypatch.setattr(planning._SizeSearch, "_peak", peak)
 
     def longest() -> int:
         return spillway.longest(
@@ -277,7 +277,7 @@ def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(
     assert budgets[:2] == [aim, aim - 1000 - MiB]
     # More than any plan could be less.
     beyond = 16 * MiB
-    with pytest.raises(UsageError, match="does not keep to it"):
+    with pytest.raises(UsageError, match="its steps exceed it"):
         longest()
 
 
@@ -289,12 +289,12 @@ def test_what_steps_took_more_than_foreseen_is_known_of_other_sizes(
     model = small_model(width=64)
     ran: list[int] = []
 
-    def peak(self: sizes._Sizes, size: int, plan: spillway.Plan) -> int:
+    def peak(self: planning._SizeSearch, size: int, plan: spillway.Plan) -> int:
         ran.append(size)
         static = self.profiles[size].static_bytes
         return int(static + (1 + share) * (plan.predicted_peak - static))
 
-    monkeypatch.setattr(sizes._Sizes, "_peak", peak)
+    monkeypatch.setattr(planning._SizeSearch, "_peak", peak)
     found = spillway.longest(
         lambda rows: (model, torch.randn(rows, 64)),
         budget=40 * MiB,
@@ -311,13 +311,13 @@ def test_what_steps_took_more_than_foreseen_is_known_of_other_sizes(
     assert 64 * 70 <= found == 64 * tried[-1]
 
 
-class Truth(sizes._Sizes):
+class Truth(planning._SizeSearch):
     """Up to a size, all fit; what is foreseen may be another one."""
 
-    def __init__(self, fitting: int, foreseen: int | None) -> None:
-        self.fitting, self.foreseen, self.ran = fitting, foreseen, []
+    def __init__(self, fitting: int, predicted: int | None) -> None:
+        self.fitting, self.predicted, self.ran = fitting, predicted, []
         self.profiles = {}
-        self.off = 0
+        self.excess = 0
 
     def fits(self, size: int) -> bool:
         assert size not in self.ran
@@ -325,8 +325,8 @@ class Truth(sizes._Sizes):
         self.profiles[size] = None
         return size <= self.fitting
 
-    def _foresees(self, size: int) -> bool | None:
-        return None if self.foreseen is None or len(self.profiles) < 2 else size <= self.foreseen
+    def _predicts(self, size: int) -> bool | None:
+        return None if self.predicted is None or len(self.profiles) < 2 else size <= self.predicted
 
 
 @pytest.mark.parametrize("fitting", [1, 2, 3, 17, 1000])

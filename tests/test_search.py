@@ -94,7 +94,7 @@ def test_the_cpu_time_of_a_block_is_that_of_its_fastest_call(
     monkeypatch.setattr(StepTracer, "block_ran", lambda self, number, _: ran(self, number, own + 0.001 * number))
     host = spillway.profile(kind.model(), kind.batch(), session=session).kinds[0].host
     # The first call is the fastest. Its backward comes before and after its replay.
-    assert host == HostTimes(plain=plain, region=5.0, rerun=6.0, backward=0.5 + 1.5)
+    assert host == HostTimes(plain=plain, checkpointed=5.0, replay=6.0, backward=0.5 + 1.5)
 
 
 # Torch's own checkpointing

@@ -66,7 +66,7 @@ def test_gradients_are_plains_and_operators_are_seen_once(
     wanted = train(kind.model(), batch, 4)
     model = kind.model()
     plan = plan_of(model, batch[: len(batch) // 2], session, to)
-    assert plan.rerun_seconds == 0 and not any(block.recomputes or block.plain for block in plan.blocks)
+    assert plan.recompute_seconds == 0 and not any(block.recomputes or block.plain for block in plan.blocks)
     model = kind.model()
     seen.clear()
     with spillway.attach(model, plan=plan, min_bytes=KiB, session=session) as attached:

@@ -39,14 +39,13 @@ if TYPE_CHECKING:
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
     from spillway.planner.timeline import Timeline
-    from spillway.planning import plan, profile, simulate
+    from spillway.planning import longest, plan, profile, simulate
     from spillway.recomputing import Recompute, recompute
     from spillway.runtime.binding import Affinity, bind_to_device
     from spillway.saved_tensors.decide import saved_tensors
     from spillway.saved_tensors.groups import Groups
     from spillway.selectors import OperatorCall, saved_by, within
     from spillway.session import Session
-    from spillway.sizes import longest
     from spillway.summarizing import Summary, SummaryRow, summary
     from spillway.types import (
         Decision,
@@ -131,7 +130,7 @@ _MODULES = {
     "accumulate": ["Accumulator", "DeviceNumber", "AccumulationStep", "split_equals_whole"],
     "attaching": ["Attached", "attach"],
     "runtime.binding": ["Affinity", "bind_to_device"],
-    "planning": ["plan", "profile", "simulate"],
+    "planning": ["longest", "plan", "profile", "simulate"],
     "saved_tensors.decide": ["saved_tensors"],
     "saved_tensors.groups": ["Groups"],
     "losses": ["cross_entropy"],
@@ -155,7 +154,6 @@ _MODULES = {
         "StepStats",
     ],
     "session": ["Session"],
-    "sizes": ["longest"],
     "summarizing": ["Summary", "SummaryRow", "summary"],
 }
 """Public names by module. A module is imported when one of its names is first used, so that the command line can

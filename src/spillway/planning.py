@@ -1,12 +1,13 @@
-"""The public calls of planning: a profile of a step, a plan within a budget, the step that it is predicted to be.
+"""The public calls of planning: profile a step, plan it within a budget, simulate the plan, find the longest sequence.
 
-Each is a function of the one before; only :func:`profile` runs anything.
+Each is a function of the one before; only :func:`profile` and :func:`longest` run anything.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,24 +17,32 @@ from spillway.attaching import attach
 from spillway.attaching.budget import allowed
 from spillway.attaching.collector import ProfileCollector, tensors_of
 from spillway.attaching.meta_profile import is_on_meta, profile_on_meta
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import POINTS, Curve, divided, make_curve, make_plan, rates_of
+from spillway.planner.planner import POINTS, Curve, aim_at, divided, fits, make_curve, make_plan, rates_of
 from spillway.planner.profile import Profile
+from spillway.planner.scaling import scaled
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.profiler.compile import without_lead
 from spillway.profiler.machine import known_hardware
 from spillway.profiler.meta_device import OptimizerOf
+from spillway.profiler.meter import allocated
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
+from spillway.units import parse_bytes
 
 Loss = Callable[[Any], torch.Tensor]
-"""From what the model gave to a number."""
+"""From the output of a model to a scalar."""
 
 _MOST_STEPS = 4
-WINDOW = 512 << 20
-"""Bytes in flight, unless a window is given."""
+_WINDOW = 512 << 20
+"""The in-flight limit in bytes, unless given."""
+_TRIES = 3
+"""Plans for one size."""
+_SLACK = 1 << 20
+_FARTHEST = 64
+"""Predictions go up to this many times the largest size that was run."""
 
 
 def profile(
@@ -48,37 +57,37 @@ def profile(
     attention: str | None = None,
     optimizer: torch.optim.Optimizer | OptimizerOf | float | None = None,
 ) -> Profile:
-    """Measure what a step of a model does, in little memory: a step that is recomputed and whose inputs are away.
+    """Measure a training step in little memory: blocks are recomputed, and their inputs offloaded.
 
     Two forwards and backwards are run, without an optimizer. Parameters, gradients, buffers and random generators are
-    afterwards what they were.
+    restored.
 
-    With ``hardware``, nothing is measured: the step is worked out for hardware that need not be there. The model may be
-    on ``meta``, or anywhere; tensors on ``meta`` stand for its own, nothing is computed, no memory is allocated and no
-    generator is moved. Bytes and lifetimes are those of the kernels that the target would run, times are estimates
-    (``docs/planning.md`` says of what, and how near).
+    With ``hardware``, nothing is measured: the step is predicted for hardware that need not be present. The model may
+    be on ``meta``, or anywhere; tensors on ``meta`` stand for its own, nothing is computed, no memory is allocated and
+    no generator is advanced. Bytes and lifetimes are those of the kernels that the target would run, and times are
+    estimates (``docs/planning.md`` has their errors).
 
     Args:
         model: in training mode.
-        batch: what the model is called with: a tuple of arguments, a dictionary of keyword arguments (or a mapping,
-            such as what a tokenizer of transformers gives), or one argument.
-        loss: from what the model gives to a scalar. ``None``: the model's ``loss`` attribute or first output, or the
+        batch: the arguments of the model: a tuple of arguments, a dictionary of keyword arguments (or a mapping, such
+            as the output of a tokenizer of transformers), or one argument.
+        loss: from the model's output to a scalar. ``None``: the output's ``loss`` attribute or its first tensor, or the
             mean of its squares if that is no scalar.
-        blocks: which modules are blocks, as for :func:`spillway.attach`.
+        blocks: the modules that are blocks, as for :func:`spillway.attach`.
         session: ``None``: the default one.
-        hardware: what the target can do; a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``; or a file of
-            :meth:`Hardware.save`. ``None``: the step is measured where the model is.
+        hardware: the target: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``, or a file of :meth:`Hardware.save`.
+            ``None``: the step is measured on the model's device.
         device: with hardware: the target's type, ``"cuda"`` or ``"cpu"``. ``None``: ``"cuda"``.
-        attention: with hardware: which of torch's kernels of attention is tried first on a CUDA device: ``"flash"``,
-            ``"cudnn"``, ``"efficient"`` or ``"math"``. ``None``: as torch does on it.
-        optimizer: the optimizer, whose state :attr:`Profile.static` then tells apart; it makes no step. ``None``: its
-            state is in what is not told apart. With hardware: whose state is there when a step begins, a class such as
-            ``torch.optim.AdamW``, a function from a list of parameters to an optimizer, or bytes for each element of a
-            trained parameter; ``None``: no state.
+        attention: with hardware: the attention kernel that torch tries first on a CUDA device: ``"flash"``,
+            ``"cudnn"``, ``"efficient"`` or ``"math"``. ``None``: torch's own order.
+        optimizer: the optimizer, whose state :attr:`Profile.static` then shows; it makes no step. With hardware: the
+            optimizer whose state is in memory when a step begins: a class such as ``torch.optim.AdamW``, a function
+            from a list of parameters to an optimizer, or bytes for each element of a trained parameter. ``None``: its
+            state is not shown, and with hardware there is none.
 
     Raises:
-        UsageError: for a model in evaluation mode, or arguments that cannot be meant.
-        UnsupportedError: where no backward came through the blocks; with hardware, for operators that hang on the
+        UsageError: for a model in evaluation mode, or invalid arguments.
+        UnsupportedError: if no backward came through the blocks; with hardware, for operators that depend on the
             content of tensors, or whose kernels are not modelled.
 
     Example:
@@ -89,15 +98,15 @@ def profile(
     if not isinstance(model, Module):
         raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
     if isinstance(batch, Mapping):
-        # Others are no trees of tensors to torch.
+        # Torch does not look for tensors in other mappings.
         batch = dict(batch)
     if not model.training:
-        raise UsageError("model: got one in evaluation mode, expected one in training mode; call model.train()")
+        raise UsageError("The model is in evaluation mode, and a profile needs a training step. Call model.train().")
     if hardware is not None:
         found = profile_on_meta(
             model,
             batch,
-            lambda model, batch: scalar_of(call(model, batch), loss),
+            lambda model, batch: _scalar(_call(model, batch), loss),
             blocks=blocks,
             hardware=Hardware.of(hardware),
             target=device,
@@ -105,35 +114,32 @@ def profile(
             optimizer=optimizer,
         )
         if found is None:
-            raise _without_backward(model, 1)
+            raise _without_backward(model)
         return found
-    given = [name for name, option in (("device", device), ("attention", attention)) if option is not None]
-    if given:
-        raise UsageError(
-            f"got {', '.join(given)} without hardware, expected them beside it, since a step that is measured has its "
-            f"own; give hardware=..."
-        )
+    for name, option in (("device", device), ("attention", attention)):
+        if option is not None:
+            raise UsageError(f"{name}={option!r} is for hardware that need not be present. Give hardware=... with it.")
     if is_on_meta(model, batch):
         raise UsageError(
-            "got a model or a batch on the meta device, which has no memory to measure, expected one on a device that "
-            "computes; say what it would run on: hardware='h100'"
+            "The model or the batch is on the meta device, which has no memory to measure. Give the hardware to "
+            "profile for, such as hardware='h100'."
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(
-            f"optimizer: got {optimizer!r:.200}, expected the torch.optim.Optimizer of the model, or None; a class, or "
-            f"bytes an element, is for hardware that is not there: give hardware=... beside it"
+            f"optimizer: got {optimizer!r:.200}, expected the model's torch.optim.Optimizer or None. A class, or bytes "
+            f"an element, needs hardware=... with it."
         )
     collector = ProfileCollector(model, session, stepped=optimizer)
-    with as_it_was(model, batch), attach(model, blocks=blocks, session=session) as attached:
+    with _restored(model, batch), attach(model, blocks=blocks, session=session) as attached:
         attached.follow(collector)
         for _ in range(_MOST_STEPS):
-            scalar_of(call(model, batch), loss).backward()  # type: ignore[no-untyped-call]
+            _scalar(_call(model, batch), loss).backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)
             collector.finish()
             if collector.profile is not None:
-                # Whether the loop that it is for waits for the device is not known.
+                # This loop does not show whether the training loop waits for the GPU.
                 return without_lead(collector.profile)
-    raise _without_backward(model, _MOST_STEPS)
+    raise _without_backward(model)
 
 
 def plan(
@@ -148,26 +154,26 @@ def plan(
 ) -> Plan:
     """The plan with the shortest step within a budget: a decision for each operator of each block.
 
-    The same arguments give the same plan, in every process. Which values are worth preserving is found by minimum cuts
-    (``spillway/planner/options.py``), which block does what by a linear programme and a search over simulated steps
-    (``spillway/planner/solve.py``).
+    The same arguments give the same plan, in every process. The values that are worth preserving are found by minimum
+    cuts (``spillway/planner/options.py``), and the options of blocks by a linear programme and a search over simulated
+    steps (``spillway/planner/solve.py``).
 
     Args:
         profile: of a step, by :func:`profile` or :attr:`Attached.profile <spillway.Attached.profile>`.
-        budget: bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``. Or a
-            share, ``0.5`` or ``"50%"``: what is there when the step begins, and this share of what a step that keeps
-            everything has beyond that at its peak.
-        host_budget: bytes of host memory that may be used. ``None``: any.
+        budget: bytes that a step may have allocated on the GPU, all included, or a size like ``"40GiB"``. Or a share,
+            ``0.5`` or ``"50%"``, of the memory that a step without Spillway adds at its peak to the memory in use when
+            it begins.
+        host_budget: bytes of CPU memory that may be used. ``None``: any.
         disk_budget: bytes of disk. ``None``: any.
-        allow: what may be done, of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all but
-            ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
-        hardware: what the machine can do; a name: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``; or a file of
-            :meth:`Hardware.save`. ``None``: this machine, as it was measured.
-        window: bytes that may be on their way at once, at most. ``None``: what is best, about 512 MiB.
+        allow: the allowed decisions of ``"keep"``, ``"host"``, ``"disk"`` and ``"recompute"``. ``None``: all but
+            ``"disk"`` for a GPU, all but ``"host"`` for the CPU.
+        hardware: the machine to plan for: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``, or a file of
+            :meth:`Hardware.save`. ``None``: this machine, as measured.
+        window: the in-flight limit in bytes, at most. ``None``: the best one, about 512 MiB.
 
     Raises:
-        BudgetError: if nothing fits; it names the least budget that does.
-        UsageError: for arguments that cannot be meant.
+        BudgetError: if nothing fits; it names the smallest budget that does.
+        UsageError: for invalid arguments.
 
     Example:
         >>> spillway.plan(profile, budget="20GiB", hardware="h100").predicted_seconds  # doctest: +SKIP
@@ -185,48 +191,33 @@ def sweep(
     points: int = POINTS,
     on_point: Callable[[int, int], None] | None = None,
 ) -> Curve:
-    """Plans for several budgets: what a step takes over the most that it has on the device.
+    """Plans for several budgets: the time of a step over its peak.
 
     Args:
         profile: as for :func:`plan`, and so are the next three.
-        allow: what may be done.
-        hardware: what the machine can do.
-        window: bytes that may be on their way at once.
+        allow: the allowed decisions.
+        hardware: the machine to plan for.
+        window: the in-flight limit.
         points: how many budgets, each of which takes as long as a plan does.
-        on_point: is told how many plans have been made, and of how many, after each.
+        on_point: called after each plan with the number of plans so far, and of all.
 
     Raises:
-        UsageError: for arguments that cannot be meant.
+        UsageError: for invalid arguments.
     """
     found, options = _planned_with(profile, hardware, window, allow)
     return make_curve(profile, found, points=points, on_point=on_point, **options)
 
 
-def _planned_with(
-    profile: Profile, hardware: Hardware | str | None, window: int | str | None, allow: Collection[str] | None
-) -> tuple[Hardware, dict[str, Any]]:
-    """The hardware and the options of plans, as they are meant."""
-    if not isinstance(profile, Profile):
-        raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
-    device = torch.device(profile.device)
-    return hardware_of(hardware, device), {
-        "window": WINDOW if window is None else window,
-        "may_grow": window is None,
-        "allow": allowed(device, allow),
-        "active": local_ranks(),
-    }
-
-
 def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = None) -> Timeline:
-    """The step that a plan is predicted to be: what each lane does when, and the bytes on each tier.
+    """The predicted step of a plan: the work of each stream over time, and the bytes on each tier.
 
     Args:
         profile: of a step.
-        plan: of this profile's model.
+        plan: for this profile's model.
         hardware: as for :func:`plan`.
 
     Raises:
-        UsageError: for a plan of another model, or arguments that cannot be meant.
+        UsageError: for a plan of another model, or invalid arguments.
 
     Example:
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
@@ -237,35 +228,253 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     return simulate_program(program_of(part, plan), rates, spans=True)
 
 
-def _without_backward(model: Module, steps: int) -> UnsupportedError:
-    return UnsupportedError(
-        f"profile: got {steps} step{'s' if steps > 1 else ''} of {type(model).__name__} without a backward through its "
-        f"blocks, expected one; give a loss that depends on all blocks"
+def longest(
+    step: Callable[[int], tuple[Module, Any]],
+    *,
+    budget: int | str,
+    host_budget: int | str | None = None,
+    disk_budget: int | str | None = None,
+    allow: Collection[str] | None = None,
+    loss: Loss | None = None,
+    at_least: int = 1,
+    multiple_of: int = 1,
+    most: int | None = None,
+    hardware: Hardware | str | None = None,
+    session: Session | None = None,
+    attention: str | None = None,
+    optimizer: OptimizerOf | float | None = None,
+) -> int:
+    """The largest size, of a sequence or a batch, with which a step fits a budget.
+
+    Two sizes are profiled with the least memory, and predict the needs of larger ones (``planner/scaling.py``). The
+    largest that is predicted to fit is profiled itself. If that was wrong, the search goes on between or beyond, and
+    adds the largest excess of a step over its prediction. The result was profiled at that very size, and trained for
+    two steps with its plan; if these exceeded the budget, with a plan for a smaller one.
+
+    Args:
+        step: from a size to a model and a batch of that size, as for :func:`spillway.profile`.
+        budget: bytes, or a size, as for :func:`spillway.plan`. No share: all sizes are within a share of themselves.
+        host_budget: as for :func:`spillway.plan`, and no more than the session may use.
+        disk_budget: as for :func:`spillway.plan`.
+        allow: as for :func:`spillway.plan`.
+        loss: as for :func:`spillway.profile`.
+        at_least: a size that is known to fit.
+        multiple_of: sizes are multiples of this.
+        most: the largest size to try. ``None``: any.
+        hardware: as for :func:`spillway.plan`. With a model on ``meta``, also as for :func:`spillway.profile`: then
+            nothing is run, and nothing trained.
+        session: ``None``: the default one.
+        attention: for a model on ``meta``, as for :func:`spillway.profile`.
+        optimizer: for a model on ``meta``, as for :func:`spillway.profile`.
+
+    Raises:
+        BudgetError: if not even ``at_least`` fits.
+        UsageError: for invalid arguments.
+
+    Example:
+        >>> spillway.longest(lambda n: (model, tokens(n)), budget="40GiB", multiple_of=1024)  # doctest: +SKIP
+    """
+    if at_least < 1 or multiple_of < 1 or (most is not None and most < at_least):
+        raise UsageError(
+            f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected integers of at least "
+            f"1, and most not below at_least"
+        )
+    sizes = _SizeSearch(
+        step=lambda units: step(units * multiple_of),
+        budget=parse_bytes(budget, what="budget"),
+        limits={"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow},
+        loss=loss,
+        session=session,
+        target={"hardware": hardware, "attention": attention, "optimizer": optimizer},
     )
+    first = -(-at_least // multiple_of)
+    if not sizes.fits(first):
+        # Raises a BudgetError with the smallest budget, if no plan fits.
+        sizes.plan(sizes.profile(first), sizes.budget)
+        raise UsageError(
+            f"at_least: a plan for size {at_least} fits the budget, but its steps exceed it. Give a smaller size, or a "
+            f"larger budget."
+        )
+    return multiple_of * sizes.largest(first, None if most is None else max(most // multiple_of, first))
 
 
-def hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
-    """What is meant, or what was measured of this machine."""
+@dataclass
+class _SizeSearch:
+    """The search of :func:`longest`, in units of ``multiple_of``."""
+
+    step: Callable[[int], tuple[Module, Any]]
+    budget: int
+    limits: dict[str, Any]
+    """Other limits of plans."""
+    loss: Loss | None
+    session: Session | None
+    target: dict[str, Any]
+    """Hardware and options for a model on ``meta``."""
+    is_on_meta: bool = False
+    profiles: dict[int, Profile] = field(default_factory=dict)
+    excess: int = 0
+    """The largest excess of a step over its predicted peak."""
+
+    def largest(self, low: int, limit: int | None) -> int:
+        """The largest size that fits, from one that does, up to a limit."""
+        high = None if limit is None else limit + 1
+        while high is None or high - low > 1:
+            size = self._next(low, high)
+            if self.fits(size):
+                low = size
+                if self._predicts(low + 1) is False:
+                    break
+            else:
+                high = size
+        return low
+
+    def fits(self, size: int) -> bool:
+        """Whether a size fits, by its profile and two steps with its plan, or with a plan for a smaller budget."""
+        aim = aim_at(self.budget)
+        try:
+            profile = self.profile(size)
+            for number in range(_TRIES):
+                plan = self.plan(profile, aim)
+                peak = self._peak(size, plan)
+                over = peak - self.budget
+                self.excess = max(self.excess, peak - plan.predicted_peak)
+                if over <= 0:
+                    return True
+                # The peak of a step varies a little: each excess makes the next plan smaller by more.
+                aim -= (over + _SLACK) * 2**number
+                if aim <= 0:
+                    break
+        except (BudgetError, torch.OutOfMemoryError):
+            pass
+        return False
+
+    def profile(self, size: int) -> Profile:
+        """Profile a step of this size."""
+        model, batch = self.step(size)
+        self.is_on_meta = is_on_meta(model, batch)
+        target = self.target if self.is_on_meta else {}
+        if not self.is_on_meta:
+            # Buffers for tensors of another size do not fit these, and count.
+            self._used_session.trim()
+        self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session, **target)
+        return found
+
+    def plan(self, profile: Profile, budget: int) -> Plan:
+        """A plan within so many bytes."""
+        return plan(profile, budget=budget, hardware=self.target["hardware"], **self._limits(profile))
+
+    def _next(self, low: int, high: int | None) -> int:
+        """The next size to run, above one that fits and below one that does not."""
+        if len(self.profiles) < 2 and (high is None or 2 * low < high):
+            return 2 * low
+        farthest = _FARTHEST * max(self.profiles)
+        fitting, beyond = low, farthest if high is None else min(high, farthest)
+        while beyond - fitting > 1:
+            middle = min(2 * fitting, beyond - 1) if beyond == farthest else (fitting + beyond) // 2
+            fits = self._predicts(middle)
+            if fits is None:
+                break
+            if fits:
+                fitting = middle
+            else:
+                beyond = middle
+        if low < fitting and (high is None or fitting < high - 1):
+            return fitting
+        # There was no prediction, or it was wrong.
+        return 2 * low if high is None else (low + high) // 2
+
+    def _predicts(self, size: int) -> bool | None:
+        """Whether two profiles predict that a size fits; ``None``: they predict nothing."""
+        if len(self.profiles) < 2:
+            return None
+        one, other = sorted(self.profiles)[-2:]
+        found = scaled(self.profiles[one], self.profiles[other], (one, other), size)
+        if found is None:
+            return None
+        if self.budget <= self.excess:
+            return False
+        return fits(
+            found,
+            _hardware_of(self.target["hardware"], torch.device(found.device)),
+            budget=min(aim_at(self.budget), self.budget - self.excess),
+            window=_WINDOW,
+            active=local_ranks(),
+            **self._limits(found),
+        )
+
+    def _limits(self, profile: Profile) -> dict[str, Any]:
+        """Limits of plans for a profile: no more CPU memory than the session may use."""
+        device, given = torch.device(profile.device), self.limits["host_budget"]
+        limits = self.limits | {"allow": allowed(device, self.limits["allow"])}
+        if not self.is_on_meta:
+            available = self._used_session.host_room(device)
+            limits["host_budget"] = (
+                available if given is None else min(parse_bytes(given, what="host_budget"), available)
+            )
+        return limits
+
+    @property
+    def _used_session(self) -> Session:
+        return self.session if self.session is not None else Session.default()
+
+    def _peak(self, size: int, plan: Plan) -> int:
+        """The peak of the second of two steps with the plan, on a GPU. The first one traces the blocks."""
+        model, batch = self.step(size)
+        if self.is_on_meta:
+            return 0
+        device = torch.device(plan.device)
+        with _restored(model, batch), attach(model, plan=plan, session=self.session):
+            for _ in range(2):
+                if device.type != "cpu":
+                    torch.accelerator.reset_peak_memory_stats(device)
+                _scalar(_call(model, batch), self.loss).backward()  # type: ignore[no-untyped-call]
+                model.zero_grad(set_to_none=True)
+        return 0 if device.type == "cpu" else allocated(device)[1]
+
+
+def _planned_with(
+    profile: Profile, hardware: Hardware | str | None, window: int | str | None, allow: Collection[str] | None
+) -> tuple[Hardware, dict[str, Any]]:
+    """The hardware and the other options of plans."""
+    if not isinstance(profile, Profile):
+        raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
+    device = torch.device(profile.device)
+    return _hardware_of(hardware, device), {
+        "window": _WINDOW if window is None else window,
+        "may_grow": window is None,
+        "allow": allowed(device, allow),
+        "active": local_ranks(),
+    }
+
+
+def _hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
+    """The given hardware, or this machine as measured."""
     if hardware is not None:
         return Hardware.of(hardware)
     here = torch.accelerator.current_accelerator()
     if device.type != "cpu" and (here is None or here.type != device.type):
         raise UsageError(
-            f"hardware: got None for a profile of {device.type}, which is not here, expected what it would run on; "
-            f"give hardware='h100', or what the profile was made for"
+            f"hardware: the profile is for {device.type}, which this machine does not have. Give the hardware to plan "
+            f"for, such as hardware='h100', or the one that the profile was made for."
         )
     return known_hardware(device)
 
 
-def call(model: Module, batch: Any) -> Any:
-    """Call a model with a batch, as :func:`profile` is given it."""
+def _without_backward(model: Module) -> UnsupportedError:
+    return UnsupportedError(
+        f"No backward came through the blocks of {type(model).__name__}, so it cannot be profiled. Give a loss that "
+        f"depends on all blocks."
+    )
+
+
+def _call(model: Module, batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
-def scalar_of(output: Any, loss: Loss | None) -> torch.Tensor:
-    """What backward begins with."""
+def _scalar(output: Any, loss: Loss | None) -> torch.Tensor:
+    """The scalar that backward begins with."""
     value: Any = getattr(output, "loss", None) if loss is None else loss(output)
     if loss is None and value is None:
         value = next(iter(tensors_of(output)), None)
@@ -278,16 +487,15 @@ def scalar_of(output: Any, loss: Loss | None) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def as_it_was(model: Module, batch: Any) -> Iterator[None]:
-    """Gradients, buffers and generators are put back."""
+def _restored(model: Module, batch: Any) -> Iterator[None]:
+    """Restore gradients, buffers and generators at the end."""
     inputs = [tensor for tensor in tensors_of(batch) if tensor.is_leaf]
     gradients = [(leaf, leaf.grad) for leaf in (*model.parameters(), *inputs)]
-    # A forward may write into a buffer, or put another tensor in its place.
+    # A forward may write into a buffer, or replace it by another tensor.
     buffers = [
         (module, name, buffer, buffer.detach().clone())
         for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
     ]
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     devices = [] if device.type == "cpu" else [device]
@@ -302,4 +510,4 @@ def as_it_was(model: Module, batch: Any) -> Iterator[None]:
         with torch.no_grad():
             for module, name, buffer, before in buffers:
                 buffer.copy_(before)
-                module._buffers[name] = buffer
+                setattr(module, name, buffer)

@@ -258,7 +258,7 @@ def test_without_a_budget_it_is_half_way_to_the_least_with_the_optimizers_state(
 
 
 def test_a_budget_that_nothing_fits_is_one_sentence_that_names_the_least(known_machine: None) -> None:
-    with pytest.raises(BudgetError, match=r"fits .* on the device.*: the smallest peak that .* is "):
+    with pytest.raises(BudgetError, match=r"No plan fits .*\. The smallest .*budget.* is "):
         run_way("planned", tiny_settings(budget="1MiB"), 11, said=print)
 
 

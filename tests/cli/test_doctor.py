@@ -18,7 +18,7 @@ from rich.console import Console
 from spillway.cli import doctor as command
 from spillway.cli.app import main
 from spillway.cli.findings import Device, Facts, Finding, Memory, Severity, Spill, findings, read_facts
-from spillway.planner.hardware import Hardware, Link
+from spillway.planner.hardware import Bandwidth, Hardware
 from spillway.runtime.system import memory_limit
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -139,8 +139,8 @@ def test_memory_that_a_group_withholds_is_not_free() -> None:
 @pytest.mark.parametrize(
     ("hardware", "code"),
     [
-        (replace(H200, links=(Link(active=1, out=6e9, back=50e9, both=54e9),)), "slow-link"),
-        (replace(H200, links=(Link(active=1, out=50e9, back=6e9, both=54e9),)), "slow-link"),
+        (replace(H200, bandwidths=(Bandwidth(active=1, out=6e9, back=50e9, both=54e9),)), "slow-link"),
+        (replace(H200, bandwidths=(Bandwidth(active=1, out=50e9, back=6e9, both=54e9),)), "slow-link"),
         (replace(H200, disk_read=0.1e9), "slow-disk"),
         (replace(H200, disk_write=0.1e9), "slow-disk"),
     ],
@@ -154,7 +154,7 @@ def test_a_disk_that_is_not_there_is_not_slow() -> None:
 
 
 def test_copies_of_a_cpu_are_no_slow_link() -> None:
-    slow = replace(H200, links=(Link(active=1, out=1e9, back=1e9, both=1e9),))
+    slow = replace(H200, bandwidths=(Bandwidth(active=1, out=1e9, back=1e9, both=1e9),))
     assert codes(CPU, slow) == {"no-accelerator": "note"}
 
 
@@ -308,4 +308,4 @@ def test_the_command_measures_once_and_says_only_json(tmp_path: Path) -> None:
     assert report.keys() == {"works", "findings", "hardware", "facts"}
     assert done.stderr == ""
     [file] = tmp_path.iterdir()
-    assert json.loads(file.read_text())["hardware"]["links"] == report["hardware"]["links"]
+    assert json.loads(file.read_text())["bandwidths"] == report["hardware"]["bandwidths"]

@@ -55,7 +55,7 @@ def test_a_plan_is_told_as_json_and_nothing_else(
     out, _ = capsys.readouterr()
     plan = spillway.Plan.from_json(out)
     assert plan == spillway.plan(SMALL, budget="15.5GiB", hardware="h200", allow={"keep", "recompute"}, window="64MiB")
-    assert plan.sent_bytes == 0 and json.loads(out)["schema"] == 3
+    assert plan.sent_bytes == 0 and json.loads(out)["schema"] == 4
 
 
 def test_a_budget_that_nothing_fits_is_told_in_one_sentence_with_the_least_one(
@@ -76,7 +76,7 @@ def test_where_the_hosts_budget_is_what_nothing_fits_it_is_said_so(
     least = spillway.plan(SMALL, budget="16GiB", hardware="h200", allow={"host"}).predicted_peak
     options = ["--budget", str(least), "--host-budget", "1KiB", "--allow", "host", "--hardware", "h200"]
     assert ended(monkeypatch, profile, *options) == 1
-    assert "1.0 KiB in host memory" in capsys.readouterr().err
+    assert "1.0 KiB of CPU memory. The smallest plan offloads" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_a_profile_that_is_none_is_told_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert ended(monkeypatch, tmp_path / "gone.json", "--budget", "1GiB") == 2
-    assert "expected a file that Profile.save() wrote" in capsys.readouterr().err
+    assert "Give a file that Profile.save() wrote" in capsys.readouterr().err
 
 
 def test_a_machine_is_read_from_a_file(

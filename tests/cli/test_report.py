@@ -105,10 +105,10 @@ def test_a_page_without_plotly_is_refused_before_anything_is_done(
 
 def test_a_place_where_nothing_can_be_written_is_refused_first(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("-o", "nowhere/out.html") == 2
-    assert "output: got 'nowhere/out.html', expected the name of a file in a folder" in capsys.readouterr().err
+    assert "output: 'nowhere/out.html' cannot be written" in capsys.readouterr().err
 
 
 def test_a_plan_of_another_profile_is_refused(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     LLAMA.save("profile.json")
     assert run("--text") == 2
-    assert "expected the 16 of the profile" in capsys.readouterr().err
+    assert "the profile has the 16 blocks of Stack" in capsys.readouterr().err

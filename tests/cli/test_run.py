@@ -79,7 +79,7 @@ def test_a_budget_that_nothing_fits_ends_with_its_sentence_though_the_script_cat
     done = server.spillway(folder.path, "run", "--quiet", "--budget", "1MiB", "swallows.py", STEPS)
     assert done.code == 1
     assert done.out.endswith("went on\n")
-    assert done.err.splitlines()[-1].startswith("error: no choice of options for 4 blocks fits")
+    assert done.err.splitlines()[-1].startswith("error: No plan fits")
     assert "Traceback" not in done.err
 
 
@@ -117,7 +117,7 @@ def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder
         assert results[way].error is None
     assert results["baseline"].outcome is None
     assert results["recompute"].outcome["models"][0]["stats"]["recomputed_bytes"] > 0
-    assert results["budget=1KiB"].error.startswith("no choice of options")
+    assert results["budget=1KiB"].error.startswith("No plan fits")
     text = to_text(results).splitlines()
     assert max(map(len, text)) <= 80
     assert text[1].split()[0] == "baseline"

@@ -26,10 +26,10 @@ def test_it_takes_less_than_half_a_minute(measured: tuple[Hardware, float]) -> N
 
 def test_rates_are_those_of_an_accelerator(measured: tuple[Hardware, float]) -> None:
     hardware, _ = measured
-    link = hardware.links[0]
+    link = hardware.bandwidths[0]
     assert 1e9 < min(link.out, link.back) <= max(link.out, link.back) < link.both * 1.1
     # Its own memory is far nearer than the host's.
-    assert hardware.memory_rate > 4 * link.both
+    assert hardware.memory_bandwidth > 4 * link.both
     assert hardware.flops > 1e12
 
 

@@ -260,7 +260,7 @@ def test_a_plan_says_the_fraction_and_training_has_the_bits_of_none(
             assert attached.plan is not None
             assert attached.plan.optimizer_fraction == fraction
             assert optimizer.fraction == fraction
-            assert f"optimizer: {fraction:.0%} of it on the host" in attached.explain()
+            assert f"optimizer: {fraction:.0%} of it on the CPU" in attached.explain()
         optimizer.close()
 
 

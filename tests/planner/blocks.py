@@ -18,7 +18,7 @@ from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.program import Decisions
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.schema import facts_of
-from spillway.planner.profile import Again, BlockCall, BlockProfile, OperatorProfile, Outside, Profile, Value
+from spillway.planner.profile import BlockCall, BlockProfile, OperatorProfile, Outside, Profile, ReplayRule, Value
 from spillway.profiler.probe import CallObserver, Probe
 from spillway.recomputing import Recompute, call_checkpointed
 from spillway.selectors import full_name
@@ -239,7 +239,7 @@ def told_apart(block: BlockProfile) -> BlockProfile:
     operators = tuple(replace(each, seconds=2.0**place) for place, each in enumerate(block.operators))
     values = tuple(replace(value, nbytes=1 << number) for number, value in enumerate(block.values))
     return replace(
-        block, operators=operators, values=values, forward_seconds=2.0 ** len(operators) - 1, rerun_factor=1.0
+        block, operators=operators, values=values, forward_seconds=2.0 ** len(operators) - 1, recompute_factor=1.0
     )
 
 
@@ -252,7 +252,7 @@ def decoded(total: float) -> frozenset[int]:
 
 @st.composite
 def random_blocks(
-    draw: st.DrawFn, *, most: int = 9, kinds: Sequence[Again] = tuple(Again), outputs: int = 2
+    draw: st.DrawFn, *, most: int = 9, kinds: Sequence[ReplayRule] = tuple(ReplayRule), outputs: int = 2
 ) -> BlockProfile:
     """Any small block. Bytes are multiples of what counts as small, and a few operators write in place."""
     count = draw(st.integers(1, most))
@@ -264,9 +264,9 @@ def random_blocks(
         ours = [number for number in reads if values[number].maker is not None]
         writes = ()
         makes = ()
-        if again in (Again.FREE, Again.ALWAYS) and ours and draw(st.integers(0, 5)) == 0:
+        if again in (ReplayRule.FREE, ReplayRule.ALWAYS) and ours and draw(st.integers(0, 5)) == 0:
             writes = (ours[0],)
-        elif again is not Again.VIEW:
+        elif again is not ReplayRule.VIEW:
             makes = tuple(range(len(values), len(values) + draw(st.integers(1, outputs))))
         for _ in makes:
             dies_at = draw(st.integers(place + 1, count + 1))

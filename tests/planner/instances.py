@@ -38,7 +38,7 @@ def option(
         if decision is AGAIN:
             needs = (place - 1,) if place and decisions[place - 1] in (SEND, DISK) else ()
             nbytes = sizes[place]
-            back.append(Task(f"again {place}", Phase.RERUN, forward[place], nbytes + scratch, nbytes, takes=needs))
+            back.append(Task(f"again {place}", Phase.RECOMPUTE, forward[place], nbytes + scratch, nbytes, takes=needs))
     each = gradient // len(sizes)
     for place in reversed(range(len(sizes))):
         nbytes, sent = sizes[place], decisions[place] in (SEND, DISK)
@@ -118,7 +118,7 @@ def casting(problem: Problem, seed: int) -> Problem:
     def with_casts(option: Option, nbytes: int) -> Option:
         *before, last = option.forward
         *between, end = option.backward
-        is_kept = not any(task.phase is Phase.RERUN for task in option.backward)
+        is_kept = not any(task.phase is Phase.RECOMPUTE for task in option.backward)
         return replace(
             option,
             forward=(

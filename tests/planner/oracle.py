@@ -1,12 +1,12 @@
 """A step as a machine would go through it, event by event: what ``simulate_program`` is held against.
 
 A host reads the program from the first task to the last. It keeps the books, which need no clock, by counting anew
-whenever it wants to know something, and gives jobs to lanes. Then the lanes run: each does its jobs one after the
+whenever it wants to know something, and gives jobs to streams. Then the streams run: each does its jobs one after the
 other, and a job begins when those it comes after have ended. As in the engine, which storages are asked for before the
 window lets go of them is learned in a first step, and the copies of these are left out in a second one.
 
-Of the host's own time nothing depends on what lanes do: it has queued a task when it has done so with all before it. A
-clock of the task's own rings so long before that as the task takes, and compute waits for it. When the step begins the
+The time of the host depends on no stream: it has queued a task when it has done so with all before it. A clock
+of the task's own rings so long before that as the task takes, and compute waits for it. When the step begins the
 host may have a lead, and when it ends it has as much again, or compute waits for that.
 
 Seconds are fractions, and so exact.
@@ -24,19 +24,19 @@ from spillway.planner.tasks import Program, Rates, Sent
 
 @dataclass(eq=False)
 class Job:
-    lane: str
+    stream: str
     name: str
     seconds: Fraction
     after: tuple[Job, ...] = ()
     reason: str = ""
     """Of a wait of compute."""
     before: Fraction | None = None
-    """When its lane was free for it."""
+    """When its stream was free for it."""
     begun: Fraction | None = None
     ended: Fraction | None = None
 
 
-class Lanes:
+class Streams:
     """Queues of jobs, and a clock that goes from event to event."""
 
     def __init__(self) -> None:
@@ -49,20 +49,20 @@ class Lanes:
     def run(self) -> None:
         queues: dict[str, deque[Job]] = {}
         for job in self.jobs:
-            queues.setdefault(job.lane, deque()).append(job)
+            queues.setdefault(job.stream, deque()).append(job)
         clock = Fraction(0)
         free = dict.fromkeys(queues, clock)
         ends: list[tuple[Fraction, int, Job]] = []
         while True:
-            for lane, queue in queues.items():
+            for stream, queue in queues.items():
                 if queue and queue[0].begun is None and all(job.ended is not None for job in queue[0].after):
-                    queue[0].before, queue[0].begun = free[lane], clock
+                    queue[0].before, queue[0].begun = free[stream], clock
                     heapq.heappush(ends, (clock + queue[0].seconds, id(queue[0]), queue[0]))
             if not ends:
                 break
             clock, _, job = heapq.heappop(ends)
-            job.ended = free[job.lane] = clock
-            queues[job.lane].popleft()
+            job.ended = free[job.stream] = clock
+            queues[job.stream].popleft()
         assert not any(queues.values()), "jobs wait for each other in a circle"
 
 
@@ -89,7 +89,7 @@ class Host:
     program: Program
     rates: Rates
     held: set[tuple[int, int]]
-    lanes: Lanes = field(default_factory=Lanes)
+    streams: Streams = field(default_factory=Streams)
     storages: list[Storage] = field(default_factory=list)
     changed: int = 0
     queued: Fraction = Fraction(0)
@@ -139,9 +139,9 @@ class Host:
             self.look(task.name, task.peak_bytes)
             self.queued += Fraction(task.host_seconds) * Fraction(self.rates.host)
             early = max(Fraction(0), self.queued - lead - Fraction(task.seconds))
-            clock = self.lanes.add(f"clock of task {number}", "", early)
-            self.lanes.add("compute", task.name, Fraction(0), (clock,), "host")
-            work = self.lanes.add("compute", task.name, Fraction(task.seconds))
+            clock = self.streams.add(f"clock of task {number}", "", early)
+            self.streams.add("compute", task.name, Fraction(0), (clock,), "host")
+            work = self.streams.add("compute", task.name, Fraction(task.seconds))
             self.changed += task.change_bytes
             # What is sent in a moment counts as on the device: change_bytes has it.
             self.look(task.name)
@@ -153,8 +153,8 @@ class Host:
                     storage.state = "DROPPED"
                 self.look(task.name)
         # Only then is the host as far ahead of the next step as it was of this one.
-        clock = self.lanes.add("clock of the end", "", self.queued)
-        self.lanes.add("compute", name, Fraction(0), (clock,), "host")
+        clock = self.streams.add("clock of the end", "", self.queued)
+        self.streams.add("compute", name, Fraction(0), (clock,), "host")
 
     def take(self, storage: Storage, name: str) -> None:
         if storage.state == "LEAVING":
@@ -165,17 +165,17 @@ class Host:
         if storage.state == "RETURNING":
             assert storage.back is not None
             reason = "disk" if storage.sent.on_disk else "back"
-            self.lanes.add("compute", name, Fraction(0), (storage.back,), reason)
+            self.streams.add("compute", name, Fraction(0), (storage.back,), reason)
             storage.state = "RESIDENT"
 
     def fetch(self, storage: Storage) -> None:
-        here = self.lanes.add("compute", "", Fraction(0))
+        here = self.streams.add("compute", "", Fraction(0))
         nbytes, source = storage.sent.nbytes, here
         if storage.sent.on_disk:
             read = Fraction(nbytes) / Fraction(self.rates.disk_read)
-            source = self.lanes.add("disk", storage.name, read, (here,))
+            source = self.streams.add("disk", storage.name, read, (here,))
         copy = Fraction(nbytes) / Fraction(self.rates.back)
-        storage.back = self.lanes.add("back", storage.name, copy, (here, source))
+        storage.back = self.streams.add("back", storage.name, copy, (here, source))
         storage.state = "RETURNING"
 
     def look_ahead(self, number: int, place: int) -> None:
@@ -199,16 +199,16 @@ class Host:
             if oldest is None:
                 break
             assert oldest.out is not None, "what was held back has been let go of"
-            self.lanes.add("compute", name, Fraction(0), (oldest.out,), "out")
+            self.streams.add("compute", name, Fraction(0), (oldest.out,), "out")
             oldest.state = "AWAY"
         storage = Storage(sent, where, name, where in self.held)
         self.storages.append(storage)
         if not storage.held:
             copy = Fraction(sent.nbytes) / Fraction(self.rates.out)
-            storage.out = self.lanes.add("out", name, copy, (work,))
+            storage.out = self.streams.add("out", name, copy, (work,))
             if sent.on_disk:
                 write = Fraction(sent.nbytes) / Fraction(self.rates.disk_write)
-                storage.out = self.lanes.add("disk", name, write, (storage.out,))
+                storage.out = self.streams.add("disk", name, write, (storage.out,))
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ class Outcome:
     host_bytes: int
     disk_bytes: int
     spans: list[tuple[str, str, Fraction, Fraction, str]]
-    """Of all lanes, lane by lane: lane, name, start, end, what is waited for."""
+    """Of all streams, stream by stream: stream, name, start, end, what is waited for."""
     end_bytes: int
 
 
@@ -231,28 +231,31 @@ def simulate(program: Program, rates: Rates) -> Outcome:
     host = Host(program, rates, learning.reused)
     host.read()
     assert host.reused == learning.reused
-    host.lanes.run()
+    streams = host.streams
+    streams.run()
     spans = []
     stalled = waited_for_host = Fraction(0)
-    for job in host.lanes.jobs:
+    for job in streams.jobs:
         assert job.before is not None and job.begun is not None and job.ended is not None
         if job.reason and job.begun > job.before:
-            spans.append((job.lane, job.name, job.before, job.begun, job.reason))
+            spans.append((job.stream, job.name, job.before, job.begun, job.reason))
             if job.reason == "host":
                 waited_for_host += job.begun - job.before
             else:
                 stalled += job.begun - job.before
         elif job.name and not job.reason:
-            spans.append((job.lane, job.name, job.begun, job.ended, ""))
+            spans.append((job.stream, job.name, job.begun, job.ended, ""))
     return Outcome(
-        seconds=max((job.ended for job in host.lanes.jobs if job.lane == "compute" and job.ended), default=Fraction(0)),
+        seconds=max(
+            (job.ended for job in host.streams.jobs if job.stream == "compute" and job.ended), default=Fraction(0)
+        ),
         stall_seconds=stalled,
         host_wait_seconds=waited_for_host,
         peak_bytes=max(host.peak, program.static_bytes),
         peak_task=host.peak_task,
         host_bytes=host.most_host,
         disk_bytes=host.most_disk,
-        # Jobs of a lane were given in order.
+        # Jobs of a stream were given in order.
         spans=sorted(spans, key=lambda span: span[0]),
         end_bytes=host.device,
     )

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spillway.planner.tasks import Phase, Program, Rates, Sent, Task
 
 SLOW = Rates(out=1, back=1, disk_write=1, disk_read=1, window=4)
-"""Every lane carries one byte in a second."""
+"""Every stream copies one byte a second."""
 KEPT = -1
 """A key that no task sends."""
 

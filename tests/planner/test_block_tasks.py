@@ -28,9 +28,9 @@ from planner.blocks import (
     unsaved,
 )
 from spillway.attaching.collector import how_of
-from spillway.planner.block_tasks import ResolvedDecisions, leaves_at, make_option
+from spillway.planner.block_tasks import ResolvedDecisions, make_option, offloaded_at
 from spillway.planner.plan import planned_block
-from spillway.planner.profile import Again, BackwardPart, BlockProfile, HostTimes, OperatorProfile, Value
+from spillway.planner.profile import BackwardPart, BlockProfile, HostTimes, OperatorProfile, ReplayRule, Value
 from spillway.planner.tasks import Option, Part, Phase, Problem, Rates, Sent
 from spillway.types import Decision
 
@@ -75,13 +75,13 @@ def test_what_runs_again_is_given_and_is_held_is_what_the_engine_says(
     option = make_option(block, drawn, min_bytes=0)
     how = how_of(planned_block("block", block, option))
     if how is None or not how.policy.recomputes:
-        assert not any(task.phase is Phase.RERUN for task in option.backward)
+        assert not any(task.phase is Phase.RECOMPUTE for task in option.backward)
         assert how is not None or not any(task.takes for task in option.backward)
         return
     engine = Replayed.of(module(name), how, session)
-    reruns = [task for task in option.backward if task.phase is Phase.RERUN]
+    reruns = [task for task in option.backward if task.phase is Phase.RECOMPUTE]
     runs = decoded(sum(task.seconds for task in reruns))
-    views = {place for place, each in enumerate(block.operators) if each.again is Again.VIEW}
+    views = {place for place, each in enumerate(block.operators) if each.replay is ReplayRule.VIEW}
     reach = ResolvedDecisions.of(block, option.decisions, 0).reach
     assert engine.reach <= reach
     expected = tuple(block.operators[place].name for place in range(reach) if place in runs | views)
@@ -115,9 +115,9 @@ def treated(draw: st.DrawFn) -> tuple[BlockProfile, Option, int]:
     return block, make_option(block, drawn, min_bytes=min_bytes), min_bytes
 
 
-@SETTINGS
-@given(treated())
-def test_bytes_of_a_block_end_as_its_output_and_gradients_for_its_input(case: tuple[BlockProfile, Option, int]) -> None:
+def check_bytes_of_a_block_end_as_its_output_and_gradients_for_its_input(
+    case: tuple[BlockProfile, Option, int],
+) -> None:
     block, option, _ = case
     made = [value for value in block.values if value.maker is not None]
     outputs = sum(value.nbytes for value in made if value.dies_at > len(block.operators))
@@ -126,16 +126,12 @@ def test_bytes_of_a_block_end_as_its_output_and_gradients_for_its_input(case: tu
     assert total == block.backward_change_bytes + outputs - taken
 
 
-@SETTINGS
-@given(treated())
-def test_a_peak_is_never_below_the_levels_around_it(case: tuple[BlockProfile, Option, int]) -> None:
+def check_a_peak_is_never_below_the_levels_around_it(case: tuple[BlockProfile, Option, int]) -> None:
     for task in (*case[1].forward, *case[1].backward):
         assert task.peak_bytes >= max(task.change_bytes, 0)
 
 
-@SETTINGS
-@given(treated())
-def test_what_is_sent_is_taken_after_it_and_dropped_once_after_it_was_taken_last(
+def check_what_is_sent_is_taken_after_it_and_dropped_once_after_it_was_taken_last(
     case: tuple[BlockProfile, Option, int],
 ) -> None:
     block, option, min_bytes = case
@@ -154,23 +150,29 @@ def test_what_is_sent_is_taken_after_it_and_dropped_once_after_it_was_taken_last
     assert not there
 
 
-@SETTINGS
-@given(treated())
-def test_times_of_a_block_are_those_that_were_measured_and_what_runs_again(
+def check_times_of_a_block_are_those_that_were_measured_and_what_runs_again(
     case: tuple[BlockProfile, Option, int],
 ) -> None:
     block, option, _ = case
     again = sum(task.seconds for task in option.backward if task.phase is Phase.BACKWARD)
     assert sum(task.seconds for task in option.forward) == pytest.approx(block.forward_seconds, abs=1e-6)
     assert again == pytest.approx(block.backward_seconds)
-    assert 0 <= option.rerun_seconds <= block.rerun_factor * block.forward_seconds + 1e-9
+    assert 0 <= option.recompute_seconds <= block.recompute_factor * block.forward_seconds + 1e-9
+
+
+def check_decisions_that_were_treated_once_are_treated_the_same_again(case: tuple[BlockProfile, Option, int]) -> None:
+    block, option, min_bytes = case
+    assert make_option(block, option.decisions, min_bytes=min_bytes) == option
 
 
 @SETTINGS
 @given(treated())
-def test_decisions_that_were_treated_once_are_treated_the_same_again(case: tuple[BlockProfile, Option, int]) -> None:
-    block, option, min_bytes = case
-    assert make_option(block, option.decisions, min_bytes=min_bytes) == option
+def test_tasks_of_random_blocks_and_decisions_are_consistent(case: tuple[BlockProfile, Option, int]) -> None:
+    check_bytes_of_a_block_end_as_its_output_and_gradients_for_its_input(case)
+    check_a_peak_is_never_below_the_levels_around_it(case)
+    check_what_is_sent_is_taken_after_it_and_dropped_once_after_it_was_taken_last(case)
+    check_times_of_a_block_are_those_that_were_measured_and_what_runs_again(case)
+    check_decisions_that_were_treated_once_are_treated_the_same_again(case)
 
 
 # By hand: x goes through a norm, a product and an activation, and is added to what comes of it.
@@ -195,7 +197,7 @@ BY_HAND = BlockProfile(
     backward_seconds=16.0,
     backward_peak_bytes=300,
     backward_change_bytes=7,
-    rerun_factor=1.5,
+    recompute_factor=1.5,
 )
 
 
@@ -214,7 +216,7 @@ def test_a_block_that_keeps_all_by_hand() -> None:
         # 40 + 80 + 60 saved and the input's 100 go, 7 of gradients come. The output is its taker's to let go of.
         ("backward", 16.0, 300, -273, (), (), ()),
     ]
-    assert (option.kept_bytes, option.sent_bytes, option.rerun_seconds) == (280, 0, 0)
+    assert (option.kept_bytes, option.sent_bytes, option.recompute_seconds) == (280, 0, 0)
 
 
 def test_an_input_that_nobody_saves_is_held_by_a_region_alone() -> None:
@@ -236,7 +238,7 @@ def test_a_block_that_computes_all_again_by_hand() -> None:
         # norm: 40; mm: 40 + 80 + 10; act: 80 + 60, the norm's being dead; add: 60 + 100. 100 are left.
         ("forward", 8.0, 160, 100, (), (), ()),
         # It ends before the sum: 1.5 * (1 + 4 + 2) s. All three are there in the end.
-        ("again", 10.5, 180, 180, (), (), ()),
+        ("recomputation", 10.5, 180, 180, (), (), ()),
         ("backward", 16.0, 300, -273, (), (), ()),
     ]
 
@@ -252,7 +254,7 @@ def test_a_block_that_sends_and_computes_again_by_hand() -> None:
         # add: 140 + 100 = 240, of which 140 were there before, and the input's 100. Then act's 60 die.
         ("forward", 1.0, 200, 40, (), (), ()),
         # For act's output act runs, on the product; for the norm's the norm runs, on the input: 1.5 * (2 + 1) s.
-        ("again", 4.5, 100, 100, (), (X, PRODUCT), ()),
+        ("recomputation", 4.5, 100, 100, (), (X, PRODUCT), ()),
         # Of 16 s, the sum's eighth: then act's output goes.
         ("backward", 2.0, 300, -60, (), (), ()),
         # Six eighths, with the product: then that and the norm's output go.
@@ -260,7 +262,7 @@ def test_a_block_that_sends_and_computes_again_by_hand() -> None:
         ("backward", 2.0, 300, 7, (), (X,), (X,)),
     ]
     # The output's 100 are there instead of the input's.
-    assert (option.kept_bytes, option.sent_bytes, option.rerun_seconds) == (0, 180, 4.5)
+    assert (option.kept_bytes, option.sent_bytes, option.recompute_seconds) == (0, 180, 4.5)
 
 
 def test_an_output_that_is_saved_is_there_until_backward_though_its_taker_lets_go_of_it() -> None:
@@ -305,11 +307,11 @@ def test_what_is_written_after_it_was_made_is_computed_again_with_its_writers_bu
     block = replace(
         BY_HAND, operators=(*BY_HAND.operators[:2], writer, *BY_HAND.operators[2:3]), values=tuple(values[:SUM])
     )
-    assert not make_option(block, [KEEP] * 5, min_bytes=0).rerun_seconds
+    assert not make_option(block, [KEEP] * 5, min_bytes=0).recompute_seconds
     # The norm's output is kept, so that the product and its writer run.
     again = [HOST, KEEP, KEEP, AGAIN, KEEP]
-    assert make_option(block, again, min_bytes=0).rerun_seconds == pytest.approx(1.5 * 8 * (4 + 2) / 9)
-    assert not make_option(block, [HOST, *[KEEP] * 4], min_bytes=0).rerun_seconds
+    assert make_option(block, again, min_bytes=0).recompute_seconds == pytest.approx(1.5 * 8 * (4 + 2) / 9)
+    assert not make_option(block, [HOST, *[KEEP] * 4], min_bytes=0).recompute_seconds
 
 
 def test_a_re_run_goes_on_to_where_the_last_was_saved_last() -> None:
@@ -317,7 +319,9 @@ def test_a_re_run_goes_on_to_where_the_last_was_saved_last() -> None:
     values = list(BY_HAND.values)
     values[NORMED] = replace(values[NORMED], saved_last_at=3, dies_at=4)
     twice = make_option(replace(BY_HAND, values=tuple(values)), [KEEP, KEEP, AGAIN, KEEP, KEEP, AGAIN], min_bytes=0)
-    (first,), (last,) = ([task for task in option.backward if task.phase is Phase.RERUN] for option in (once, twice))
+    (first,), (last,) = (
+        [task for task in option.backward if task.phase is Phase.RECOMPUTE] for option in (once, twice)
+    )
     # The norm's 40; then, unwritten, the product's 80 and the activation's 60 are there.
     assert (first.peak_bytes, first.change_bytes, first.seconds) == (40, 40, 1.5)
     assert (last.peak_bytes, last.change_bytes, last.seconds) == (180, 40, 1.5)
@@ -337,7 +341,7 @@ def test_no_plan_names_what_nobody_needs() -> None:
 
 
 def test_what_runs_in_any_case_is_kept_where_nothing_is_computed_again_and_never_leaves() -> None:
-    operators = (replace(BY_HAND.operators[0], again=Again.ALWAYS), *BY_HAND.operators[1:])
+    operators = (replace(BY_HAND.operators[0], replay=ReplayRule.ALWAYS), *BY_HAND.operators[1:])
     block = replace(BY_HAND, operators=operators)
     option = make_option(block, [HOST] * 6, min_bytes=0)
     assert NORMED not in {each.key for task in option.forward for each in task.sends}
@@ -345,7 +349,7 @@ def test_what_runs_in_any_case_is_kept_where_nothing_is_computed_again_and_never
     # A replay makes it anyway: 1.5 * (1 + 2) s for it and the activation.
     option = make_option(block, [KEEP, KEEP, KEEP, KEEP, AGAIN, KEEP], min_bytes=0)
     assert option.decisions[NORMED] is AGAIN
-    assert option.rerun_seconds == 4.5
+    assert option.recompute_seconds == 4.5
     # Of what is held, only the input and the product are left.
     assert option.kept_bytes == 100 + 80
 
@@ -372,7 +376,7 @@ def test_what_a_backward_needs_is_that_of_the_part_in_which_it_is_by_hand() -> N
     peaks = [(task.name, task.peak_bytes) for task in option.backward]
     # The 10 of the second part are there when act and the norm run again. In the third the product's 80 are there; and
     # for the norm's backward nothing more is known than for the product's.
-    assert peaks == [("again", 110), ("backward", 150), ("backward", 120), ("backward", 90)]
+    assert peaks == [("recomputation", 110), ("backward", 150), ("backward", 120), ("backward", 90)]
 
 
 def test_what_is_saved_twice_is_asked_for_where_it_was_saved_last_and_is_gone_where_it_was_saved_first() -> None:
@@ -386,8 +390,8 @@ def test_what_is_saved_twice_is_asked_for_where_it_was_saved_last_and_is_gone_wh
     assert [(task.takes, task.drops) for task in once.backward] == [((), ()), ((NORMED,), (NORMED,))]
     # What runs again for it runs earlier.
     again = make_option(block, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0)
-    assert again.backward[0].phase is Phase.RERUN
-    assert make_option(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0).backward[1].phase is Phase.RERUN
+    assert again.backward[0].phase is Phase.RECOMPUTE
+    assert make_option(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0).backward[1].phase is Phase.RECOMPUTE
 
 
 def test_what_is_kept_is_there_until_gradients_are_summed_up_and_what_comes_back_is_not() -> None:
@@ -410,12 +414,12 @@ def test_what_is_saved_leaves_when_something_is_saved_for_a_later_operator(
     saves_at: tuple[int, ...], at: tuple[int, ...]
 ) -> None:
     block = replace(BY_HAND, saves_at=saves_at)
-    assert tuple(leaves_at(block, number) for number in (X, NORMED, PRODUCT, ACTIVE)) == at
+    assert tuple(offloaded_at(block, number) for number in (X, NORMED, PRODUCT, ACTIVE)) == at
 
 
 def host_seconds(*decisions: Decision) -> list[tuple[str, float]]:
     """Of a block whose forward takes the host 1 s where it is left alone: a quarter of a second for each operator."""
-    block = replace(BY_HAND, host=HostTimes(plain=1.0, region=9.0, rerun=6.0, backward=4.0))
+    block = replace(BY_HAND, host=HostTimes(plain=1.0, checkpointed=9.0, replay=6.0, backward=4.0))
     option = make_option(block, decisions, min_bytes=0)
     return [(task.name, task.host_seconds) for task in (*option.forward, *option.backward)]
 
@@ -426,14 +430,14 @@ def test_the_host_does_nothing_more_for_a_block_that_is_left_alone() -> None:
 
 def test_the_hosts_seconds_by_hand() -> None:
     # Twice as long as for an operator for the input that stays. The replay goes through three of four operators.
-    assert host_seconds(*[AGAIN] * 6) == [("forward", 9.5), ("again", 4.5), ("backward", 4.0)]
+    assert host_seconds(*[AGAIN] * 6) == [("forward", 9.5), ("recomputation", 4.5), ("backward", 4.0)]
     sent = host_seconds(HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN)
     # Ten times as long for each of two that leave, and 6.4 times to bring one back.
     assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(9.0 + 2 * 2.5)
     assert sum(seconds for name, seconds in sent if name == "backward") == pytest.approx(4.0 + 2 * 1.6)
     # The replay is handed the product: each of the three operators that it goes through takes as long once more as in a
     # plain block.
-    assert [seconds for name, seconds in sent if name == "again"] == [4.5 + 3 * 0.25]
+    assert [seconds for name, seconds in sent if name == "recomputation"] == [4.5 + 3 * 0.25]
     # Where nothing is computed again, the block is not replayed: one leaves, three are kept, one comes back.
     sent = host_seconds(HOST, *[KEEP] * 5)
     assert sum(seconds for name, seconds in sent if name == "forward") == pytest.approx(1.0 + 2.5 + 3 * 0.5)

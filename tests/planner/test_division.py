@@ -85,7 +85,7 @@ def test_what_is_on_the_device_is_counted() -> None:
     assert part.after.peak_bytes - PROFILE.after.peak_bytes == 0.75 * OPTIMIZER.step_bytes
     # 0.125 s of work, of which 0.05 are hidden.
     waited = 0.125 - 0.05
-    stepped = (2 * 0.75 * OPTIMIZER.state_bytes + 3 * 0.75 * OPTIMIZER.gradient_bytes) / H200.memory_rate
+    stepped = (2 * 0.75 * OPTIMIZER.state_bytes + 3 * 0.75 * OPTIMIZER.gradient_bytes) / H200.memory_bandwidth
     assert part.after.seconds == pytest.approx(PLAIN.after.seconds + waited + stepped)
 
 
@@ -97,6 +97,6 @@ def test_without_an_optimizer_nothing_is_said_of_it() -> None:
 
 def test_a_plan_says_it_in_words_and_in_its_file() -> None:
     plan = planned(100 * GiB)
-    assert "optimizer: 0% of it on the host" in str(plan)
+    assert "optimizer: 0% of it on the CPU" in str(plan)
     assert Plan.from_json(plan.to_json()) == plan
     assert Profile.from_json(PROFILE.to_json()) == PROFILE

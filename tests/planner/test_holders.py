@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planner.programs import SLOW, programs, rates, steps, task
 from spillway.planner.hardware import Hardware
-from spillway.planner.planner import Lanes, problem_of
+from spillway.planner.planner import planning_rates, problem_of
 from spillway.planner.profile import Profile
 from spillway.planner.tasks import Phase, Problem, Program, Rates, Sent, Task
 from spillway.planner.timeline import Holders, Timeline, settled, simulate_program
@@ -27,7 +27,7 @@ def test_each_byte_is_told_by_what_holds_it_at_every_place_of_a_step() -> None:
         Task("f", Phase.FORWARD, 1, 9, 7, (Sent(0, 3), Sent(1, 3))),
         Task("middle", Phase.OUTSIDE, 1, 4, 2),
         # 5 are computed again.
-        Task("again", Phase.RERUN, 1, 6, 5, recomputed_bytes=5),
+        Task("again", Phase.RECOMPUTE, 1, 6, 5, recomputed_bytes=5),
         # What was kept and computed again goes, and 2 of gradients come.
         Task("b", Phase.BACKWARD, 1, 8, -4, takes=(1, 0), drops=(1, 0), gradient_bytes=2, recomputed_bytes=-5),
     )
@@ -77,7 +77,7 @@ def test_holders_add_up_to_what_the_device_has_at_every_level(program: Program, 
 def problem(window: int) -> Problem:
     """Four blocks as they were measured."""
     profile = replace(LLAMA, calls=LLAMA.calls[:4])
-    return problem_of(profile, Lanes(Hardware.named("h200")).rates(window), budget=1 << 40)
+    return problem_of(profile, planning_rates(Hardware.named("h200"), window), budget=1 << 40)
 
 
 @SETTINGS

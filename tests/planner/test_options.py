@@ -18,7 +18,7 @@ from spillway.planner.block_tasks import make_option
 from spillway.planner.options import block_options, preserved_sets
 from spillway.planner.plan import ALL, plan_of, planned_block, program_of
 from spillway.planner.planner import problem_of
-from spillway.planner.profile import Again, BlockProfile, OperatorProfile, Value
+from spillway.planner.profile import BlockProfile, OperatorProfile, ReplayRule, Value
 from spillway.planner.solve import solve
 from spillway.planner.tasks import Option, Phase, Rates
 from spillway.types import Decision
@@ -35,7 +35,7 @@ def preserving(block: BlockProfile, preserved: Iterable[int]) -> tuple[float, in
     kept = set(preserved)
     decisions = [KEEP if number in kept else AGAIN for number in range(len(block.values))]
     option = make_option(block, decisions, min_bytes=0)
-    return option.rerun_seconds, option.kept_bytes
+    return option.recompute_seconds, option.kept_bytes
 
 
 def hull(points: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
@@ -54,7 +54,7 @@ def hull(points: Iterable[tuple[float, int]]) -> list[tuple[float, int]]:
 
 
 @SETTINGS
-@given(random_blocks(kinds=(Again.FREE, Again.FREE, Again.FREE, Again.VIEW), outputs=1))
+@given(random_blocks(kinds=(ReplayRule.FREE, ReplayRule.FREE, ReplayRule.FREE, ReplayRule.VIEW), outputs=1))
 def test_every_corner_of_the_hull_over_all_sets_is_found(block: BlockProfile) -> None:
     # Of two outputs one of which is saved, the cut counts both, and the treatment one: here one each.
     sets = [each.makes for each in block.operators if each.makes and set(each.makes).isdisjoint(unsaved(block))]
@@ -70,9 +70,7 @@ def test_every_corner_of_the_hull_over_all_sets_is_found(block: BlockProfile) ->
         )
 
 
-@SETTINGS
-@given(random_blocks(), min_bytes, allows)
-def test_no_option_is_as_good_as_another_in_everything(block: BlockProfile, least: int, allow: set[str]) -> None:
+def check_no_option_is_as_good_as_another_in_everything(block: BlockProfile, least: int, allow: set[str]) -> None:
     options = block_options(block, min_bytes=least, allow=allow)
     assert options
     for one, other in itertools.permutations(options, 2):
@@ -105,9 +103,9 @@ def test_what_is_left_out_is_in_nothing_better_than_what_is_there_also_not_for_t
 def counted(option: Option) -> tuple[float, ...]:
     """What an option takes of each thing that there may be too little of."""
     disk = sum(each.nbytes for task in option.forward for each in task.sends if each.on_disk)
-    reruns = [task for task in option.backward if task.phase is Phase.RERUN]
+    reruns = [task for task in option.backward if task.phase is Phase.RECOMPUTE]
     return (
-        option.rerun_seconds,
+        option.recompute_seconds,
         option.kept_bytes,
         -option.output_bytes,
         option.sent_bytes - disk,
@@ -119,13 +117,11 @@ def counted(option: Option) -> tuple[float, ...]:
     )
 
 
-@SETTINGS
-@given(random_blocks(), min_bytes, allows)
-def test_nothing_is_done_that_is_not_allowed(block: BlockProfile, least: int, allow: set[str]) -> None:
+def check_nothing_is_done_that_is_not_allowed(block: BlockProfile, least: int, allow: set[str]) -> None:
     forced = {
         number
         for each in block.operators
-        if each.again is Again.ALWAYS
+        if each.replay is ReplayRule.ALWAYS
         or not {number for other in block.operators for number in other.writes}.isdisjoint(each.makes)
         for number in each.makes
     }
@@ -148,9 +144,7 @@ def test_nothing_is_done_that_is_not_allowed(block: BlockProfile, least: int, al
         assert not any(0 < each.nbytes < least for task in option.forward for each in task.sends)
 
 
-@SETTINGS
-@given(random_blocks(), min_bytes, allows)
-def test_a_menu_is_the_same_each_time(block: BlockProfile, least: int, allow: set[str]) -> None:
+def check_a_menu_is_the_same_each_time(block: BlockProfile, least: int, allow: set[str]) -> None:
     again = replace(block, operators=tuple(map(replace, block.operators)), values=tuple(map(replace, block.values)))
     assert block_options(block, min_bytes=least, allow=allow) == block_options(
         again, min_bytes=least, allow=frozenset(sorted(allow))
@@ -158,11 +152,19 @@ def test_a_menu_is_the_same_each_time(block: BlockProfile, least: int, allow: se
 
 
 @SETTINGS
+@given(random_blocks(), min_bytes, allows)
+def test_options_are_allowed_different_and_the_same_each_time(block: BlockProfile, least: int, allow: set[str]) -> None:
+    check_no_option_is_as_good_as_another_in_everything(block, least, allow)
+    check_nothing_is_done_that_is_not_allowed(block, least, allow)
+    check_a_menu_is_the_same_each_time(block, least, allow)
+
+
+@SETTINGS
 @given(random_blocks(), min_bytes)
 def test_what_a_plan_says_of_an_option_is_that_option_again(block: BlockProfile, least: int) -> None:
     profile = replace(profile_of(block, 1), min_bytes=least)
     problem = problem_of(profile, RATES, budget=1 << 40)
-    plan = plan_of(profile, problem, solve(problem))
+    plan = plan_of(profile, solve(problem))
     for number, option in enumerate(problem.options[0]):
         said = replace(plan, blocks=(planned_block("layers.0", block, option),))
         assert program_of(profile, said) == problem.program([number])
@@ -203,5 +205,5 @@ def test_of_two_outputs_one_of_which_is_saved_both_have_one_fate() -> None:
     )
     block = BlockProfile("block", (operator,), values, 1.0, 1.0, 0, 1.0, 0)
     options = block_options(block, min_bytes=2048, allow={"keep", "host"})
-    assert [option.rerun_seconds for option in options] == [0.0] * len(options)
+    assert [option.recompute_seconds for option in options] == [0.0] * len(options)
     assert any(option.sent_bytes == 4096 for option in options)

@@ -22,7 +22,7 @@ from spillway.planner.plan import BlockPlan, OperatorPlan, Plan, program_of
 from spillway.planner.profile import Profile
 from spillway.types import Decision
 
-SETTINGS = settings(derandomize=True, deadline=None, max_examples=400, database=None)
+SETTINGS = settings(derandomize=True, deadline=None, max_examples=300, database=None)
 
 PROFILE = profile_of(BY_HAND, 2)
 PLAN = Plan(
@@ -44,7 +44,7 @@ PLAN = Plan(
             operators=(OperatorPlan(1, "mm", Decision.OFFLOAD_HOST, 80, "leaves"),),
             kept_bytes=-40,
             sent_bytes=80,
-            rerun_seconds=3.0,
+            recompute_seconds=3.0,
         )
         for call in PROFILE.calls
     ),
@@ -99,7 +99,7 @@ def test_a_changed_file_is_read_as_it_stands_or_refused(record: Profile | Plan, 
         read = type(record).from_json(json.dumps(found))
     except UsageError as error:
         said = str(error)
-        assert "got" in said and "expected" in said and "make it anew" in said
+        assert said.startswith("The text ") and said.endswith("Make it again, or give another file.")
         return
     if isinstance(read, Profile):
         # Files of an earlier time do not have it.
@@ -114,7 +114,7 @@ def test_a_changed_file_is_read_as_it_stands_or_refused(record: Profile | Plan, 
         try:
             program_of(PROFILE, read)
         except UsageError as error:
-            assert "got" in str(error) and "expected" in str(error)
+            assert str(error).endswith("Make a plan from this profile.")
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -126,21 +126,21 @@ def test_text_that_is_cut_or_spoilt_is_refused(record: Profile | Plan, data: st.
     spoilt = text[:place] + data.draw(st.sampled_from(("", "\0", "]", "}", '"', "\ud800")))
     # White space says nothing.
     assume("".join(spoilt.split()) != "".join(text.split()))
-    with pytest.raises(UsageError, match=r"got .*expected .*make it anew"):
+    with pytest.raises(UsageError, match=r"is not a \w+ of version .*Make it again"):
         type(record).from_json(spoilt)
 
 
 @pytest.mark.parametrize("record", RECORDS)
 @pytest.mark.parametrize("text", ["", "null", "[]", "1", '"x"', "{}", "[" * 10_000, "\ud800"], ids=range(8))
 def test_what_is_no_record_is_refused(record: Profile | Plan, text: str) -> None:
-    with pytest.raises(UsageError, match=r"got .*expected .*make it anew"):
+    with pytest.raises(UsageError, match=r"is not a \w+ of version .*Make it again"):
         type(record).from_json(text)
 
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_file_of_another_version_is_told_by_it_whatever_else_is_in_it(record: Profile | Plan) -> None:
-    with pytest.raises(UsageError, match=f"got version 9, expected {record.schema}; make it anew"):
-        type(record).from_json('{"schema": 9, "much": "else"}')
+    with pytest.raises(UsageError, match=f"of version 99, and this .* reads version {record.schema}. Make it again"):
+        type(record).from_json('{"schema": 99, "much": "else"}')
 
 
 @pytest.mark.parametrize("record", RECORDS)
@@ -151,11 +151,11 @@ def test_files_are_read_as_they_were_written_and_missed_where_there_is_none(
     record.save(path)
     assert type(record).load(path) == record
     path.write_bytes(b"\xff\xfe")
-    with pytest.raises(UsageError, match="make it anew"):
+    with pytest.raises(UsageError, match="Make it again"):
         type(record).load(path)
-    with pytest.raises(UsageError, match=r"path: got .*gone.*expected a file that"):
+    with pytest.raises(UsageError, match=r"gone.* cannot be read .*Give a file that"):
         type(record).load(tmp_path / "gone")
-    with pytest.raises(UsageError, match=r"path: got .*expected the name of a file in a folder"):
+    with pytest.raises(UsageError, match=r"path: .* cannot be written .*Give the name of a file in a folder"):
         record.save(tmp_path / "gone" / "record.json")
 
 
@@ -183,7 +183,7 @@ def test_numbers_that_stand_for_nothing_are_refused(path: tuple[Any, ...], value
     for key in path[:-1]:
         holder = holder[key]
     holder[path[-1]] = value
-    with pytest.raises(UsageError, match=r"profile: got JSON that is none .*expected"):
+    with pytest.raises(UsageError, match=r"is not a Profile of version"):
         Profile.from_json(json.dumps(found))
 
 
@@ -214,5 +214,5 @@ def test_a_plan_that_names_other_operators_is_refused_where_a_profile_shows_them
     operator = OperatorPlan(0, "mm", Decision.KEEP, 40, "")
     blocks = tuple(BlockPlan(call.name, False, Decision.KEEP, (operator,), 0, 0, 0.0) for call in PROFILE.calls)
     plan = Plan("Model", "cpu", 1 << 30, 1 << 20, 0, 0.0, 0.0, "", 0, 0, blocks, "exact")
-    with pytest.raises(UsageError, match=r"plan: got mm as operator 0 of 'layers.0'.*expected a plan of this profile"):
+    with pytest.raises(UsageError, match=r"The plan names mm as operator 0 of 'layers.0'.*Make a plan from"):
         program_of(PROFILE, plan)

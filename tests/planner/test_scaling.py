@@ -65,7 +65,7 @@ def test_what_would_be_below_nothing_is_nothing() -> None:
     found = scaled(of_size(10), of_size(5), (5, 10), 10_000)
     assert found is not None
     assert min(value.nbytes for value in found.kinds[0].values) == 0
-    assert found.kinds[0].rerun_factor == PROFILE.kinds[0].rerun_factor
+    assert found.kinds[0].recompute_factor == PROFILE.kinds[0].recompute_factor
 
 
 def test_more_that_is_there_when_a_step_begins_is_not_made_in_it_again() -> None:

@@ -13,7 +13,7 @@ import spillway
 from spillway import SizeError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import checkpointed_program, kept_program
-from spillway.planner.planner import Curve, Lanes, Point, frontier, make_curve, parse_budget
+from spillway.planner.planner import Curve, Point, frontier, make_curve, parse_budget, planning_rates
 from spillway.planner.profile import Profile, Static
 from spillway.planner.timeline import simulate_program
 
@@ -24,7 +24,7 @@ WINDOW = 512 << 20
 
 
 def peak_of_keeping(profile: Profile) -> int:
-    return simulate_program(kept_program(profile), Lanes(H200).rates(WINDOW)).peak_bytes
+    return simulate_program(kept_program(profile), planning_rates(H200, WINDOW)).peak_bytes
 
 
 def test_a_share_is_of_what_keeping_everything_needs_above_what_is_there_anyway() -> None:
@@ -132,7 +132,7 @@ def test_a_profile_says_what_its_static_bytes_are_made_of_or_nothing() -> None:
 @pytest.mark.parametrize(
     ("static", "match"),
     [
-        ({"weights": 1, "gradients": 1, "optimizer": 1, "other": 1}, "static: 4 bytes, where static_bytes are"),
+        ({"weights": 1, "gradients": 1, "optimizer": 1, "other": 1}, "static: 4 bytes, but static_bytes are"),
         ({"weights": 1, "gradients": 1, "other": 1}, "static.optimizer"),
         ({"weights": -1, "gradients": 1, "optimizer": 1, "other": 1}, "static.weights"),
     ],

@@ -33,12 +33,12 @@ from planner.instances import (
     option,
     random_problem,
 )
-from planner.standin import simulate
-from spillway import BudgetError, UsageError
+from spillway import BudgetError
 from spillway.planner.bounds import TIE, CostModel
 from spillway.planner.solve import Solution, smallest, solve
 from spillway.planner.tasks import Part, Phase, Problem, Program, Rates, counted_twice
-from spillway.planner.timeline import Timeline, simulate_program
+from spillway.planner.timeline import Timeline
+from spillway.planner.timeline import simulate_program as simulate
 
 TESTS = Path(__file__).parent.parent
 HEAD = large_problem(1, 3, 0).parts[0].middle
@@ -90,12 +90,12 @@ def check_against_all(seed: int, most: int, *, host: bool = False, chunks: bool 
             each,
         ),
     )
-    found = smallest(problem, simulate=simulate)
+    found = smallest(problem)
     assert (found.chosen, found.method) == (least, "exact")
     fitting = {chosen: timeline for chosen, timeline in timelines.items() if fits(problem, timeline)}
     if not fitting:
         with pytest.raises(BudgetError) as raised:
-            solve(problem, simulate=simulate)
+            solve(problem)
         assert (raised.value.budget, raised.value.least) == (problem.budget, timelines[least].peak_bytes)
         return "none fits"
     tie = TIE if problem.lead else 0.0
@@ -104,10 +104,10 @@ def check_against_all(seed: int, most: int, *, host: bool = False, chunks: bool 
         for each, timeline in fitting.items()
     }
     best = min(fitting, key=lambda each: (round(seconds[each], 9), fitting[each].peak_bytes, each))
-    solution = solve(problem, simulate=simulate)
+    solution = solve(problem)
     bound = solution.bound_seconds
     assert bound is not None
-    assert solution == Solution(best, timelines[best], "exact", seconds[best], bound)
+    assert solution == Solution(best, timelines[best], "exact", seconds[best], bound, problem)
     least_seconds = min(timeline.seconds for timeline in fitting.values())
     assert bound <= least_seconds + 1e-9 if late > 1 else bound == pytest.approx(least_seconds, abs=1e-9)
     return "one choice" if len(timelines) == 1 else "several"
@@ -136,7 +136,7 @@ def test_no_choice_takes_less_than_the_bound_of_a_search_that_is_cut_short(seed:
     problem = replace(problem, **budgets(seed, timelines))
     least_seconds = min(timeline.seconds for timeline in timelines.values() if fits(problem, timeline))
     for tasks in (1, 20, 50, 100, 200, 400):
-        solution = solve(problem, simulate=simulate, seconds=tasks / 100_000)
+        solution = solve(problem, seconds=tasks / 100_000)
         assert solution.bound_seconds is not None and solution.bound_seconds <= least_seconds + 1e-9
 
 
@@ -154,7 +154,7 @@ def check_bounds(problem: Problem) -> dict[tuple[int, ...], Timeline]:
     """No choice's simulation goes below its bound; all simulations."""
     rows = numpy.array(list(choices(problem)), dtype=numpy.int64)
     bounds = CostModel(problem).bounds(rows)
-    timelines = {chosen: simulate_program(problem.program(chosen), problem.rates) for chosen in choices(problem)}
+    timelines = {chosen: simulate(problem.program(chosen), problem.rates) for chosen in choices(problem)}
     for at, row in enumerate(rows):
         timeline = timelines[tuple(row.tolist())]
         assert bounds.seconds[at] <= timeline.seconds + 1e-11
@@ -165,9 +165,11 @@ def check_bounds(problem: Problem) -> dict[tuple[int, ...], Timeline]:
 
 
 @pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("seed", range(100, 120))
-def test_no_simulation_goes_below_its_bound(seed: int, host: bool) -> None:
-    check_bounds(drawn(seed, 300, host))
+def test_no_simulation_goes_below_its_bound(host: bool) -> None:
+    for seed in range(100, 120):
+        # Odd seeds have casts.
+        if seed % 4 // 2 == host:
+            check_bounds(drawn(seed, 300, host))
 
 
 # Of these, bounds are wrong by each credit that runs of backwards are not given, and by what is fetched ahead.
@@ -202,7 +204,7 @@ def test_bytes_of_choices_that_send_nothing_are_foreseen_exactly() -> None:
             continue
         peaks = CostModel(problem).bounds(numpy.array(kept, dtype=numpy.int64)).peak_bytes
         for chosen, peak in zip(kept, peaks.tolist(), strict=True):
-            assert simulate_program(problem.program(chosen), problem.rates).peak_bytes == peak
+            assert simulate(problem.program(chosen), problem.rates).peak_bytes == peak
             pairs = pairwise(each[number] for each, number in zip(problem.options, chosen, strict=True))
             met += any(counted_twice(one.output_bytes, other.input_bytes) for one, other in pairs)
     assert met > 50, "this proves nothing of what two blocks keep"
@@ -210,18 +212,21 @@ def test_bytes_of_choices_that_send_nothing_are_foreseen_exactly() -> None:
 
 @pytest.mark.parametrize("chunks", [False, True])
 @pytest.mark.parametrize("host", [False, True])
-@pytest.mark.parametrize("seed", range(200, 240))
-def test_no_choice_that_fits_is_faster_than_the_linear_bound(seed: int, host: bool, chunks: bool) -> None:
-    problem = drawn(seed, 300, host, chunks=chunks)
-    timelines = all_timelines(problem)
-    problem = replace(problem, **budgets(seed, timelines))
-    fitting = [timeline.seconds for timeline in timelines.values() if fits(problem, timeline)]
-    linear = CostModel(problem).shares(problem.budget)
-    if linear is None:
-        assert not fitting
-    else:
-        assert all(numpy.isclose(share.sum(), 1.0) for share in linear.of_blocks)
-        assert linear.bound_seconds <= min(fitting, default=math.inf)
+def test_no_choice_that_fits_is_faster_than_the_linear_bound(host: bool, chunks: bool) -> None:
+    for seed in range(200, 240):
+        # Odd seeds have casts, and every third one has budgets for the tiers.
+        if seed % 8 // 2 != host + 2 * chunks:
+            continue
+        problem = drawn(seed, 300, host, chunks=chunks)
+        timelines = all_timelines(problem)
+        problem = replace(problem, **budgets(seed, timelines))
+        fitting = [timeline.seconds for timeline in timelines.values() if fits(problem, timeline)]
+        linear = CostModel(problem).shares(problem.budget)
+        if linear is None:
+            assert not fitting
+        else:
+            assert all(numpy.isclose(share.sum(), 1.0) for share in linear.of_blocks)
+            assert linear.bound_seconds <= min(fitting, default=math.inf)
 
 
 @pytest.mark.parametrize("host", [False, True])
@@ -243,7 +248,7 @@ LARGEST = [(128, 90_000, 50e9), (128, 80_000, 20e9), (128, 110_000, 50e9)]
 
 def check_large(blocks: int, budget: int, rate: float) -> Solution:
     problem = large_problem(blocks, 20, budget * MIB, rate=rate)
-    solution = solve(problem, simulate=simulate)
+    solution = solve(problem)
     assert solution.method == "search"
     assert solution.timeline == simulate(problem.program(solution.chosen), problem.rates)
     assert fits(problem, solution.timeline)
@@ -265,9 +270,9 @@ def test_a_large_problem_comes_within_three_percent_of_its_bound(large: tuple[in
 
 def test_a_large_problem_of_a_slow_host_comes_within_three_percent_of_its_bound() -> None:
     problem = hosted(large_problem(32, 20, 36_000 * MIB), 6)
-    solution = solve(problem, simulate=simulate)
+    solution = solve(problem)
     assert fits(problem, solution.timeline)
-    free = solve(large_problem(32, 20, 36_000 * MIB), simulate=simulate)
+    free = solve(large_problem(32, 20, 36_000 * MIB))
     assert simulate(problem.program(free.chosen), problem.rates).host_wait_seconds > 0
     # The bound knows the host: without it, it is much lower.
     assert solution.bound_seconds is not None
@@ -278,23 +283,23 @@ def test_a_large_problem_of_a_slow_host_comes_within_three_percent_of_its_bound(
 @pytest.mark.parametrize(("budget", "host"), [(28_000, 5), (36_000, 7)])
 def test_a_search_may_go_on_from_its_solution_and_is_never_worse_for_it(budget: int, host: int) -> None:
     problem = replace(hosted(large_problem(16, 20, budget * MIB), host), late=1.2)
-    solution = solve(problem, simulate=simulate, seconds=0.2)
+    solution = solve(problem, seconds=0.2)
     assert solution.method == "search"
-    found = solve(problem, simulate=simulate, near=solution)
+    found = solve(problem, near=solution)
     assert fits(problem, found.timeline)
     assert found.timeline == simulate(problem.program(found.chosen), problem.rates)
     assert found.seconds <= solution.seconds
     # Every rank finds the same.
-    assert solve(problem, simulate=simulate, near=solution) == found
+    assert solve(problem, near=solution) == found
 
 
 @pytest.mark.parametrize("blocks", [2, 16])
 def test_where_all_choices_wait_for_the_host_the_one_that_needs_the_device_least_is_taken(blocks: int) -> None:
     problem = large_problem(blocks, 20, 26_000 * MIB)
-    free = solve(problem, simulate=simulate)
+    free = solve(problem)
     (part,) = problem.parts
     slow = replace(part, after=tuple(replace(task, host_seconds=5.0) for task in part.after))
-    solution = solve(replace(problem, parts=(slow,), lead=4.9), simulate=simulate)
+    solution = solve(replace(problem, parts=(slow,), lead=4.9))
     assert solution.timeline.seconds == 5.0
     needed = simulate(problem.program(solution.chosen), problem.rates)
     assert fits(problem, needed)
@@ -314,7 +319,7 @@ def test_larger_problems_come_within_three_percent_of_their_bounds(blocks: int, 
 
 def test_nothing_is_slower_than_keeping_all_where_all_fits() -> None:
     problem = large_problem(64, 20, 200_000 * MIB)
-    solution = solve(problem, simulate=simulate)
+    solution = solve(problem)
     assert solution.timeline.seconds == pytest.approx(simulate(problem.program([0] * 64), problem.rates).seconds)
 
 
@@ -327,7 +332,7 @@ def test_blocks_that_send_are_spread_so_that_the_others_hide_their_copies() -> N
     )
     kept = simulate(problem.program([0] * 8), problem.rates).peak_bytes
     problem = replace(problem, budget=kept - 2 * sum(sizes), rates=replace(problem.rates, window=64 * MIB))
-    solution = solve(problem, simulate=simulate)
+    solution = solve(problem)
     assert sum(solution.chosen) == 3
     for side_by_side in ([1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1, 1, 1]):
         timeline = simulate(problem.program(side_by_side), problem.rates)
@@ -347,7 +352,8 @@ def four_blocks(pace: float, region: float) -> Problem:
         extra = region if AGAIN in decisions else 0.0
         first, *others = (replace(task, host_seconds=pace * task.seconds) for task in way.forward)
         backward = (
-            replace(task, host_seconds=0 if task.phase is Phase.RERUN else pace * task.seconds) for task in way.backward
+            replace(task, host_seconds=0 if task.phase is Phase.RECOMPUTE else pace * task.seconds)
+            for task in way.backward
         )
         forward = (replace(first, host_seconds=first.host_seconds + extra), *others)
         ways.append(replace(way, forward=forward, backward=tuple(backward)))
@@ -360,45 +366,40 @@ def four_blocks(pace: float, region: float) -> Problem:
 
 def test_where_the_host_binds_one_block_is_computed_again_and_the_others_are_left_plain() -> None:
     # 4 x (1 + 2.2) ms and three times 0.1 ms again are less than 1 ms again.
-    free = solve(four_blocks(0.0, 0.0), simulate=simulate)
+    free = solve(four_blocks(0.0, 0.0))
     assert (free.chosen, free.timeline.seconds) == ((1, 1, 1, 0), pytest.approx(13.1e-3))
     # Of a host that is as slow as the device, each region is 1 ms more: three of them make 16.1 ms.
     problem = four_blocks(1.0, 1e-3)
     assert simulate(problem.program(free.chosen), problem.rates).seconds == pytest.approx(16.1e-3)
     # One makes 12.8 + 1, and 1 ms is computed again in the end.
-    found = solve(problem, simulate=simulate)
+    found = solve(problem)
     assert sorted(found.chosen) == [0, 0, 0, 2]
     assert found.timeline.seconds == pytest.approx(14.8e-3)
     assert found.timeline.host_wait_seconds == pytest.approx(1e-3)
 
 
 def test_a_host_that_is_ahead_changes_no_choice() -> None:
-    assert solve(four_blocks(0.3, 0.5e-3), simulate=simulate) == solve(four_blocks(0.0, 0.0), simulate=simulate)
+    assert solve(four_blocks(0.3, 0.5e-3)) == solve(four_blocks(0.0, 0.0))
 
 
 def test_a_step_without_blocks_is_solved() -> None:
     problem = replace(large_problem(1, 3, 60_000 * MIB), parts=(Part(0, middle=HEAD),), names=(), options=())
-    solution = solve(problem, simulate=simulate)
+    solution = solve(problem)
     assert (solution.chosen, solution.method) == ((), "exact")
-
-
-def test_a_block_without_options_and_no_time_are_refused() -> None:
-    problem = large_problem(2, 3, 60_000 * MIB)
-    with pytest.raises(UsageError, match="'layer1' has no options"):
-        solve(replace(problem, options=(problem.options[0], ())), simulate=simulate)
-    for seconds in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(UsageError, match="seconds"):
-            solve(problem, simulate=simulate, seconds=seconds)
 
 
 def test_a_budget_that_nothing_fits_names_what_is_needed() -> None:
     problem = large_problem(2, 3, 100 * MIB)
     with pytest.raises(BudgetError) as raised:
-        solve(problem, simulate=simulate)
+        solve(problem)
     needed = min(timeline.peak_bytes for timeline in all_timelines(problem).values())
     assert (raised.value.budget, raised.value.least) == (100 * MIB, needed)
     message = str(raised.value)
-    assert str(needed) in message and "embedding's backward" in message and "15.6 GiB" in message
+    assert message.startswith("No plan fits 100.0 MiB. The smallest feasible budget is ")
+    assert (
+        f"({needed} bytes): 15.6 GiB in use when the step begins" in message
+        and "the backward of embedding's. Raise the budget" in message
+    )
     again = pickle.loads(pickle.dumps(raised.value))
     assert (str(again), again.budget, again.least) == (message, 100 * MIB, needed)
     assert isinstance(again, spillway.SpillwayError) and isinstance(again, RuntimeError)
@@ -408,22 +409,22 @@ def test_what_is_least_of_a_large_problem_fits_when_it_is_given() -> None:
     """No search proves its least; but what it names can be had, and a byte less than the linear bound cannot."""
     problem = large_problem(32, 20, 20_000 * MIB)
     with pytest.raises(BudgetError) as raised:
-        solve(problem, simulate=simulate)
+        solve(problem)
     given = replace(problem, budget=raised.value.least)
-    assert solve(given, simulate=simulate).timeline.peak_bytes <= raised.value.least
+    assert solve(given).timeline.peak_bytes <= raised.value.least
     recomputed = simulate(problem.program([2] * 32), problem.rates)
     assert raised.value.least <= recomputed.peak_bytes
 
 
 def test_a_host_budget_of_nothing_sends_nothing() -> None:
     problem = large_problem(32, 20, 36_000 * MIB, host=0)
-    solution = solve(problem, simulate=simulate)
+    solution = solve(problem)
     assert solution.timeline.host_bytes == 0 and fits(problem, solution.timeline)
 
 
 def test_a_search_may_be_cut_short_and_is_still_no_worse_than_its_starts() -> None:
     problem = large_problem(32, 20, 36_000 * MIB)
-    solution = solve(problem, simulate=simulate, seconds=0.01)
+    solution = solve(problem, seconds=0.01)
     assert fits(problem, solution.timeline)
     recomputed = simulate(problem.program([2] * 32), problem.rates)
     assert solution.timeline.seconds <= recomputed.seconds
@@ -433,7 +434,7 @@ def test_an_exact_search_that_has_no_time_says_that_it_searched() -> None:
     problem = random_problem(7, most=3000)
     timelines = all_timelines(problem)
     problem = replace(problem, **budgets(1, timelines))
-    solution = solve(problem, simulate=simulate, seconds=1e-9)
+    solution = solve(problem, seconds=1e-9)
     best = min(timeline.seconds for timeline in timelines.values() if fits(problem, timeline))
     assert solution.method == "search" and solution.bound_seconds is not None
     assert solution.bound_seconds <= best + 1e-11 <= solution.timeline.seconds + 2e-11
@@ -441,13 +442,12 @@ def test_an_exact_search_that_has_no_time_says_that_it_searched() -> None:
 
 def test_the_same_problem_has_the_same_answer_again_and_in_another_process() -> None:
     problem = large_problem(32, 20, 36_000 * MIB)
-    first = solve(problem, simulate=simulate, seconds=1.0)
-    assert solve(problem, simulate=simulate, seconds=1.0) == first
+    first = solve(problem, seconds=1.0)
+    assert solve(problem, seconds=1.0) == first
     script = (
         "from planner.instances import MIB, large_problem\n"
-        "from planner.standin import simulate\n"
         "from spillway.planner.solve import solve\n"
-        "print(solve(large_problem(32, 20, 36_000 * MIB), simulate=simulate, seconds=1.0).chosen)\n"
+        "print(solve(large_problem(32, 20, 36_000 * MIB), seconds=1.0).chosen)\n"
     )
     path = os.pathsep.join([str(TESTS), str(TESTS.parent / "src")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONHASHSEED": "5"}
@@ -456,7 +456,7 @@ def test_the_same_problem_has_the_same_answer_again_and_in_another_process() -> 
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_128_blocks_take_no_more_work_than_five_seconds(host: bool) -> None:
+def test_128_blocks_take_no_more_work_than_five_seconds(host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is counted, for the time is the machine's: at most 250 simulations, whatever each takes."""
     calls = 0
     in_simulation = 0.0
@@ -472,7 +472,8 @@ def test_128_blocks_take_no_more_work_than_five_seconds(host: bool) -> None:
     problem = large_problem(128, 20, 110_000 * MIB)
     problem = hosted(problem, 6) if host else problem
     begin = time.process_time()
-    solution = solve(problem, simulate=counted)
+    monkeypatch.setattr("spillway.planner.solve.simulate_program", counted)
+    solution = solve(problem)
     took = time.process_time() - begin - in_simulation
     assert fits(problem, solution.timeline)
     assert calls <= 250

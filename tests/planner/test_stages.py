@@ -14,7 +14,7 @@ from spillway import BudgetError
 from spillway.planner.block_tasks import make_option
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, kept_program
-from spillway.planner.planner import Lanes
+from spillway.planner.planner import planning_rates
 from spillway.planner.profile import Profile
 from spillway.planner.stages import StageProfile, chunk_of, make_stage_plans, shortened
 from spillway.planner.tasks import Option, Problem, Program, Turn
@@ -25,7 +25,7 @@ FOUND = Profile.load(Path(__file__).with_name("llama_8b_block.json"))
 """16 blocks of an 8B Llama of 8192 tokens, in bfloat16. Their gradients were there."""
 GRADIENTS = 416 << 20
 LLAMA = replace(FOUND, kinds=(replace(FOUND.kinds[0], backward_change_bytes=GRADIENTS),))
-LANES = Lanes(Hardware.named("h200"), 4)
+H200 = Hardware.named("h200")
 STATIC, WINDOW = 20 << 30, 512 << 20
 HELD = 100 << 20
 
@@ -54,18 +54,20 @@ def uniform(stages: Sequence[StageProfile], turns: Sequence[Turn], decision: Dec
         options += [(make_option(block, decisions, min_bytes=1 << 20),)] * len(each.profile.calls)
     parts = tuple(map(chunk_of, stages))
     names = tuple(map(str, range(len(options))))
-    rates = LANES.rates(WINDOW)
+    rates = planning_rates(H200, WINDOW, active=4)
     return Problem(STATIC, parts, names, tuple(options), rates, 0, turns=tuple(turns)).program([0] * len(options))
 
 
 def simulated(program: Program) -> Timeline:
-    return simulate_program(program, LANES.rates(WINDOW))
+    return simulate_program(program, planning_rates(H200, WINDOW, active=4))
 
 
 @cache
 def planned(stages: tuple[StageProfile, ...], turns: tuple[Turn, ...], budget: int) -> list[Plan]:
     allow = {"keep", "host", "recompute"}
-    return make_stage_plans(stages, turns, LANES, static_bytes=STATIC, budget=budget, window=WINDOW, allow=allow)
+    return make_stage_plans(
+        stages, turns, H200, static_bytes=STATIC, budget=budget, window=WINDOW, allow=allow, active=4
+    )
 
 
 def test_chunks_leave_gradients_behind_once_and_what_waits_is_held_by_each() -> None:

@@ -1,4 +1,4 @@
-"""Steps worked out by hand. Lanes are ``SLOW``, one byte in a second, unless a test says otherwise."""
+"""Steps worked out by hand. Rates are ``SLOW``, one byte in a second, unless a test says otherwise."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def simulated(*tasks: Task, rates: Rates = SLOW, static: int = 0) -> Timeline:
     return simulate_program(Program(static, tasks), rates, spans=True)
 
 
-def lane(timeline: Timeline, name: str) -> list[tuple[str, float, float]]:
-    return [(span.name, span.start, span.end) for span in timeline.spans if span.lane.value == name and not span.reason]
+def copies(timeline: Timeline, name: str) -> list[tuple[str, float, float]]:
+    return [(span.name, span.start, span.end) for span in timeline.spans if span.stream == name and not span.reason]
 
 
 def waits(timeline: Timeline) -> list[tuple[str, float, float, str]]:
@@ -36,9 +36,9 @@ def test_a_copy_that_compute_hides_costs_nothing() -> None:
         static=100,
     )
     assert waits(timeline) == []
-    assert lane(timeline, "compute") == [("f0", 0, 4), ("f1", 4, 8), ("b1", 8, 11), ("b0", 11, 12)]
-    assert lane(timeline, "out") == [("f0", 4, 6)]
-    assert lane(timeline, "back") == [("f0", 8, 10)]
+    assert copies(timeline, "compute") == [("f0", 0, 4), ("f1", 4, 8), ("b1", 8, 11), ("b0", 11, 12)]
+    assert copies(timeline, "out") == [("f0", 4, 6)]
+    assert copies(timeline, "back") == [("f0", 8, 10)]
     # 4 + 4 after f1, before it lets go of 4; and 4 + 4 while b1 runs. The first is it.
     assert timeline.to_dict() == {
         "seconds": 12,
@@ -55,7 +55,7 @@ def test_compute_waits_where_the_window_is_full_and_where_a_copy_back_is_late() 
     timeline = simulated(
         # 0 to 1, out from 1 to 5.
         task("f0", 1, Sent(0, 4)),
-        # 1 to 2, then until 5 for the window. Out from 5 to 9: the lane is free no sooner.
+        # 1 to 2, then until 5 for the window. Out from 5 to 9: the stream is free no sooner.
         task("f1", 1, Sent(1, 4)),
         # 5 to 6, then until 9.
         task("f2", 1, Sent(2, 4)),
@@ -72,8 +72,8 @@ def test_compute_waits_where_the_window_is_full_and_where_a_copy_back_is_late() 
         ("b1", 10, 13, "back"),
         ("b0", 14, 17, "back"),
     ]
-    assert lane(timeline, "out") == [("f0", 1, 5), ("f1", 5, 9)]
-    assert lane(timeline, "back") == [("f1", 9, 13), ("f0", 13, 17)]
+    assert copies(timeline, "out") == [("f0", 1, 5), ("f1", 5, 9)]
+    assert copies(timeline, "back") == [("f1", 9, 13), ("f0", 13, 17)]
     assert (timeline.seconds, timeline.stall_seconds) == (18, 12)
     assert timeline.host_bytes == 8
 
@@ -91,7 +91,7 @@ def test_a_storage_that_is_taken_in_time_is_never_copied_and_holds_up_nobody() -
         # Until 10, then 10 to 11.
         task("b1", 1, takes=(1,), drops=(1,)),
     )
-    assert lane(timeline, "out") == [("f1", 2, 6), ("f2", 6, 9)]
+    assert copies(timeline, "out") == [("f1", 2, 6), ("f2", 6, 9)]
     assert waits(timeline) == [("f2", 3, 6, "out"), ("b1", 7, 10, "back")]
     # 4, and 4 + 3 with what f2 sends. What was never copied was never there.
     assert timeline.host_bytes == 7
@@ -114,8 +114,8 @@ def test_one_larger_than_the_window_leaves_alone_and_is_fetched_when_it_is_asked
         # Until 26, and to 27.
         task("b0", 1, takes=(0,), drops=(0,)),
     )
-    assert lane(timeline, "out") == [("f0", 1, 3), ("f1", 3, 13)]
-    assert lane(timeline, "back") == [("f1", 14, 24), ("f0", 24, 26)]
+    assert copies(timeline, "out") == [("f0", 1, 3), ("f1", 3, 13)]
+    assert copies(timeline, "back") == [("f1", 14, 24), ("f0", 24, 26)]
     assert waits(timeline) == [
         ("f1", 2, 3, "out"),
         ("f2", 4, 13, "out"),
@@ -142,7 +142,7 @@ def test_what_is_fetched_ahead_comes_in_the_order_of_takes_as_far_as_the_window_
         # 26 to 27: it was hidden.
         task("b1", 1, takes=(1,)),
     )
-    assert lane(timeline, "back") == [("f", 10, 12), ("f", 12, 14), ("f", 14, 16), ("f", 16, 18)]
+    assert copies(timeline, "back") == [("f", 10, 12), ("f", 12, 14), ("f", 14, 16), ("f", 16, 18)]
     back = [span for span in waits(timeline) if span[-1] == "back"]
     assert back == [("b2", 11, 12, "back"), ("b03", 13, 14, "back"), ("b03", 14, 16, "back")]
     assert timeline.seconds == 27
@@ -156,13 +156,13 @@ def test_a_copy_back_does_not_begin_before_compute_has_got_to_where_it_was_asked
     timeline = simulated(
         # Out at 1 and 2: 0 is let go of for 2, which goes nowhere.
         task("f", 0, Sent(0, 1), Sent(1, 1), Sent(2, 4)),
-        # From 2 to 9. The lane back is free all the time, but the window is not asked for anything.
+        # From 2 to 9. The stream back is free all the time, but the window is not asked for anything.
         task("head", 7),
         # 9 to 10. Both come: from 9 to 11.
         task("b2", 1, takes=(2,)),
         task("b", 1, takes=(1, 0)),
     )
-    assert lane(timeline, "back") == [("f", 9, 10), ("f", 10, 11)]
+    assert copies(timeline, "back") == [("f", 9, 10), ("f", 10, 11)]
     assert waits(timeline) == [("f", 0, 1, "out"), ("f", 1, 2, "out"), ("b", 10, 11, "back")]
 
 
@@ -187,9 +187,9 @@ def test_the_disk_writes_what_was_copied_and_reads_before_it_is_copied_back() ->
         task("b0", 1, takes=(0,), drops=(0,)),
         rates=rates,
     )
-    assert lane(timeline, "out") == [("f0", 1, 2), ("f1", 2, 2.5), ("f2", 7, 8)]
-    assert lane(timeline, "disk") == [("f0", 2, 6), ("f1", 6, 8), ("f1", 11, 12), ("f0", 13, 15)]
-    assert lane(timeline, "back") == [("f2", 9, 11), ("f1", 12, 13), ("f0", 15, 17)]
+    assert copies(timeline, "out") == [("f0", 1, 2), ("f1", 2, 2.5), ("f2", 7, 8)]
+    assert copies(timeline, "disk") == [("f0", 2, 6), ("f1", 6, 8), ("f1", 11, 12), ("f0", 13, 15)]
+    assert copies(timeline, "back") == [("f2", 9, 11), ("f1", 12, 13), ("f0", 15, 17)]
     assert waits(timeline) == [
         ("f1", 2, 6, "out"),
         ("f2", 7, 8, "out"),
@@ -243,8 +243,8 @@ def test_what_is_dropped_makes_room_in_the_window_and_on_every_tier() -> None:
         # 1 to 2, and no wait for the window: 5 to 9.
         task("f1", 1, Sent(2, 4)),
     )
-    assert lane(timeline, "out") == [("f0", 1, 3), ("f0", 3, 5), ("f1", 5, 9)]
-    assert lane(timeline, "disk") == [("f0", 5, 7)]
+    assert copies(timeline, "out") == [("f0", 1, 3), ("f0", 3, 5), ("f1", 5, 9)]
+    assert copies(timeline, "disk") == [("f0", 5, 7)]
     assert timeline.stall_seconds == 0
     assert (timeline.host_bytes, timeline.disk_bytes) == (4, 2)
     end = timeline.levels[-1]
@@ -264,8 +264,8 @@ def test_a_key_that_was_dropped_is_another_storage_when_it_is_sent_again() -> No
         # Back at 16.
         task("b1", 1, takes=(4, 3)),
     )
-    assert lane(timeline, "out") == [("f0", 1, 4), ("f1", 9, 10), ("g1", 10, 13)]
-    assert lane(timeline, "back") == [("f0", 4, 7), ("g1", 13, 16)]
+    assert copies(timeline, "out") == [("f0", 1, 4), ("f1", 9, 10), ("g1", 10, 13)]
+    assert copies(timeline, "back") == [("f0", 4, 7), ("g1", 13, 16)]
 
 
 def test_a_key_that_no_task_sends_is_on_the_device_and_asks_for_nothing() -> None:
@@ -275,7 +275,7 @@ def test_a_key_that_no_task_sends_is_on_the_device_and_asks_for_nothing() -> Non
         task("g", 10, takes=(7,), drops=(7,)),
         task("b", 1, takes=(1, 0, 7)),
     )
-    assert lane(timeline, "back") == [("f", 15, 19)]
+    assert copies(timeline, "back") == [("f", 15, 19)]
 
 
 def test_a_program_of_no_tasks_holds_what_it_began_with() -> None:
@@ -292,7 +292,7 @@ def test_a_task_ends_no_earlier_than_the_host_has_queued_it() -> None:
         task("head", 0, host_seconds=4),
         # The host has it at 12: 11 to 12. The copy back of 0 does not wait for the host: 10 to 14.
         task("b1", 1, takes=(1,), drops=(1,), host_seconds=2),
-        # At 12.5, when compute waits for the lane until 14: the host is ahead. 14 to 15.
+        # At 12.5, when compute waits for the copy until 14: the host is ahead. 14 to 15.
         task("b0", 1, takes=(0,), drops=(0,), host_seconds=0.5),
     )
     timeline = simulated(*tasks)
@@ -303,15 +303,15 @@ def test_a_task_ends_no_earlier_than_the_host_has_queued_it() -> None:
         ("b1", 10, 11, "host"),
         ("b0", 12, 14, "back"),
     ]
-    assert [(name, end) for name, _, end in lane(timeline, "compute")] == [
+    assert [(name, end) for name, _, end in copies(timeline, "compute")] == [
         ("f0", 3),
         ("f1", 6),
         ("head", 10),
         ("b1", 12),
         ("b0", 15),
     ]
-    assert lane(timeline, "out") == [("f0", 3, 7)]
-    assert lane(timeline, "back") == [("f0", 10, 14)]
+    assert copies(timeline, "out") == [("f0", 3, 7)]
+    assert copies(timeline, "back") == [("f0", 10, 14)]
     assert (timeline.seconds, timeline.stall_seconds, timeline.host_wait_seconds) == (15, 3, 5)
 
 

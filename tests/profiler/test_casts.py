@@ -140,7 +140,7 @@ def test_casts_of_a_block_that_runs_again_as_a_whole_come_with_all_of_it(
     ]
     option = make_option(kind, decisions, min_bytes=0)
     problem = replace(problem_of(profile, ANY_RATES, budget=1 << 40), options=tuple((option,) for _ in profile.calls))
-    plan = plan_of(profile, problem, solve(problem))
+    plan = plan_of(profile, solve(problem))
     with spillway.attach(model, plan=plan, session=session, min_bytes=0):
         peaks = [peak_of(model, x) for _ in range(4)]
     # The plan counts memory of operators that a replay does not come to.

@@ -193,7 +193,8 @@ def test_a_machine_is_measured_in_the_time_that_is_given(directory: Path) -> Non
     assert hardware.disk_bytes > 0
     assert "measured on cpu with torch" in hardware.source
     # Faster than a tape, slower than anything that is built.
-    for rate in (hardware.links[0].out, hardware.links[0].back, hardware.links[0].both, hardware.memory_rate):
+    bandwidth = hardware.bandwidths[0]
+    for rate in (bandwidth.out, bandwidth.back, bandwidth.both, hardware.memory_bandwidth):
         assert 1e7 < rate < 1e13
     assert 1e8 < hardware.flops < 1e15
     assert Hardware.from_json(hardware.to_json()) == hardware
@@ -235,9 +236,9 @@ def test_a_machine_is_measured_once(cache: Path, directory: Path) -> None:
     assert file.name.startswith("hardware-")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
     assert Hardware.load(file) == first
-    assert known_hardware("cpu", **given, fresh=True).links != first.links
+    assert known_hardware("cpu", **given, fresh=True).bandwidths != first.bandwidths
     assert len(parts) == 8
-    assert Hardware.load(file).links != first.links
+    assert Hardware.load(file).bandwidths != first.bandwidths
     # Another directory is another disk.
     (directory / "other").mkdir()
     known_hardware("cpu", **{**given, "spill_directory": directory / "other"})
@@ -252,7 +253,7 @@ def kept_here(cache: Path) -> Path:
     return file
 
 
-@pytest.mark.parametrize("text", ["", "{}", Hardware.named("h200").to_json().replace('"schema_version": 1', '"v": 1')])
+@pytest.mark.parametrize("text", ["", "{}", Hardware.named("h200").to_json().replace('"schema": 2', '"v": 2')])
 def test_a_file_that_does_not_validate_is_measured_anew(
     text: str, cache: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,7 +286,7 @@ def test_what_was_kept_without_a_disk_is_measured_anew_when_there_is_one(
     monkeypatch.setenv("SPILLWAY_DIR", str(directory / "disk"))
     without = known_hardware("cpu", seconds=SECONDS)
     assert without.disk_read is None
-    assert known_hardware("cpu", seconds=SECONDS).links == without.links
+    assert known_hardware("cpu", seconds=SECONDS).bandwidths == without.bandwidths
     (directory / "disk").mkdir()
     assert known_hardware("cpu", seconds=SECONDS).disk_read is not None
 

@@ -24,7 +24,7 @@ from spillway.profiler.meta_device import MetaDevice, MetaMeter, MetaTensors
 from spillway.profiler.target_kernels import kernels_of
 from steps import Block, failing
 
-MACHINE = dataclasses.replace(Hardware.named("h200"), name="Machine", flops=1e12, memory_rate=1e12)
+MACHINE = dataclasses.replace(Hardware.named("h200"), name="Machine", flops=1e12, memory_bandwidth=1e12)
 META, CUDA = torch.device("meta"), torch.device("cuda")
 B, H, L, D = 2, 4, 128, 32
 WIDTH = H * D

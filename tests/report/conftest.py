@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spillway.planner.hardware import Hardware, Link
+from spillway.planner.hardware import Bandwidth, Hardware
 from spillway.planner.plan import program_of
 from spillway.planner.planner import Curve, Point, make_plan, rates_of
 from spillway.planner.profile import Profile, Static
@@ -19,7 +19,7 @@ from spillway.planner.timeline import simulate_program
 LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
 GIB = 1 << 30
 H200 = Hardware.named("h200")
-SLOW = replace(H200, name="a slow link", links=(Link(active=1, out=3e9, back=3e9, both=6e9),))
+SLOW = replace(H200, name="a slow link", bandwidths=(Bandwidth(active=1, out=3e9, back=3e9, both=6e9),))
 
 
 @cache

@@ -80,7 +80,11 @@ def test_rows_say_what_becomes_of_what_a_block_saves(facts: Made) -> None:
     options = options_of(found.profile, found.plan)
     kind = found.profile.kinds[0]
     for row, block, option in zip(found.rows, found.plan.blocks, options, strict=True):
-        assert (row.name, row.sent_bytes, row.rerun_seconds) == (block.name, block.sent_bytes, block.rerun_seconds)
+        assert (row.name, row.sent_bytes, row.recompute_seconds) == (
+            block.name,
+            block.sent_bytes,
+            block.recompute_seconds,
+        )
         resolved = ResolvedDecisions.of(kind, option.decisions, found.profile.min_bytes)
         assert row.recomputed_bytes == sum(kind.values[number].nbytes for number in resolved.recomputed)
         assert row.kept_bytes == sum(kind.values[number].nbytes for number in resolved.kept)
@@ -100,7 +104,7 @@ def test_a_block_that_is_left_alone_keeps_all(facts: Made) -> None:
     found = facts(gib=200)
     assert {row.decision for row in found.rows} == {"keep"}
     assert {each.decision for row in found.rows for each in row.operators} == {"keep"}
-    assert found.rows[0].reason == "The budget has room for the whole block."
+    assert found.rows[0].reason == "The budget allows to keep the whole block."
     assert found.stalls == () and found.plan.sent_bytes == 0
 
 
@@ -165,7 +169,7 @@ def test_equal_blocks_are_one_group_wherever_they_stand(facts: Made) -> None:
 
 def test_a_plan_of_another_model_is_refused(facts: Made) -> None:
     found = facts()
-    with pytest.raises(UsageError, match="expected the 5 of the profile"):
+    with pytest.raises(UsageError, match="the profile has the 5 blocks of Stack"):
         facts_of(replace(found.profile, calls=found.profile.calls[1:]), found.plan, Hardware.named("h200"))
 
 

@@ -16,8 +16,7 @@ import pytest
 
 from spillway import UsageError
 from spillway.planner.report.facts import Facts
-from spillway.planner.report.figures import curve_figure, memory_figure, streams_figure
-from spillway.planner.report.page import to_page
+from spillway.planner.report.page import curve_figure, memory_figure, streams_figure, to_page
 from spillway.planner.tasks import Phase
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
@@ -230,7 +229,7 @@ def test_the_picture_of_streams_has_a_bar_for_whatever_takes_time(facts: Made, s
     again = sum(
         span.end - span.start
         for span in spans
-        if found.phases.get(span.name) is Phase.RERUN and span.lane.value == "compute" and not span.reason
+        if found.phases.get(span.name) is Phase.RECOMPUTE and span.stream == "compute" and not span.reason
     )
     assert sum(traces["recomputation"]["x"]) == pytest.approx(again * scale)
     assert all(set(traces[name]["y"]) == {"compute"} for name in stalls)

@@ -12,10 +12,9 @@ import pytest
 
 from spillway.planner.report.facts import Facts
 from spillway.planner.report.trace import to_trace
-from spillway.planner.timeline import Lane
+from spillway.planner.timeline import STREAMS
 
 Made = Callable[..., Facts]
-LANES = ["compute", "out", "back", "disk"]
 
 
 @pytest.fixture(params=[{}, {"slow": True}, {"slow": True, "hosted": True}], ids=["quick", "slow", "hosted"])
@@ -30,27 +29,27 @@ def events(found: Facts, phase: str) -> list[dict[str, Any]]:
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
 
-def test_each_lane_is_a_thread_with_a_name_and_a_place(found: Facts) -> None:
+def test_each_stream_is_a_thread_with_a_name_and_a_place(found: Facts) -> None:
     names = {event["tid"]: event["args"]["name"] for event in events(found, "M") if event["name"] == "thread_name"}
     places = [event for event in events(found, "M") if event["name"] == "thread_sort_index"]
     order = {event["tid"]: event["args"]["sort_index"] for event in places}
-    assert [names[tid] for tid in sorted(names, key=order.__getitem__)] == LANES
+    assert [names[tid] for tid in sorted(names, key=order.__getitem__)] == ["compute", "out", "back", "disk"]
 
 
-def test_each_span_is_there_once_and_lanes_do_one_thing_at_a_time(found: Facts) -> None:
+def test_each_span_is_there_once_and_streams_do_one_thing_at_a_time(found: Facts) -> None:
     spans = events(found, "X")
     assert len(spans) == len(found.timeline.spans)
-    lanes = defaultdict(list)
+    streams = defaultdict(list)
     for span in spans:
-        lanes[LANES[span["tid"] - 1]].append((span["ts"], span["ts"] + span["dur"]))
-    for lane in Lane:
-        expected = [(span.start * 1e6, span.end * 1e6) for span in found.timeline.spans if span.lane is lane]
-        assert lanes[lane.value] == [pytest.approx(each) for each in expected]
-        assert all(one[1] <= other[0] + 1e-3 for one, other in pairwise(lanes[lane.value]))
+        streams[STREAMS[span["tid"] - 1]].append((span["ts"], span["ts"] + span["dur"]))
+    for stream in STREAMS:
+        expected = [(span.start * 1e6, span.end * 1e6) for span in found.timeline.spans if span.stream == stream]
+        assert streams[stream] == [pytest.approx(each) for each in expected]
+        assert all(one[1] <= other[0] + 1e-3 for one, other in pairwise(streams[stream]))
     stalls = [span for span in spans if span["cat"] == "stall"]
     assert sum(span["dur"] for span in stalls) == pytest.approx(found.timeline.wait_seconds * 1e6)
     assert all(span["args"]["reason"] and span["args"]["task"] and span["tid"] == 1 for span in stalls)
-    assert {span["cat"] for span in spans if span["tid"] == 1} >= {"forward", "backward", "rerun", "outside"}
+    assert {span["cat"] for span in spans if span["tid"] == 1} >= {"forward", "backward", "recompute", "outside"}
 
 
 def test_counters_are_bytes_by_tier_and_holder(found: Facts) -> None:

@@ -50,7 +50,7 @@ from spillway.selectors import Choices
 from spillway.session import MIN_BYTES
 
 _DEVICES = ("cuda", "cpu")
-_RERUN_FACTOR = 1.07
+_RECOMPUTE_FACTOR = 1.07
 """Time of a replay over that of its operators before, as measured of Llama-8B's block on an H200."""
 
 
@@ -175,7 +175,9 @@ class MetaProfiler:
             has_host=False,
         )
         # The reloads took no time.
-        return replace(profile, kinds=tuple(replace(kind, rerun_factor=_RERUN_FACTOR) for kind in profile.kinds))
+        return replace(
+            profile, kinds=tuple(replace(kind, recompute_factor=_RECOMPUTE_FACTOR) for kind in profile.kinds)
+        )
 
     def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (block.module.training and torch.is_grad_enabled()):

@@ -26,7 +26,6 @@ from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import ranks_of
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.plan import Plan
-from spillway.planner.planner import Lanes
 from spillway.planner.stages import StageProfile, make_stage_plans, simulate_stages
 from spillway.planner.tasks import Turn
 from spillway.runtime.system import local_ranks
@@ -287,7 +286,8 @@ class PipelinePlanController(PlanController):
         profiles = [stage.chunk_profile() for stage in self._planned]
         plans = [stage.plan for stage in self._planned if stage.plan is not None]
         order = self._turns_of_planned(turns)
-        peak = simulate_stages(profiles, plans, order, self._lanes, static_bytes=self._static).peak_bytes
+        options: dict[str, Any] = {"static_bytes": self._static, "active": local_ranks()}
+        peak = simulate_stages(profiles, plans, order, self._hardware, **options).peak_bytes
         if peak > self._known_target.nbytes and self._order_plans < _MOST_ORDERS:
             return False
         self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
@@ -299,20 +299,19 @@ class PipelinePlanController(PlanController):
         return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
 
     @property
-    def _lanes(self) -> Lanes:
+    def _hardware(self) -> Hardware:
         assert self.planner.hardware is not None
-        return Lanes(self.planner.hardware, local_ranks())
+        return self.planner.hardware
 
     def _replan(self, stage: Stage = Stage.WARMING_UP) -> None:
         static = self._memory.level()
-        limits = {name: limit for name, limit in self.planner.limits().items() if name != "active"}
         plans = make_stage_plans(
             [each.chunk_profile() for each in self._planned],
             self._turns_of_planned(self._order),
-            self._lanes,
+            self._hardware,
             static_bytes=static,
             budget=self._known_target.nbytes,
-            **limits,
+            **self.planner.limits(),
         )
         self._accepted, self._static = [], static
         for each, plan in zip(self._planned, plans, strict=True):

@@ -72,7 +72,7 @@ def to_json(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...])
     report = {
         "works": not _stopped(found),
         "findings": [asdict(finding) for finding in found],
-        "hardware": None if hardware is None else json.loads(hardware.to_json())["hardware"],
+        "hardware": None if hardware is None else json.loads(hardware.to_json()),
         "facts": asdict(facts),
     }
     return json.dumps(report, indent=2)
@@ -171,9 +171,9 @@ def _machine(facts: Facts, hardware: Hardware | None) -> Iterator[tuple[str, str
         yield "malloc", _text(facts.malloc)
     if hardware is None:
         return
-    link = hardware.link()
+    link = hardware.bandwidth()
     yield "copies", f"{_rate(link.out)} out, {_rate(link.back)} back, {_rate(link.both)} both at once"
-    yield "memory", f"{_rate(hardware.memory_rate)} read and written"
+    yield "memory", f"{_rate(hardware.memory_bandwidth)} read and written"
     flops = f"{_number(hardware.flops / 1e12)} T" if hardware.flops >= 1e12 else f"{_number(hardware.flops / 1e9)} G"
     yield "compute", f"{flops}FLOP/s in bfloat16"
     if hardware.disk_write is not None and hardware.disk_read is not None:

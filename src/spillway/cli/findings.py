@@ -404,7 +404,7 @@ def _spill(facts: Facts) -> Iterator[Finding]:
 
 
 def _bandwidths(facts: Facts, hardware: Hardware) -> Iterator[Finding]:
-    link, is_cpu = hardware.link(), facts.device.type == "cpu"
+    link, is_cpu = hardware.bandwidth(), facts.device.type == "cpu"
     if not is_cpu and not facts.device.unified and min(link.out, link.back) < _SLOW_LINK:
         yield Finding(
             "slow-link",

@@ -53,8 +53,7 @@ def report(
     import spillway
     from spillway.planner.files import check_writable, write_file
     from spillway.planner.report.facts import facts_of
-    from spillway.planner.report.figures import graph_objects
-    from spillway.planner.report.page import to_page
+    from spillway.planner.report.page import graph_objects, to_page
     from spillway.planner.report.text import to_text
     from spillway.planner.report.trace import to_trace
     from spillway.planning import sweep

@@ -69,7 +69,7 @@ def _plan_numbers(attached: Attached) -> Iterator[tuple[str, float]]:
         yield "plan/predicted_peak_bytes", plan.predicted_peak
         yield "plan/predicted_seconds", plan.predicted_seconds
         yield "plan/offloaded_bytes", plan.sent_bytes
-        yield "plan/recompute_seconds", plan.rerun_seconds
+        yield "plan/recompute_seconds", plan.recompute_seconds
     if measured is not None:
         yield "plan/checked_peak_bytes", measured.peak_bytes
         yield "plan/checked_seconds", measured.seconds

@@ -2,17 +2,17 @@
 
 NOTE [ Order of a block's tasks ]
 
-A saved storage is offloaded when autograd saves something for a later operator; a value that is only handed in, when
-the block has ended. Backward is taken to spread its work over operators as forward does. The replay runs when backward
-asks for the first storage that it makes, and makes all of them.
+A saved storage is offloaded when autograd saves one for a later operator. A value that is only handed in is offloaded
+when the block has ended. Backward is assumed to spread its work over operators as forward does. The replay runs when
+backward needs the first storage that it makes, and makes all of them.
 
-An offloaded storage is on the GPU for as long as the block's own code holds it, whether or not the window has released
-it. While it is in flight it is counted for both, which is too much.
+An offloaded storage stays on the GPU for as long as the block's own code holds it, even if the in-flight limit has
+released it. While it is in flight it is counted for both, which is too much.
 
 NOTE [ Outputs that are saved ]
 
 The user of a block's output frees it, and is credited for that. An output that the block has saved stays, and so it is
-counted once more for the block. If the next block keeps it, too, the two counts are one too many, and one is taken off
+counted once more for the block. If the next block keeps it, too, the two counts are one too many, and one is subtracted
 (:meth:`~spillway.planner.tasks.Problem.program`). If either offloads it, both counts stand: a prediction that is too
 high fits, one that is too low does not.
 
@@ -21,7 +21,7 @@ NOTE [ Casts ]
 A block may cast weights, as under autocast, and autograd then saves the casts. A replay casts again. So the casts of a
 recomputed block are freed when its forward is over, and are there again for its backward; those of another block stay
 in between. Autocast's cache holds casts, too, up to the end of its outermost context: that of the model's forward, or
-of its loss. The bytes of casts when a call has returned tell whether it does (``BlockProfile.cached_bytes``). If the
+of its loss. The bytes of casts when a call has returned show whether it does (``BlockProfile.cached_bytes``). If the
 cache lasts through backward, the profile has its bytes before the blocks.
 
 NOTE [ Recomputed operators ]
@@ -34,20 +34,20 @@ block's code holds their outputs, that memory is allocated.
 NOTE [ Decisions that a plan can name ]
 
 A plan has one decision for all outputs of an operator, and one for all inputs. A block that is recomputed in part keeps
-nothing that its replay computes anyway, nor a value that is written after it was made. A block of which nothing is
-recomputed keeps these, too. Only a value that autograd saves can be preserved.
+nothing that its replay computes anyway, nor a value that is written after it was made. A block without recomputation
+keeps these, too. Only a value that autograd saves can be preserved.
 
 NOTE [ CPU time of a block ]
 
-A checkpointed block takes the CPU longer to queue than a plain one, by what was measured. The rest is in multiples of
-an operator of a plain block: 2 to keep a tensor, 10 to offload it, 6.4 to reload it. On an H100's host these took 17,
-103 and 69 us, and an operator about 9 (a layer of transformers' Llama of width 2048 under its trainer). If the replay
-is handed something, a dispatch mode sees its operators, each of which then takes about twice as long, run or left out.
+A checkpointed block takes the CPU longer to queue than a plain one, as measured. The rest is in multiples of an
+operator of a plain block: 2 to keep a tensor, 10 to offload it, 6.4 to reload it. On an H100's host these took 17, 103
+and 69 us, and an operator about 9 (a layer of transformers' Llama of width 2048 under its trainer). If the replay is
+handed something, a dispatch mode sees its operators, each of which then takes about twice as long, run or left out.
 
 NOTE [ Hidden copies ]
 
-A hidden copy costs next to nothing. So that of two plans of the same time the one with fewer copies is taken, an
-offloaded byte costs a hundredth of its time on the link. That is near the truth: on an H200, matrix products took 0.4 %
+A hidden copy costs next to nothing. So that of two plans with equal time the one with fewer copies is taken, an
+offloaded byte costs a hundredth of its time on PCIe. That is near the truth: on an H200, matrix products took 0.4 %
 longer beside copies one way, and 0.9 % beside both (300 layers of Llama-8B's products and attention; 268 MB a layer and
 way; the GPU at its power limit).
 """
@@ -58,27 +58,27 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from spillway.planner.profile import Again, BackwardPart, BlockProfile, Outside
+from spillway.planner.profile import BackwardPart, BlockProfile, HostTimes, Outside, ReplayRule
 from spillway.planner.tasks import Option, Phase, Sent, Task
 from spillway.types import Decision
 
 _SECONDS_A_BYTE = 2e-13
 """See NOTE [ Hidden copies ]."""
-_KEEP, _SEND, _TAKE, _MODE = 2.0, 10.0, 6.4, 1.0
+_KEEP, _OFFLOAD, _RELOAD, _MODE = 2.0, 10.0, 6.4, 1.0
 """See NOTE [ CPU time of a block ]."""
+_NO_HOST = HostTimes(0.0, 0.0, 0.0, 0.0)
 
 
 def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes: int) -> Option:
     """The tasks of a block with a decision for each of its values; those below ``min_bytes`` are not offloaded.
 
-    Decisions about values from outside that are no inputs do not count. Of what one operator makes, the first counts.
-    Of inputs, the first that is offloaded counts. The option has what comes of them: see
-    NOTE [ Decisions that a plan can name ].
+    Decisions about values from outside that are no inputs do not count. Among the outputs of one operator, the first
+    counts; among inputs, the first that is offloaded. See NOTE [ Decisions that a plan can name ].
     """
     said = as_planned(block, decisions, min_bytes)
     resolved = ResolvedDecisions.of(block, said, min_bytes)
     return Option(
-        tuple(resolved.told(block, said)),
+        tuple(resolved.named(block, said)),
         _forward(block, resolved),
         _backward(block, resolved),
         output_bytes=block.nbytes(number for number in resolved.kept if _outlives(block, number)),
@@ -91,7 +91,7 @@ def _kept_casts(block: BlockProfile, resolved: ResolvedDecisions) -> int:
     """Bytes of casts on the device from the block's forward to its backward. See NOTE [ Casts ]."""
     if resolved.recomputed:
         return 0
-    # Where a block is called several times, the cache has one cast for all of them.
+    # Several calls of a block share the casts of the cache.
     casts = block.nbytes(resolved.casts)
     return min(casts, block.cached_bytes) if block.cached_bytes else casts
 
@@ -115,7 +115,7 @@ def _levels(
         dies_at = max(value.dies_at, value.maker + 1)
         if number not in held and dies_at < len(rise):
             rise[dies_at] -= value.nbytes
-    # What dies at a place is gone before the operator there makes anything.
+    # Values that die at a place are freed before the operator there makes others.
     made = [block.nbytes(number for number in each.makes if number not in given) for each in block.operators]
     level, levels, peaks = 0, [0], []
     for place in range(count):
@@ -131,32 +131,32 @@ def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ..
     held = resolved.kept | resolved.offloaded.keys()
     levels, peaks = _levels(block, held, (), range(count), count)
     for number in resolved.offloaded:
-        for place in range(leaves_at(block, number), min(values[number].dies_at, count)):
+        for place in range(offloaded_at(block, number), min(values[number].dies_at, count)):
             peaks[place] += values[number].nbytes
     casts = _held_casts(block, resolved)
     levels = [levels[0], *(level + casts for level in levels[1:])]
     peaks = [peak + casts for peak in peaks]
-    cuts = sorted({0, count, *(leaves_at(block, number) for number in resolved.offloaded)})
+    cuts = sorted({0, count, *(offloaded_at(block, number) for number in resolved.offloaded)})
     seconds = _seconds(block)
     host_seconds = _forward_host(block, resolved)
     tasks = [] if block.gap is None else [outside_task("before it", block.gap)]
     for start, end in list(pairwise(cuts)) or [(0, 0)]:
         change = levels[end] - levels[start]
         if end == count:
-            # Who called the block lets go of its inputs, and of its outputs later on.
+            # The caller frees the inputs here, and the outputs later.
             change -= sum(value.nbytes for number, value in enumerate(values) if value.is_input and number not in held)
             change += block.nbytes(number for number in held if _outlives(block, number))
         sends = tuple(
             Sent(number, values[number].nbytes, on_disk)
             for number, on_disk in resolved.offloaded.items()
-            if leaves_at(block, number) == end
+            if offloaded_at(block, number) == end
         )
-        leaving = sum(sent.nbytes for sent in sends)
+        nbytes = sum(sent.nbytes for sent in sends)
         tasks.append(
             Task(
                 "forward",
                 Phase.FORWARD,
-                seconds=(sum(seconds[start:end]) if count else block.forward_seconds) + _SECONDS_A_BYTE * leaving,
+                seconds=(sum(seconds[start:end]) if count else block.forward_seconds) + _SECONDS_A_BYTE * nbytes,
                 peak_bytes=max(max(peaks[start:end], default=0) - levels[start], change),
                 change_bytes=change,
                 sends=sends,
@@ -167,7 +167,7 @@ def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ..
 
 
 def outside_task(name: str, outside: Outside) -> Task:
-    """The task of a part of a step that is no block's."""
+    """The task of a part of a step outside of blocks."""
     return Task(
         name,
         Phase.OUTSIDE,
@@ -179,24 +179,23 @@ def outside_task(name: str, outside: Outside) -> Task:
 
 
 def _forward_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
-    if block.host is None:
-        return 0.0
+    host = block.host or _NO_HOST
     if not (resolved.recomputed or resolved.offloaded):
-        return block.host.plain
-    queued = block.host.region if resolved.recomputed else block.host.plain
-    return queued + _host_by_operator(block) * (_KEEP * len(resolved.kept) + _SEND * len(resolved.offloaded))
+        return host.plain
+    queued = host.checkpointed if resolved.recomputed else host.plain
+    return queued + _host_by_operator(block) * (_KEEP * len(resolved.kept) + _OFFLOAD * len(resolved.offloaded))
 
 
-def _rerun_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
-    if block.host is None:
-        return 0.0
+def _replay_host(block: BlockProfile, resolved: ResolvedDecisions) -> float:
     share = resolved.reach / max(len(block.operators), 1)
     is_partial = any(not block.values[number].is_input for number in resolved.given)
-    return block.host.rerun * share + (_MODE * _host_by_operator(block) * resolved.reach if is_partial else 0.0)
+    return (block.host or _NO_HOST).replay * share + (
+        _MODE * _host_by_operator(block) * resolved.reach if is_partial else 0.0
+    )
 
 
 def _host_by_operator(block: BlockProfile) -> float:
-    return 0.0 if block.host is None else block.host.plain / max(len(block.operators), 1)
+    return (block.host or _NO_HOST).plain / max(len(block.operators), 1)
 
 
 def _outlives(block: BlockProfile, number: int) -> bool:
@@ -205,7 +204,7 @@ def _outlives(block: BlockProfile, number: int) -> bool:
 
 
 def _seconds(block: BlockProfile) -> list[float]:
-    """Seconds of each operator, which add up to the measured ones of the block."""
+    """Seconds of each operator, which add up to the measured time of the block."""
     total = sum(each.seconds for each in block.operators)
     if not total:
         return [block.forward_seconds / len(block.operators) for _ in block.operators]
@@ -218,26 +217,26 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
     if not any(weights):
         weights = [1.0] * count
     done = list(accumulate(weights, initial=0.0))
-    # Backward asks for a value from one place on, and needs it to another one. An unsaved value is there to the end.
+    # Backward needs a value from one place to another. An unsaved value is there to the end.
     asked_at = [min((value.asked_at or 0) + 1, count) for value in values]
     wanted_at = [min((value.saved_at or 0) + 1, count) for value in values]
     over_at = [wanted_at[number] if value.saved_at is not None else 0 for number, value in enumerate(values)]
-    # The replay comes when the first of what it makes is asked for, a cast among others.
-    made_again = (asked_at[number] for number in resolved.recomputed | resolved.casts)
-    rerun_at = max(made_again, default=0) if resolved.recomputed else None
+    # The replay runs when backward needs the first of its results, which may be a cast.
+    results = resolved.recomputed | resolved.casts
+    replay_at = max((asked_at[number] for number in results), default=0) if resolved.recomputed else None
     taken = [number for number in resolved.offloaded if values[number].saved_at is not None]
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
-    if rerun_at is not None:
-        cuts.add(rerun_at)
-    host_seconds = 0.0 if block.host is None else block.host.backward
+    if replay_at is not None:
+        cuts.add(replay_at)
+    host_seconds = (block.host or _NO_HOST).backward
     there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
     tasks: list[Task] = []
     freed: set[int] = set()
     cast_again = 0
     for start, end in list(pairwise(sorted(cuts, reverse=True))) or [(0, 0)]:
-        if start == rerun_at:
+        if start == replay_at:
             cast_again = block.nbytes(resolved.casts)
-            tasks.append(_rerun(block, resolved, _part_at(block, start).begin_bytes, cast_again))
+            tasks.append(_replay(block, resolved, _part_at(block, start).begin_bytes, cast_again))
         takes = tuple(number for number in taken if asked_at[number] == start)
         over = {number for number in there if number not in freed and (end == 0 or over_at[number] > end)}
         freed |= over
@@ -260,7 +259,7 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
                 drops=tuple(number for number in resolved.offloaded if number in over),
                 gradient_bytes=gradients,
                 recomputed_bytes=recomputed,
-                host_seconds=host_seconds * share + _TAKE * _host_by_operator(block) * len(takes),
+                host_seconds=host_seconds * share + _RELOAD * _host_by_operator(block) * len(takes),
             )
         )
     return tuple(tasks)
@@ -274,46 +273,46 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
 def _backward_peak(
     block: BlockProfile, resolved: ResolvedDecisions, wanted_at: list[int], over_at: list[int], start: int, end: int
 ) -> int:
-    """The most that backward takes between two places, beyond what there is at the first."""
+    """Most bytes in backward between two places, beyond those at the first."""
     peaks = [_part_at(block, start).peak_bytes]
     there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
     saved = [number for number in resolved.kept if block.values[number].saved_at is not None]
     for part in block.backward_parts:
         if end < part.place <= start:
-            # What is not needed any more by then was there at the first place.
+            # Storages that are not needed here any more were there at the first place.
             gone = block.nbytes(number for number in there if part.place < over_at[number] <= start)
             kept = block.nbytes(number for number in saved if wanted_at[number] == part.place)
             peaks.append(max(part.peak_bytes, part.late_bytes + kept if part.late_bytes else 0) - gone)
     return max(peaks)
 
 
-def _rerun(block: BlockProfile, resolved: ResolvedDecisions, begin_bytes: int, casts: int) -> Task:
+def _replay(block: BlockProfile, resolved: ResolvedDecisions, begin_bytes: int, casts: int) -> Task:
     seconds = _seconds(block)
     _, peaks = _levels(block, resolved.recomputed, resolved.given, resolved.runs, resolved.reach)
     made = block.nbytes(resolved.recomputed) + casts
     return Task(
-        "again",
-        Phase.RERUN,
-        seconds=block.rerun_factor * sum(seconds[place] for place in sorted(resolved.runs)),
+        "recomputation",
+        Phase.RECOMPUTE,
+        seconds=block.recompute_factor * sum(seconds[place] for place in sorted(resolved.runs)),
         peak_bytes=max(peaks, default=0) + begin_bytes + casts,
         change_bytes=made,
         takes=tuple(number for number in resolved.offloaded if number in resolved.given),
         recomputed_bytes=made,
-        host_seconds=_rerun_host(block, resolved),
+        host_seconds=_replay_host(block, resolved),
     )
 
 
-_LEAVES = {Decision.OFFLOAD, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK}
+_OFFLOADS = {Decision.OFFLOAD, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK}
 
 
 @dataclass(frozen=True, slots=True)
 class ResolvedDecisions:
-    """What a block does with its values and operators under some decisions."""
+    """The values that a block keeps, offloads and recomputes, and the operators that its replay runs."""
 
     runs: frozenset[int]
-    """Operators that the replay runs."""
+    """Operators that the replay runs, without views."""
     kept: frozenset[int]
-    """Values that stay on the device from forward to backward."""
+    """Values that stay on the GPU from forward to backward."""
     offloaded: dict[int, bool]
     """Offloaded values, and whether to the disk."""
     recomputed: frozenset[int]
@@ -321,22 +320,22 @@ class ResolvedDecisions:
     """Values that the replay is handed."""
     casts: frozenset[int]
     reach: int
-    """How many operators the replay goes through: it ends with the last value that is wanted."""
+    """Number of operators up to the end of the replay, which is the last wanted value."""
 
     @classmethod
     def of(cls, block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> ResolvedDecisions:
-        """Resolve decisions that :func:`as_planned` gave."""
+        """Resolve the decisions of :func:`as_planned`."""
         values = block.values
         made = frozenset(number for number, value in enumerate(values) if value.is_recomputable)
         again = frozenset(number for number in made if decisions[number] is Decision.RECOMPUTE)
         casts = frozenset(number for number, value in enumerate(values) if value.is_cast and value.saved_at is not None)
         reach = _reach(block, again | casts)
-        runs, given = _reruns(block, decisions, again, reach) if again else (frozenset(), frozenset())
-        # A replay goes on until each value that it was handed was saved once.
+        runs, given = _replayed(block, decisions, again, reach) if again else (frozenset(), frozenset())
+        # A replay ends when each value that it was handed was saved once.
         reach = max([reach, *(values[number].saved_at or 0 for number in given)])
         if again == made and again:
-            # Nothing is preserved, and nothing is left out.
-            runs = frozenset(place for place in range(reach) if block.operators[place].again is not Again.VIEW)
+            # Nothing is preserved, so no operator is left out.
+            runs = frozenset(place for place in range(reach) if block.operators[place].replay is not ReplayRule.VIEW)
         held = {
             number
             for number, value in enumerate(values)
@@ -344,16 +343,16 @@ class ResolvedDecisions:
         }
         held |= given
         if again:
-            # Whether or not an operator saved them.
+            # A replay needs the inputs, saved or not.
             held.update(number for number, value in enumerate(values) if value.is_input)
-        leaves = {
+        offloaded = {
             number: decisions[number] is Decision.OFFLOAD_DISK
-            for number in sorted(held, key=lambda number: leaves_at(block, number))
-            if decisions[number] in _LEAVES and values[number].nbytes >= min_bytes
+            for number in sorted(held, key=lambda number: offloaded_at(block, number))
+            if decisions[number] in _OFFLOADS and values[number].nbytes >= min_bytes
         }
-        return cls(runs, frozenset(held - leaves.keys()), leaves, again, given, casts, reach)
+        return cls(runs, frozenset(held - offloaded.keys()), offloaded, again, given, casts, reach)
 
-    def told(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
+    def named(self, block: BlockProfile, decisions: Sequence[Decision]) -> list[Decision]:
         """These decisions, with RECOMPUTE for values that the block does not need.
 
         See NOTE [ Decisions that a plan can name ].
@@ -361,17 +360,17 @@ class ResolvedDecisions:
         said = list(decisions)
         for each in block.operators if self.recomputed else ():
             is_there = any(made in self.kept or made in self.offloaded for made in each.makes)
-            if each.again is Again.FREE and not is_there:
+            if each.replay is ReplayRule.FREE and not is_there:
                 for number in each.makes:
                     said[number] = Decision.RECOMPUTE
         return said
 
 
 def _wanted_at(block: BlockProfile, number: int) -> int:
-    """How many operators must have run for a saved value to be what was saved."""
+    """Number of operators that must have run for a saved value to have its saved content."""
     saved_at = block.values[number].saved_at
     assert saved_at is not None
-    # Saved before its own operator wrote it: it is good when that has run.
+    # It was saved before the operator that saved it wrote it.
     is_early = saved_at < len(block.operators) and number in block.operators[saved_at].writes
     return saved_at + is_early
 
@@ -379,14 +378,14 @@ def _wanted_at(block: BlockProfile, number: int) -> int:
 def _reach(block: BlockProfile, again: frozenset[int]) -> int:
     if any(_wanted_at(block, number) != block.values[number].saved_at for number in again):
         return len(block.operators)
-    # What is saved twice is told of twice.
+    # A value that is saved twice is recomputed up to the last time.
     return max((max(_wanted_at(block, number), block.values[number].asked_at or 0) for number in again), default=0)
 
 
-def _reruns(
+def _replayed(
     block: BlockProfile, decisions: Sequence[Decision], again: frozenset[int], reach: int
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """Which operators run again, and which values are handed in. See NOTE [ Recomputed operators ]."""
+    """The operators that a replay runs, and the values that it is handed. See NOTE [ Recomputed operators ]."""
     at: dict[int, set[int]] = {}
     for number in again:
         at.setdefault(_wanted_at(block, number), set()).add(number)
@@ -395,9 +394,9 @@ def _reruns(
     want = set(at.get(len(block.operators), ()))
     for place in range(len(block.operators) - 1, -1, -1):
         each = block.operators[place]
-        is_free, overwrites = each.again is Again.FREE, not want.isdisjoint(each.writes)
+        is_free, overwrites = each.replay is ReplayRule.FREE, not want.isdisjoint(each.writes)
         is_wanted = overwrites or not want.isdisjoint(each.makes)
-        if place < reach and (each.again is Again.ALWAYS or (is_free and is_wanted)):
+        if place < reach and (each.replay is ReplayRule.ALWAYS or (is_free and is_wanted)):
             is_preserved = each.makes and decisions[each.makes[0]] is not Decision.RECOMPUTE
             if is_free and is_preserved and not overwrites:
                 given.update(each.makes)
@@ -411,19 +410,19 @@ def _reruns(
 
 
 def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> list[Decision]:
-    """The decisions as a plan says them. See NOTE [ Decisions that a plan can name ]."""
+    """The decisions as a plan can name them. See NOTE [ Decisions that a plan can name ]."""
     said = list(decisions)
     values = block.values
     inputs = [number for number, value in enumerate(values) if value.is_input]
-    leaving = next((said[number] for number in inputs if said[number] in _LEAVES), Decision.KEEP)
+    decision = next((said[number] for number in inputs if said[number] in _OFFLOADS), Decision.KEEP)
     for number in inputs:
-        said[number] = leaving
-    # A checkpointed block cannot keep these.
+        said[number] = decision
+    # Values that a checkpointed block cannot keep.
     again: list[int] = []
     written = {number for each in block.operators for number in each.writes}
     for each in block.operators:
         decision = said[each.makes[0]] if each.makes else Decision.KEEP
-        if each.again is not Again.FREE or not written.isdisjoint(each.makes):
+        if each.replay is not ReplayRule.FREE or not written.isdisjoint(each.makes):
             again += each.makes
             decision = Decision.RECOMPUTE if decision is Decision.RECOMPUTE else Decision.KEEP
         for number in each.makes:
@@ -434,12 +433,12 @@ def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: in
     return said
 
 
-def leaves_at(block: BlockProfile, number: int) -> int:
-    """After how many operators it leaves."""
+def offloaded_at(block: BlockProfile, number: int) -> int:
+    """Number of operators after which a value is offloaded."""
     value, count = block.values[number], len(block.operators)
     if value.saved_at is None:
         return min(1, count) if value.is_input else count
     if not block.saves_at:
         return min(value.saved_at + 1, count)
-    # When autograd saves for another operator, those before have returned.
+    # An operator has returned when autograd saves for another one.
     return min(next((place for place in block.saves_at if place > value.saved_at), count), count)

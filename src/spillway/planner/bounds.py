@@ -2,42 +2,40 @@
 
 NOTE [ Bounds ]
 
-Each option's tasks are walked once, alone: an offloaded storage leaves at once, and a reloaded one arrives when it is
+Each option's tasks are walked once, alone: an offloaded storage is freed at once, and a reloaded one arrives when it is
 taken. The bytes of a step are then sums over its blocks, and the real bytes are never less. One recurrence over the
 blocks adds them up, with a clock for compute, for each stream of copies and for the CPU. Three users share it:
 
-- A **bound** of a choice grants the streams a whole window at each place where a simulation might. No simulation is
-  below a bound.
-- An **estimate** of a choice takes the middle: half of the largest storage of the window stays unused, and what the
-  window holds counts as bytes. An estimate may be wrong either way.
+- A **bound** of a choice grants the streams a whole window (the in-flight limit) at each place where a simulation
+  might. No simulation is below a bound.
+- An **estimate** of a choice takes the middle: half of the largest storage of the window stays unused, and the bytes in
+  flight count. An estimate may be wrong either way.
 - The **linear programme** has a share of each option in the place of a choice, and is granted as much as a bound. Each
   choice is one of its solutions, so its least seconds are a bound of all choices.
 
-A copy out begins after the task that sends, and all but a window's bytes have left when the sends are done. So compute
-is never ahead of "stream's end - window / bandwidth", and what the block computes after that send comes on top:
+A copy out begins after the task that sends, and all but a window's bytes are copied when the sends are done. So compute
+is never ahead of "stream's end - window / bandwidth", and the block's computation after that send comes on top:
 ``out_need`` is the largest of those sums. In the same way ``back_need`` is the largest of "bytes up to a take /
-bandwidth + what the block computes from there on". A task ends no earlier than the CPU has queued it: ``host_need``.
+bandwidth + the block's computation from there on". A task ends no earlier than the CPU has queued it: ``host_need``.
 
 NOTE [ Bounds of several chunks ]
 
-In a step of several chunks, forwards follow backwards. A storage that is taken while it is LEAVING was sent before, and
-a backward sends nothing. So each run of backwards spares the streams a window's bytes of all that is sent and taken.
-Before a run that is not the first, another window's bytes may have been fetched ahead.
+In a step of several chunks, forwards follow backwards. A storage that is taken while its copy is in flight was sent
+before, and a backward sends nothing. So each run of backwards spares the streams a window's bytes of all copies. Before
+a run that is not the first, another window's bytes may have been prefetched.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
+from spillway.planner.linear import LinearProgramme
 from spillway.planner.tasks import Option, Problem, Rates, Sent, Task
 
 Numbers: TypeAlias = NDArray[numpy.float64]
@@ -46,7 +44,7 @@ Choices: TypeAlias = NDArray[numpy.int64]
 MIB, TICKS = 2.0**20, 2.0**10
 """Bytes and seconds are scaled to numbers that HiGHS likes. Powers of two scale exactly."""
 TIE = 1e-3
-"""Where the CPU may run ahead: seconds without CPU stalls count this much beside seconds."""
+"""If the CPU may run ahead, seconds without CPU stalls count this much beside seconds."""
 _AT_ONCE = 2048
 """Choices whose numbers stay in the processor's cache."""
 
@@ -124,7 +122,7 @@ def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
         "let_go": option.let_go_bytes,
         "backward_peak": peak,
         "backward_change": change,
-        # Of a backward whose gradients are there already.
+        # The same for a backward whose gradients exist already.
         "later_peak": later_peak,
         "later_change": later_change,
         # Reloaded from any tier, and from the disk.
@@ -164,7 +162,7 @@ def _queued(tasks: Sequence[Task], times: float) -> tuple[float, float]:
 
 @dataclass(frozen=True, slots=True)
 class Estimates:
-    """Of each choice: seconds, and bytes at the peaks."""
+    """Seconds and peak bytes of each choice."""
 
     seconds: Numbers
     peak_bytes: Numbers
@@ -191,7 +189,7 @@ class Shares:
 
 
 class _Row(NamedTuple):
-    """A block of the recurrence, or what comes around the blocks, as a block with one option."""
+    """A block of the recurrence, or the tasks around the blocks, as a block with one option."""
 
     numbers: Numbers
     """For each of ``_LINES``, each option's number."""
@@ -204,7 +202,7 @@ class _Part(NamedTuple):
     around: _Row
     blocks: list[_Row]
     between: list[_Row]
-    """What comes between the forwards and the backwards of the blocks."""
+    """Tasks between the forwards and the backwards of the blocks."""
 
 
 _LINES = {name: line for line, name in enumerate(option_bounds(Option((), (), ()), Rates(1.0, 1.0, 1.0, 1.0, 1)))}
@@ -229,7 +227,7 @@ class CostModel:
         def outside(forward: tuple[Task, ...], backward: tuple[Task, ...] = ()) -> _Row:
             return _Row(numbers([Option((), forward, backward)]), None)
 
-        self._parts = [
+        self.parts = [
             _Part(
                 outside(part.before, part.after),
                 [_Row(tables[id(problem.options[block])], block) for block in problem.blocks_of(number)],
@@ -238,21 +236,21 @@ class CostModel:
             for number, part in enumerate(problem.parts)
         ]
         every = numpy.concatenate(
-            [row.numbers for part in self._parts for row in (part.around, *part.blocks, *part.between)], axis=1
+            [row.numbers for part in self.parts for row in (part.around, *part.blocks, *part.between)], axis=1
         )
         has = {name for name, line in _LINES.items() if numpy.any(every[line])}
-        self._has_host = not has.isdisjoint(("forward_host", "backward_host"))
-        self._has_disk, self._lets_go = "to_disk" in has, "let_go" in has
-        self._largest = float(every[_LINES["largest"]].max())
-        self._window = max(problem.rates.window / MIB, self._largest)
-        """Most that may be LEAVING."""
+        self.has_host = not has.isdisjoint(("forward_host", "backward_host"))
+        self.has_disk, self.lets_go = "to_disk" in has, "let_go" in has
+        self.largest = float(every[_LINES["largest"]].max())
+        self.window = max(problem.rates.window / MIB, self.largest)
+        """Most MiB in flight: a storage that exceeds the limit is copied alone."""
 
     def bounds(self, choices: Choices) -> Estimates:
         """No simulation of these choices is below."""
         return self._side_by_side(choices, granted=True)
 
     def estimates(self, choices: Choices) -> Estimates:
-        """What a simulation might come to."""
+        """Approximations of the simulations of these choices."""
         return self._side_by_side(choices, granted=False)
 
     def shares(self, budget: float) -> Shares | None:
@@ -261,10 +259,10 @@ class CostModel:
         limits = {"device": budget / MIB}
         for tier, nbytes in (("host", problem.host_budget), ("disk", problem.disk_budget)):
             if nbytes is not None:
-                limits[tier] = nbytes / MIB + self._window
-        programme = _Programme([len(each) for each in problem.options], limits)
+                limits[tier] = nbytes / MIB + self.window
+        programme = LinearProgramme([len(each) for each in problem.options], limits, _LINES)
         # No time limit: it would give each rank another answer.
-        solved = programme.least(self._walk(programme, granted=True))
+        solved = programme.least(_Recurrence(self, programme, True).end())
         if solved is None:
             return None
         seconds, columns = solved
@@ -275,129 +273,149 @@ class CostModel:
         parts = []
         for at in range(0, max(len(choices), 1), _AT_ONCE):
             side_by_side = _SideBySide(choices[at : at + _AT_ONCE])
-            seconds = self._walk(side_by_side, granted=granted)
-            most, unseen = side_by_side.most, self._window if granted else 0.0
+            seconds = _Recurrence(self, side_by_side, granted).end()
+            most, unseen = side_by_side.most, self.window if granted else 0.0
             tiers = (numpy.maximum(0.0, most[tier] - unseen) * MIB for tier in ("host", "disk"))
             parts.append((seconds / TICKS, most["device"] * MIB, *tiers))
         return Estimates(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
 
-    def _walk(self, way: Any, *, granted: bool) -> Any:
-        """The clock at the end of the step: of a bound if ``granted``, else of an estimate. See NOTE [ Bounds ].
 
-        The way is a :class:`_SideBySide` or a :class:`_Programme`: the numbers that are added up, and their limits.
-        """
-        problem, rates = self.problem, self.problem.rates
-        held = max(0.0, rates.window / MIB - self._largest / 2)
-        held_ahead = held if rates.ahead is None else max(0.0, rates.ahead / MIB - self._largest / 2)
-        window = self._window if granted else self._window - self._largest / 2
-        out, back = (rate / MIB / TICKS for rate in (rates.out, rates.back))
-        write, read = (rate / MIB / TICKS for rate in (rates.disk_write, rates.disk_read))
-        # Of two steps, one of them with a slower CPU, the mean.
-        slower = 0.0 if granted else (problem.late - 1) / 2
-        lead = problem.lead * TICKS
+class _Recurrence:
+    """One walk through the turns of a step: a bound if ``granted``, else an estimate. See NOTE [ Bounds ].
 
-        clock = out_free = disk_free = back_free = read_free = way.constant(0.0)
-        queued = way.constant(-lead)
-        level = way.constant(problem.static_bytes / MIB)
-        on_host = on_disk = leaving = owed = way.constant(0.0)
-        begun = False
-        """Whether anything was reloaded in this run of backwards."""
-        shared: dict[int, Any] = {}
-        gone: set[int] = set()
-        """Parts of which a backward has been."""
-        runs = waiting = 0
+    The way is a :class:`_SideBySide` or a :class:`LinearProgramme`: the numbers that are added up, and their limits.
+    """
+
+    def __init__(self, model: CostModel, way: Any, granted: bool) -> None:
+        problem, rates = model.problem, model.problem.rates
+        self._model, self._problem, self._way, self._granted = model, problem, way, granted
+        self._held = max(0.0, rates.window / MIB - model.largest / 2)
+        self._held_ahead = self._held if rates.ahead is None else max(0.0, rates.ahead / MIB - model.largest / 2)
+        self._window = model.window if granted else model.window - model.largest / 2
+        self._out, self._back = (rate / MIB / TICKS for rate in (rates.out, rates.back))
+        self._write, self._read = (rate / MIB / TICKS for rate in (rates.disk_write, rates.disk_read))
+        # An estimate is the mean of two steps, one of them with a slower CPU.
+        self._slower = 0.0 if granted else (problem.late - 1) / 2
+        self._lead = problem.lead * TICKS
+        # The clocks of compute and of each stream.
+        self._clock = self._out_free = self._disk_free = self._back_free = self._read_free = way.constant(0.0)
+        self._queued = way.constant(-self._lead)
+        self._level = way.constant(problem.static_bytes / MIB)
+        self._on_host = self._on_disk = self._leaving = self._owed = way.constant(0.0)
+        self._begun: Any = False
+        """Whether this run of backwards has reloaded anything."""
+        self._shared: dict[int, Any] = {}
+        self._runs = self._waiting = 0
+        """Runs of backwards so far, and chunks whose backward is to come."""
+
+    def end(self) -> Any:
+        """The clock at the end of the step."""
+        had_backward: set[int] = set()
         was_backward = False
-        for turn in problem.turns:
-            part = self._parts[turn.part]
-            forward = part.between if turn.is_backward else [part.around, *part.blocks]
-            before: Any = None
-            for row in forward:
-                at = way.row(row)
-                above = 0.0
-                if not granted:
-                    above = numpy.minimum(leaving, held) + (numpy.minimum(owed, held_ahead) if runs else 0.0)
-                way.limit("device", level + at("forward_peak") + above)
-                begin = clock
-                ends = [
-                    begin + at("forward_seconds"),
-                    out_free + at("out_need") - window / out,
-                    begin + at("out_free_need") - window / out,
-                ]
-                if self._has_host:
-                    ends.append(queued + at("forward_host_need") + at("forward_host") * slower)
-                    queued = way.hold(queued + at("forward_host") * (1 + slower))
-                if self._has_disk:
-                    ends.append(disk_free + at("disk_need") - (window / out + window / write))
-                    disk_free = way.latest(disk_free + at("to_disk") * (1 / write), begin)
-                    on_disk = way.hold(on_disk + at("to_disk"))
-                clock = way.latest(*ends)
-                out_free = way.latest(out_free + at("sent") * (1 / out), begin + at("out_end"))
-                if before is not None and row.block is not None:
-                    twice = way.shared(before("output"), at("input"))
-                    if twice is not None:
-                        shared[id(row)] = twice
-                        level = level - twice
-                level = way.hold(level + at("kept"))
-                on_host = way.hold(on_host + at("sent") - at("to_disk"))
-                if not granted:
-                    leaving, owed = leaving + at("sent"), owed + at("taken")
-                if turn.is_backward and row is part.between[0] and self._lets_go:
-                    level = way.hold(level - sum((way.row(each)("let_go") for each in part.blocks), 0.0))
-                before = None if row.block is None else at
-            way.limit("host", on_host)
-            way.limit("disk", on_disk)
-            if not turn.is_backward:
-                waiting += 1
-                was_backward = False
-                continue
+        for turn in self._problem.turns:
+            part = self._model.parts[turn.part]
+            self._forward(part.between if turn.is_backward else [part.around, *part.blocks], part, turn.is_backward)
+            if turn.is_backward:
+                if not was_backward:
+                    self._begin_backwards()
+                self._backward(part, later=turn.part in had_backward)
+                had_backward.add(turn.part)
+            self._waiting += -1 if turn.is_backward else 1
+            was_backward = turn.is_backward
+        self._way.limit("device", self._level)
+        if self._model.has_host and self._problem.lead:
+            end = self._way.latest(self._clock, self._queued + self._lead)
+            return end if self._granted else end + TIE * self._clock
+        return self._clock
 
-            is_alone = waiting == 1
-            if not was_backward:
-                leaving = leaving if granted else numpy.minimum(leaving, held)
-                spared = window if granted else leaving if is_alone else 0.0
-                ahead = 0.0 if not runs else window if granted else held_ahead
-                out_free, disk_free = out_free - spared * (1 / out), disk_free - spared * (1 / write)
-                back_free = way.latest(back_free - spared * (1 / back), clock - (spared + ahead) * (1 / back))
-                read_free = way.latest(read_free - spared * (1 / read), clock - (spared + ahead) * (1 / read))
-                runs, begun = runs + 1, False
-            later = turn.part in gone
-            for row in [*part.blocks[::-1], part.around]:
-                at = way.row(row)
-                above = 0.0
-                if not granted:
-                    owed = owed - at("taken")
-                    begun = begun | (at("taken") > 0)
-                    fetched = numpy.where(begun, numpy.minimum(owed, held_ahead), 0.0)
-                    leaving = numpy.maximum(0.0, leaving - at("sent")) if is_alone else leaving
-                    above = numpy.maximum(leaving, fetched) if is_alone else leaving + fetched
-                way.limit("device", level + at("later_peak" if later else "backward_peak") + above)
-                begin = clock
-                # No more than a window was fetched ahead, and no more than another one was not needed.
-                credit = window * (2 if granted else 1)
-                ends = [
-                    begin + at("backward_seconds"),
-                    back_free + at("back_need"),
-                    begin + at("back_need") - credit / back,
-                ]
-                back_free = way.hold(back_free + at("taken") * (1 / back))
-                if self._has_host:
-                    ends.append(queued + at("backward_host_need") + at("backward_host") * slower)
-                    queued = way.hold(queued + at("backward_host") * (1 + slower))
-                if self._has_disk:
-                    ends += [read_free + at("read_need"), begin + at("read_need") - credit / read]
-                    read_free = way.hold(read_free + at("from_disk") * (1 / read))
-                    on_disk = way.hold(on_disk - at("to_disk"))
-                clock = way.latest(*ends)
-                level = way.hold(level + at("later_change" if later else "backward_change") + shared.get(id(row), 0.0))
-                on_host = way.hold(on_host - at("sent") + at("to_disk"))
-            gone.add(turn.part)
-            waiting -= 1
-            was_backward = True
-        way.limit("device", level)
-        if self._has_host and problem.lead:
-            end = way.latest(clock, queued + lead)
-            return end if granted else end + TIE * clock
-        return clock
+    def _forward(self, rows: Sequence[_Row], part: _Part, is_between: bool) -> None:
+        way, granted, window, out, write = self._way, self._granted, self._window, self._out, self._write
+        before: Any = None
+        for row in rows:
+            at = way.row(row)
+            above = 0.0
+            if not granted:
+                above = numpy.minimum(self._leaving, self._held)
+                above = above + (numpy.minimum(self._owed, self._held_ahead) if self._runs else 0.0)
+            way.limit("device", self._level + at("forward_peak") + above)
+            begin = self._clock
+            ends = [
+                begin + at("forward_seconds"),
+                self._out_free + at("out_need") - window / out,
+                begin + at("out_free_need") - window / out,
+            ]
+            if self._model.has_host:
+                ends.append(self._queued + at("forward_host_need") + at("forward_host") * self._slower)
+                self._queued = way.hold(self._queued + at("forward_host") * (1 + self._slower))
+            if self._model.has_disk:
+                ends.append(self._disk_free + at("disk_need") - (window / out + window / write))
+                self._disk_free = way.latest(self._disk_free + at("to_disk") * (1 / write), begin)
+                self._on_disk = way.hold(self._on_disk + at("to_disk"))
+            self._clock = way.latest(*ends)
+            self._out_free = way.latest(self._out_free + at("sent") * (1 / out), begin + at("out_end"))
+            if before is not None and row.block is not None:
+                twice = way.shared(before("output"), at("input"))
+                if twice is not None:
+                    self._shared[id(row)] = twice
+                    self._level = self._level - twice
+            self._level = way.hold(self._level + at("kept"))
+            self._on_host = way.hold(self._on_host + at("sent") - at("to_disk"))
+            if not granted:
+                self._leaving, self._owed = self._leaving + at("sent"), self._owed + at("taken")
+            if is_between and row is rows[0] and self._model.lets_go:
+                self._level = way.hold(self._level - sum((way.row(each)("let_go") for each in part.blocks), 0.0))
+            before = None if row.block is None else at
+        way.limit("host", self._on_host)
+        way.limit("disk", self._on_disk)
+
+    def _begin_backwards(self) -> None:
+        """Spare the streams what is in flight or prefetched. See NOTE [ Bounds of several chunks ]."""
+        way, window, back, read = self._way, self._window, self._back, self._read
+        self._leaving = self._leaving if self._granted else numpy.minimum(self._leaving, self._held)
+        spared = window if self._granted else self._leaving if self._waiting == 1 else 0.0
+        ahead = 0.0 if not self._runs else window if self._granted else self._held_ahead
+        self._out_free = self._out_free - spared * (1 / self._out)
+        self._disk_free = self._disk_free - spared * (1 / self._write)
+        self._back_free = way.latest(self._back_free - spared * (1 / back), self._clock - (spared + ahead) * (1 / back))
+        self._read_free = way.latest(self._read_free - spared * (1 / read), self._clock - (spared + ahead) * (1 / read))
+        self._runs, self._begun = self._runs + 1, False
+
+    def _backward(self, part: _Part, *, later: bool) -> None:
+        way, back, read = self._way, self._back, self._read
+        # At most a window was fetched ahead, and at most another one was not needed.
+        credit = self._window * (2 if self._granted else 1)
+        peak, change = ("later_peak", "later_change") if later else ("backward_peak", "backward_change")
+        for row in [*part.blocks[::-1], part.around]:
+            at = way.row(row)
+            above = 0.0 if self._granted else self._in_flight(at)
+            way.limit("device", self._level + at(peak) + above)
+            begin = self._clock
+            ends = [
+                begin + at("backward_seconds"),
+                self._back_free + at("back_need"),
+                begin + at("back_need") - credit / back,
+            ]
+            self._back_free = way.hold(self._back_free + at("taken") * (1 / back))
+            if self._model.has_host:
+                ends.append(self._queued + at("backward_host_need") + at("backward_host") * self._slower)
+                self._queued = way.hold(self._queued + at("backward_host") * (1 + self._slower))
+            if self._model.has_disk:
+                ends += [self._read_free + at("read_need"), begin + at("read_need") - credit / read]
+                self._read_free = way.hold(self._read_free + at("from_disk") * (1 / read))
+                self._on_disk = way.hold(self._on_disk - at("to_disk"))
+            self._clock = way.latest(*ends)
+            self._level = way.hold(self._level + at(change) + self._shared.get(id(row), 0.0))
+            self._on_host = way.hold(self._on_host - at("sent") + at("to_disk"))
+
+    def _in_flight(self, at: Callable[[str], Numbers]) -> Numbers:
+        """Bytes of copies out and of prefetched storages in a block's backward."""
+        is_alone = self._waiting == 1
+        self._owed = self._owed - at("taken")
+        self._begun = self._begun | (at("taken") > 0)
+        fetched = numpy.where(self._begun, numpy.minimum(self._owed, self._held_ahead), 0.0)
+        self._leaving = numpy.maximum(0.0, self._leaving - at("sent")) if is_alone else self._leaving
+        found: Numbers = numpy.maximum(self._leaving, fetched) if is_alone else self._leaving + fetched
+        return found
 
 
 class _SideBySide:
@@ -429,104 +447,3 @@ class _SideBySide:
     @staticmethod
     def latest(*numbers: Numbers) -> Numbers:
         return functools.reduce(numpy.maximum, numbers)
-
-
-class _Linear:
-    """A sum of columns with their factors, and a constant."""
-
-    __slots__ = ("constant", "terms")
-
-    def __init__(self, terms: dict[int, float], constant: float = 0.0) -> None:
-        self.terms, self.constant = terms, constant
-
-    def __add__(self, other: _Linear | float) -> _Linear:
-        if not isinstance(other, _Linear):
-            return _Linear(self.terms, self.constant + other)
-        terms = dict(self.terms)
-        for column, factor in other.terms.items():
-            terms[column] = terms.get(column, 0.0) + factor
-        return _Linear(terms, self.constant + other.constant)
-
-    def __mul__(self, factor: float) -> _Linear:
-        return _Linear({column: each * factor for column, each in self.terms.items()}, self.constant * factor)
-
-    def __sub__(self, other: _Linear | float) -> _Linear:
-        return self + other * -1.0
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-class _Programme:
-    """A linear programme that is written down row by row; each row says that a sum is at most 0."""
-
-    def __init__(self, counts: Sequence[int], limits: dict[str, float]) -> None:
-        ends = numpy.cumsum([0, *counts]).tolist()
-        self.places = list(itertools.pairwise(ends))
-        """Of each block's shares: the first column, and the one after the last."""
-        self._bounds: list[tuple[float | None, float | None]] = [(0.0, 1.0)] * ends[-1]
-        self._limits = limits
-        self._rows: list[_Linear] = []
-        self._equal: list[_Linear] = [
-            _Linear(dict.fromkeys(range(first, last), 1.0), -1.0) for first, last in self.places
-        ]
-
-    def constant(self, value: float) -> _Linear:
-        return _Linear({}, value)
-
-    def row(self, row: _Row) -> Callable[[str], _Linear]:
-        if row.block is None:
-            return lambda name: _Linear({}, float(row.numbers[_LINES[name], 0]))
-        first, last = self.places[row.block]
-        columns = range(first, last)
-        return lambda name: _Linear(dict(zip(columns, row.numbers[_LINES[name]].tolist(), strict=True)))
-
-    def shared(self, output: _Linear, input_: _Linear) -> _Linear | None:
-        """A column that is no more than either; ``None``: it would be 0."""
-        if not (any(output.terms.values()) and any(input_.terms.values())):
-            return None
-        shared = self._column(0.0)
-        self._rows += [shared - output, shared - input_]
-        return shared
-
-    def limit(self, tier: str, nbytes: _Linear) -> None:
-        if tier in self._limits:
-            self._rows.append(nbytes - self._limits[tier])
-
-    def hold(self, number: _Linear) -> _Linear:
-        """A column that is equal, so that sums stay short."""
-        if len(number.terms) <= 1:
-            return number
-        column = self._column(None)
-        self._equal.append(number - column)
-        return column
-
-    def latest(self, *numbers: _Linear) -> _Linear:
-        """A column that is at least each."""
-        column = self._column(None)
-        self._rows += [number - column for number in numbers]
-        return column
-
-    def least(self, objective: _Linear) -> tuple[float, Numbers] | None:
-        """The least that a sum can be, and the columns; ``None``: there is no solution."""
-        costs = numpy.zeros(len(self._bounds))
-        for column, factor in objective.terms.items():
-            costs[column] = factor
-        (rows, limits), (equal, values) = self._matrix(self._rows), self._matrix(self._equal)
-        solved = linprog(costs, A_ub=rows, b_ub=limits, A_eq=equal, b_eq=values, bounds=self._bounds, method="highs-ds")
-        return None if solved.x is None else (float(solved.fun) + objective.constant, solved.x)
-
-    def _column(self, low: float | None) -> _Linear:
-        self._bounds.append((low, None))
-        return _Linear({len(self._bounds) - 1: 1.0})
-
-    def _matrix(self, rows: Sequence[_Linear]) -> tuple[csr_array | None, Numbers | None]:
-        if not rows:
-            return None, None
-        sizes = [len(row.terms) for row in rows]
-        places = numpy.repeat(numpy.arange(len(rows)), sizes)
-        columns = numpy.fromiter(itertools.chain.from_iterable(row.terms for row in rows), numpy.int64, sum(sizes))
-        factors = numpy.fromiter(
-            itertools.chain.from_iterable(row.terms.values() for row in rows), numpy.float64, sum(sizes)
-        )
-        matrix = csr_array((factors, (places, columns)), shape=(len(rows), len(self._bounds)))
-        return matrix, numpy.array([-row.constant for row in rows])

@@ -1,10 +1,11 @@
-"""Records in files, as JSON: read to the last key, or refused.
+"""Records in JSON files. A file is read in full, or refused.
 
 NOTE [ Strict files ]
 
-What is read is what was written, or an error says where it is not: a key that is missing or unknown, a number of
-another type, below zero or not finite. Records that are made here are not looked at: a measurement never fails for an
-odd figure. A key that has a default in its record may not be left out of a file either: it would be another record.
+A file that :meth:`FileRecord.from_json` reads equals the file that was written, or an error names the place where it
+differs: a missing or unknown key, a number of another type, a negative or infinite number. Records that are made in
+Python are not validated: a measurement never fails for an odd number. A file may not leave out a key that has a default
+in its record: the record would be another one.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -20,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from spillway.errors import UsageError
 
 Count = Annotated[int, Field(ge=0)]
-"""In a file: a whole number, not below 0."""
+"""In a file: an integer, not below 0."""
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 """In a file: a finite time, not below 0."""
 
@@ -36,40 +38,50 @@ class FileRecord(Record):
     """A record that has a file of its own: a dataclass whose field ``schema`` has the version for its default."""
 
     __slots__ = ()
+    _remedy: ClassVar[str] = "Make it again, or give another file."
+    """The last sentence of errors about a file."""
 
     def to_json(self) -> str:
         """As JSON, with the schema's version."""
-        return TypeAdapter(type(self)).dump_json(self, indent=1).decode()
+        return _adapter(type(self)).dump_json(self, indent=1).decode()
 
     @classmethod
-    def from_json(cls, text: str | bytes) -> Self:
-        """The record that :meth:`to_json` wrote.
+    def from_json(cls, text: str | bytes, *, source: str = "The text") -> Self:
+        """Read the record that :meth:`to_json` wrote.
+
+        Args:
+            text: JSON.
+            source: the name of the text in errors, such as its file.
 
         Raises:
-            UsageError: for anything else.
+            UsageError: for anything else, or another version.
         """
-        what, schema, adapter = cls.__name__.lower(), cls._schema(), TypeAdapter(cls)
+        adapter = _adapter(cls)
         try:
-            # The version comes first, so that a file of another one is told by it.
+            # The version comes first: a file of another version has other keys.
             version = _Version.model_validate_json(text).version
-            if version != schema:
+            if version != cls._schema():
                 raise UsageError(
-                    f"{what}: got version {version}, expected {schema}; make it anew, or give the file of a {what}, if "
-                    f"this is none"
+                    f"{source} has a {cls.__name__} of version {version}, and this Spillway reads version "
+                    f"{cls._schema()}. {cls._remedy}"
                 )
-            found = adapter.validate_json(text)
+            found: Self = adapter.validate_json(text)
+            missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
+            fault = next(found._faults(), None) if missing is None else (missing, "Field required")
+            if fault is None:
+                return found
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            raise cls._is_none(".".join(map(str, first["loc"])) or "the file", first["msg"]) from None
+            fault = ".".join(map(str, first["loc"])), first["msg"]
         except UnicodeError as error:
-            raise cls._is_none("the file", f"no text that can be encoded: {error}") from None
-        missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
-        if missing is not None:
-            raise cls._is_none(missing, "Field required")
-        found._check()
-        return found
+            fault = "", f"It cannot be decoded ({error})"
+        place, why = fault
+        raise UsageError(
+            f"{source} is not a {cls.__name__} of version {cls._schema()}: {place + ': ' if place else ''}{why}. "
+            f"{cls._remedy}"
+        )
 
-    def save(self, path: str | Path) -> None:
+    def save(self, path: str | os.PathLike[str]) -> None:
         """Write it to a file.
 
         Raises:
@@ -78,41 +90,33 @@ class FileRecord(Record):
         write_file(path, self.to_json())
 
     @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read it from a file; raises as :meth:`from_json` does, and where there is no such file."""
-        return cls.from_json(read_file(path, cls.__name__))
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read it from a file; raises as :meth:`from_json` does, and if there is no such file."""
+        return cls.from_json(read_file(path, cls.__name__), source=os.fspath(path))
 
-    def _check(self) -> None:
-        """Raise for fields that contradict each other."""
+    def _faults(self) -> Iterator[tuple[str, str]]:
+        """Fields that contradict each other: where, and why."""
+        return iter(())
 
     @classmethod
     def _schema(cls) -> int:
         return int(cls.__dataclass_fields__["schema"].default)  # type: ignore[attr-defined]
 
-    @classmethod
-    def _is_none(cls, place: str, why: str) -> UsageError:
-        """The error for a file that is no such record: where in it, and why."""
-        what = cls.__name__.lower()
-        return UsageError(
-            f"{what}: got JSON that is none ({place}: {why}), expected what to_json() of a spillway {what} writes, "
-            f"version {cls._schema()}; make it anew"
-        )
-
 
 def read_file(path: str | os.PathLike[str], what: str) -> bytes:
-    """What is in a regular file. Reading anything else may block for ever: a FIFO that no process writes to.
+    """The content of a regular file. Other files may block for ever, as a FIFO that no process writes to.
 
     Raises:
         UsageError: if there is no such file.
     """
+    why: object = None
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise UsageError(f"path: got {_kind_of(path)}, expected a regular file that {what}.save() wrote")
-        return Path(path).read_bytes()
+        if stat.S_ISREG(os.stat(path).st_mode):
+            return Path(path).read_bytes()
+        why = _kind_of(path)
     except (OSError, ValueError) as error:
-        raise UsageError(
-            f"path: got {os.fspath(path)!r} ({error}), expected a file that {what}.save() wrote"
-        ) from error
+        why = error
+    raise UsageError(f"{os.fspath(path)!r} cannot be read ({why}). Give a file that {what}.save() wrote.")
 
 
 def write_file(path: str | os.PathLike[str], text: str, *, what: str = "path") -> None:
@@ -125,15 +129,14 @@ def write_file(path: str | os.PathLike[str], text: str, *, what: str = "path") -
     try:
         Path(path).write_text(text, encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise UsageError(f"{what}: got {os.fspath(path)!r} ({error}), expected a file that can be written") from error
+        raise _unwritable(what, path, error) from error
 
 
 def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
     """Check, before hours of training and not after them, that a file can be written.
 
-    A regular file, a new name in a folder, and a character device (``/dev/null``, a terminal) can. Writing to a FIFO
-    may block for ever. A link is checked by the file that it names. Errors call the path ``what``; ``None`` stands for
-    no file.
+    Regular files, new names in a folder, and character devices (``/dev/null``, a terminal) can. Writing to a FIFO may
+    block for ever. A link is checked by its target. Errors call the path ``what``; ``None`` stands for no file.
 
     Raises:
         UsageError: if there can be no such file.
@@ -147,43 +150,47 @@ def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
         folder = os.path.dirname(real)
         if os.path.basename(path) and os.path.isdir(folder) and os.access(folder, os.W_OK):
             return
-        raise UsageError(
-            f"{what}: got {os.fspath(path)!r}, expected the name of a file in a folder that can be written to"
-        ) from None
+        raise _unwritable(what, path, "no such folder, or no permission to write to it") from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"{what}: got {os.fspath(path)!r} ({error}), expected a file that can be written") from error
+        raise _unwritable(what, path, error) from error
     if not (stat.S_ISREG(mode) or stat.S_ISCHR(mode)):
-        raise UsageError(f"{what}: got {_kind_of(path)}, expected the name of a regular file")
+        raise _unwritable(what, path, _kind_of(path))
     if not os.access(real, os.W_OK):
-        raise UsageError(f"{what}: got {os.fspath(path)!r}, which is read-only, expected a file that can be written")
+        raise _unwritable(what, path, "it is read-only")
+
+
+def _unwritable(what: str, path: str | os.PathLike[str], why: object) -> UsageError:
+    return UsageError(f"{what}: {os.fspath(path)!r} cannot be written ({why}). Give the name of a file in a folder.")
 
 
 def _kind_of(path: str | os.PathLike[str]) -> str:
     """A path that is there and no regular file, for messages."""
-    mode = os.stat(path).st_mode
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
-    return f"{os.fspath(path)!r}, which is {kinds.get(stat.S_IFMT(mode), 'a device')}"
+    return f"it is {kinds.get(stat.S_IFMT(os.stat(path).st_mode), 'a device')}"
+
+
+_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
+"""Making one takes longer than reading a file."""
+
+
+def _adapter(record: type[Any]) -> TypeAdapter[Any]:
+    return _ADAPTERS.get(record) or _ADAPTERS.setdefault(record, TypeAdapter(record))
 
 
 class _Version(BaseModel, extra="ignore", strict=True):
-    """All that must be in a file of any version."""
+    """The key that all versions of a file share."""
 
     version: int = Field(alias="schema")
 
 
 def _missing(record: Any, given: Any) -> str | None:
-    """The first key of a record that was not given. They are alike in all else."""
-    if isinstance(record, dict):
-        pairs = list(record.items())
-        for key, _ in pairs:
-            if key not in given:
-                return str(key)
-    elif isinstance(record, list):
-        pairs = list(enumerate(record))
-    else:
+    """The first key of a record that a file leaves out. They are alike in all else."""
+    if isinstance(record, list):
+        record, given = dict(enumerate(record)), dict(enumerate(given))
+    elif not isinstance(record, dict):
         return None
-    for key, value in pairs:
-        below = _missing(value, given[key])
-        if below is not None:
-            return f"{key}.{below}"
-    return None
+    absent = next((key for key in record if key not in given), None)
+    if absent is not None:
+        return str(absent)
+    below = ((key, _missing(value, given[key])) for key, value in record.items())
+    return next((f"{key}.{missing}" for key, missing in below if missing is not None), None)

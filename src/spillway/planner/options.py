@@ -3,13 +3,14 @@
 NOTE [ Preserved values ]
 
 Given a price in seconds of a preserved byte, the cheapest set of preserved values is a minimum cut. A saved value is
-preserved or recomputed, and a recomputed one needs what its operator reads, which is preserved or recomputed in turn.
-The linear program of the cut has an integer solution. All prices together give the lower convex hull of seconds over
-bytes (Lagrange's relaxation; it is found by halving between two neighbours, as in Aneja and Nair 1979). Mixed blocks
-give what lies above the hull. Any number of the first values of a set may be offloaded, or of the largest ones, where
-nothing is recomputed or the step would be CPU-bound. A plan has one decision for all inputs, so they go together.
+preserved or recomputed, and a recomputed one needs the values that its operator reads, which are preserved or
+recomputed in turn. The linear program of the cut has an integer solution. All prices together give the lower convex
+hull of seconds over bytes (Lagrange's relaxation; it is found by halving between two neighbours, as in Aneja and Nair
+1979). Mixed blocks give the points above the hull. Any number of the first values of a set may be offloaded, or of the
+largest ones, if nothing is recomputed or the step would be CPU-bound. A plan has one decision for all inputs, so they
+go together.
 
-A value that is written after it was made cannot be preserved: its maker and its writers run again.
+A value that is written after it was made cannot be preserved: its maker and its writers run in each replay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from scipy.sparse import coo_array
 
 from spillway.planner.block_tasks import make_option
 from spillway.planner.plan import ALL
-from spillway.planner.profile import Again, BlockProfile
+from spillway.planner.profile import BlockProfile, ReplayRule
 from spillway.planner.tasks import Option, Phase
 from spillway.types import Decision
 
@@ -31,7 +32,7 @@ _DIGITS = 9
 """Seconds are compared to a nanosecond."""
 _MOST_SETS = 24
 _PARTS = 5
-"""Of a set, so many parts leave or stay."""
+"""Parts of a set that are offloaded or stay."""
 _SMALL = 4096
 _LARGE = 1e6
 
@@ -39,7 +40,7 @@ _LARGE = 1e6
 def block_options(block: BlockProfile, *, min_bytes: int, allow: Collection[str] = ALL) -> tuple[Option, ...]:
     """The options of a block, none of which is worse than another in all that counts.
 
-    Values below ``min_bytes`` are not offloaded. Where nothing else is allowed, values stay.
+    Values below ``min_bytes`` are not offloaded. If nothing else is allowed, values are kept.
     """
     sets = preserved_sets(block) if "recompute" in allow else [_all_saved(block)]
     tiers = [
@@ -51,7 +52,7 @@ def block_options(block: BlockProfile, *, min_bytes: int, allow: Collection[str]
         sets = [frozenset()]
     found: dict[tuple[Decision, ...], Option] = {}
     for preserved in sets:
-        # To offload a tensor takes the CPU as long, however large it is: few large ones cost it least.
+        # The CPU time to offload a tensor does not depend on its size: few large ones cost least.
         for by_size in (False, True) if preserved == sets[0] else (False,):
             spread = _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers, by_size=by_size)
             for decisions in spread:
@@ -69,7 +70,7 @@ def _spread(
     keeps: bool,
     by_size: bool,
 ) -> Iterable[tuple[Decision, ...]]:
-    """The set, with nothing, the inputs, or ever more of the first values leaving, or of the largest."""
+    """The set, with no value, the inputs, or ever more of the first or of the largest values offloaded."""
     inputs = [number for number, value in enumerate(block.values) if value.is_input]
     stays = [
         Decision.KEEP if number in preserved or number in inputs else Decision.RECOMPUTE
@@ -78,21 +79,21 @@ def _spread(
     candidates = sorted(preserved, key=lambda number: (block.values[number].saved_at or 0, number))
     if by_size:
         candidates.sort(key=lambda number: -block.values[number].nbytes)
-    leaving = [_made_with(block, number) for number in candidates if block.values[number].nbytes >= min_bytes]
+    offloadable = [_made_with(block, number) for number in candidates if block.values[number].nbytes >= min_bytes]
     if any(block.values[number].nbytes >= min_bytes for number in inputs):
-        leaving.insert(len(leaving) if by_size else 0, tuple(inputs))
-    if keeps or not leaving:
+        offloadable.insert(len(offloadable) if by_size else 0, tuple(inputs))
+    if keeps or not offloadable:
         yield tuple(stays)
-    sizes = np.cumsum([block.nbytes(numbers) for numbers in leaving])
+    sizes = np.cumsum([block.nbytes(numbers) for numbers in offloadable])
     for tier in tiers:
         decisions = list(stays)
-        told = 0
-        for place, numbers in enumerate(leaving):
+        offloaded = 0
+        for place, numbers in enumerate(offloadable):
             for number in numbers:
                 decisions[number] = tier
-            is_last = place == len(leaving) - 1
-            if is_last or (keeps and (place == 0 or sizes[place] - told >= sizes[-1] / _PARTS)):
-                told = sizes[place]
+            is_last = place == len(offloadable) - 1
+            if is_last or (keeps and (place == 0 or sizes[place] - offloaded >= sizes[-1] / _PARTS)):
+                offloaded = sizes[place]
                 yield tuple(decisions)
 
 
@@ -115,7 +116,7 @@ def preserved_sets(block: BlockProfile) -> list[frozenset[int]]:
     found = {cheap.preserved: cheap, dear.preserved: dear}
     _between(cut, cheap, dear, found)
     ordered = sorted(found.values(), key=lambda point: -point.nbytes)
-    # To compute all again takes the least there is, even where times are too short for a price.
+    # Recomputing everything takes the fewest bytes, even if times are too short for a price.
     sets = [_all_saved(block), *(point.preserved for point in ordered), frozenset()]
     # Some of many, evenly.
     keep = sorted({round(place) for place in np.linspace(0, len(sets) - 1, min(len(sets), _MOST_SETS))})
@@ -163,14 +164,14 @@ class _Cut:
         read = {number for each in operators for number in each.reads}
         lost = {*writers, *(number for number in read if block.values[number].saved_at is None)}
         for place, each in enumerate(operators):
-            # It runs only if it is needed, and then what it reads is needed.
+            # It runs only if it is needed, and then the values that it reads are needed.
             rows.append((count + place, place))
             rows += [
                 (count + place, source)
                 for number in (*each.reads, *each.writes)
                 for source in _sources(block, writers, number, place)
             ]
-            if each.again is Again.FREE and (each.writes or not lost.isdisjoint(each.makes)):
+            if each.replay is ReplayRule.FREE and (each.writes or not lost.isdisjoint(each.makes)):
                 rows.append((place, count + place))
         saved = {
             source
@@ -180,16 +181,16 @@ class _Cut:
         }
         places = np.repeat(np.arange(len(rows)), 2), np.array(rows).ravel()
         self._rows = coo_array((np.tile([1.0, -1.0], len(rows)), places), shape=(len(rows), 2 * count)).tocsr()
-        self._free = [each.again is Again.FREE for each in operators]
-        always = [each.again is Again.ALWAYS for each in operators]
+        self._free = [each.replay is ReplayRule.FREE for each in operators]
+        always = [each.replay is ReplayRule.ALWAYS for each in operators]
         self._bounds = [
             *((float(place in saved or always[place]), 1.0) for place in range(count)),
             *((float(always[place]), 1.0) for place in range(count)),
         ]
         self.dear = float(self._seconds.sum()) / _SMALL
-        """A price at which all that can be is computed again, but for what is small."""
+        """A price at which all but small values are recomputed."""
         self.cheap = float(self._seconds.sum()) / (_LARGE * (float(self._bytes.sum()) or 1.0))
-        """A price at which nothing is, and nothing is preserved that nobody wants."""
+        """A price at which nothing is recomputed, and only needed values are preserved."""
 
     def at(self, price: float) -> _Point:
         """The cheapest set at a price of a byte in seconds."""
@@ -197,7 +198,7 @@ class _Cut:
         unit = float(self._seconds.sum()) or 1.0
         preserving = price * self._bytes / unit
         costs = np.concatenate([preserving, self._seconds / unit - preserving])
-        # Of equal sets, the one that runs less.
+        # The one of equal sets that runs less.
         costs[count:] += 1e-9
         solved = linprog(costs, A_ub=self._rows, b_ub=np.zeros(self._rows.shape[0]), bounds=self._bounds)
         needed, runs = solved.x[:count] > 0.5, solved.x[count:] > 0.5
@@ -210,14 +211,14 @@ class _Cut:
 
 
 def _sources(block: BlockProfile, writers: Mapping[int, Sequence[int]], number: int, before: int) -> list[int]:
-    """Which operators have made a value what it was before a place."""
+    """The operators that made or wrote a value before a place."""
     maker = block.values[number].maker
     written = [place for place in writers.get(number, ()) if place < before]
     return written if maker is None or maker >= before else [maker, *written]
 
 
 def _worthwhile(options: Iterable[Option]) -> tuple[Option, ...]:
-    """Those that no other one is at least as good as in everything, from the fastest on."""
+    """The options that no other one equals or beats in all figures, from the fastest on."""
     found = sorted(options, key=lambda option: (_figures(option), len(option.backward)))
     figures = np.array([_figures(option) for option in found])
     kept: list[int] = []
@@ -228,21 +229,21 @@ def _worthwhile(options: Iterable[Option]) -> tuple[Option, ...]:
 
 
 def _figures(option: Option) -> tuple[float, ...]:
-    """What counts: the less the better."""
-    # Where host memory is full, the disk is better than nothing.
+    """The figures that count: less is better."""
+    # If CPU memory is full, the disk is better than nothing.
     on_disk = sum(sent.nbytes for task in option.forward for sent in task.sends if sent.on_disk)
     return (
-        option.rerun_seconds,
+        option.recompute_seconds,
         option.kept_bytes,
-        # Of which this much may count once for it and the next block.
+        # These may count once for it and the next block.
         -option.output_bytes,
-        # And this much less in backward.
+        # These are freed before backward.
         -option.let_go_bytes,
         option.sent_bytes - on_disk,
         on_disk,
         max((task.peak_bytes for task in option.forward), default=0),
-        max((task.peak_bytes for task in option.backward if task.phase is Phase.RERUN), default=0),
-        # The same sum in other parts is the same.
+        max((task.peak_bytes for task in option.backward if task.phase is Phase.RECOMPUTE), default=0),
+        # Sums in another order are equal.
         round(sum(task.host_seconds for task in option.forward), _DIGITS),
         round(sum(task.host_seconds for task in option.backward), _DIGITS),
     )

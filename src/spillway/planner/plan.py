@@ -1,4 +1,4 @@
-"""A plan: a decision for everything that the blocks of a model save, its predictions, and the steps that it makes."""
+"""A plan: decisions for the saved tensors of all blocks, predictions, and the step that follows from them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field
 from spillway.errors import UsageError, printable
 from spillway.planner.block_tasks import make_option, outside_task
 from spillway.planner.files import Count, FileRecord, Record, Seconds
-from spillway.planner.profile import Again, BlockProfile, Profile
+from spillway.planner.profile import BlockProfile, Profile, ReplayRule
 from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
@@ -19,9 +19,9 @@ from spillway.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from spillway.planner.solve import Solution
 
-SCHEMA = 3
+SCHEMA = 4
 ALL = frozenset({"keep", "host", "disk", "recompute"})
-"""What may be done with saved tensors."""
+"""All that ``allow=`` may name."""
 ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
 """For steps that offload nothing."""
 
@@ -30,11 +30,11 @@ ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
 class OperatorPlan(Record):
     """A decision for the outputs of one operator of a block.
 
-    An operator that is not named is recomputed, or kept where nothing is (:attr:`BlockPlan.recomputes`).
+    Operators without one are recomputed, or kept if nothing of the block is (:attr:`BlockPlan.recomputes`).
     """
 
     place: Count
-    """How many operators of the block run before it."""
+    """Number of operators of the block that run before it."""
     operator: str
     """As ``"aten::mm.default"``."""
     decision: Decision
@@ -47,61 +47,60 @@ class BlockPlan(Record):
     """The decisions for one call of a block."""
 
     name: str
-    """The module's, dotted."""
+    """Dotted name of the module."""
     plain: bool
-    """Whether it is left alone, and keeps everything."""
+    """Whether the block is not changed, and keeps everything."""
     inputs: Decision
     operators: tuple[OperatorPlan, ...]
     kept_bytes: int
-    """On the device between its forward and its backward."""
+    """Bytes on the GPU between its forward and its backward."""
     sent_bytes: Count
     """Offloaded bytes."""
-    rerun_seconds: Seconds
-    """Of recomputation."""
+    recompute_seconds: Seconds
     recomputes: bool = True
-    """Whether anything is recomputed; if not, operators that are not named are kept."""
+    """Whether operators without a decision are recomputed; if not, they are kept."""
 
     def __str__(self) -> str:
         name = printable(self.name)
         if self.plain:
             return f"{name}: keeps all of its {format_bytes(self.kept_bytes)}"
-        again = f"{format_seconds(self.rerun_seconds)} again" if self.recomputes else "nothing again"
+        seconds = f"for {format_seconds(self.recompute_seconds)}" if self.recomputes else "nothing"
         return (
-            f"{name}: keeps {format_bytes(self.kept_bytes)}, sends away {format_bytes(self.sent_bytes)}, computes "
-            f"{again}"
+            f"{name}: keeps {format_bytes(self.kept_bytes)}, offloads {format_bytes(self.sent_bytes)}, recomputes "
+            f"{seconds}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(FileRecord):
-    """Decisions for a step. A value: made by :func:`spillway.plan`, applied by ``spillway.attach(model, plan=...)``."""
+    """Decisions for a step: made by :func:`spillway.plan`, applied by ``spillway.attach(model, plan=...)``."""
 
     model: str
     """Class of the model."""
     device: str
     budget: Count
-    """Bytes that may be allocated on the device at most."""
+    """Most bytes that may be allocated on the GPU."""
     window: Annotated[int, Field(ge=1)]
-    """Bytes that may be on their way out at once."""
+    """The in-flight limit for offloading, in bytes."""
     predicted_peak: Count
-    """Most bytes that are allocated on the device at once."""
+    """Most bytes on the GPU at once."""
     predicted_seconds: Seconds
-    """Of a step."""
+    """Duration of a step."""
     stall_seconds: Seconds
-    """Seconds of the step in which compute waits for copies."""
+    """Seconds of the step in which compute stalls for copies."""
     peak_task: str
     host_bytes: Count
     disk_bytes: Count
     blocks: tuple[BlockPlan, ...]
     """In the order of the forward."""
     method: str
-    """``"exact"``: there is no better one. ``"search"``: no better one was found."""
+    """``"exact"``: there is no better plan. ``"search"``: no better one was found."""
     bound_seconds: Seconds | None = None
-    """No plan can be faster. ``None``: that is not known."""
+    """No plan can be faster. ``None``: no bound is known."""
     ahead: Annotated[int, Field(ge=1)] | None = None
-    """Bytes that may be prefetched; ``None``: as many as may be on their way out."""
+    """The in-flight limit for prefetching; ``None``: the same as for offloading."""
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
-    """The fraction of an ``OffloadedOptimizer`` that is stepped on the CPU; ``None``: the plan does not say."""
+    """The fraction of an ``OffloadedOptimizer`` that is stepped on the CPU; ``None``: this plan does not set it."""
     schema: int = SCHEMA
 
     @property
@@ -110,19 +109,18 @@ class Plan(FileRecord):
         return sum(block.sent_bytes for block in self.blocks)
 
     @property
-    def rerun_seconds(self) -> float:
+    def recompute_seconds(self) -> float:
         """Seconds of recomputation in a step."""
-        return sum(block.rerun_seconds for block in self.blocks)
+        return sum(block.recompute_seconds for block in self.blocks)
 
     def __str__(self) -> str:
-        task = printable(self.peak_task)
         lines = [
-            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in {task}; a step of "
-            f"{format_seconds(self.predicted_seconds)}: {format_bytes(self.sent_bytes)} leave, "
-            f"{format_seconds(self.rerun_seconds)} are computed again, {format_seconds(self.stall_seconds)} waited for"
+            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in {printable(self.peak_task)}; a "
+            f"step of {format_seconds(self.predicted_seconds)}: offloads {format_bytes(self.sent_bytes)}, recomputes "
+            f"for {format_seconds(self.recompute_seconds)}, stalls {format_seconds(self.stall_seconds)}"
         ]
         if self.optimizer_fraction is not None:
-            lines.append(f"  optimizer: {self.optimizer_fraction:.0%} of it on the host")
+            lines.append(f"  optimizer: {self.optimizer_fraction:.0%} of it on the CPU")
         lines += [f"  {block}" for block in self.blocks]
         return "\n".join(lines)
 
@@ -130,19 +128,19 @@ class Plan(FileRecord):
 def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
     """The decisions of an option of a block."""
     sent = {each.key for task in option.forward for each in task.sends}
-    recomputes = any(task.phase is Phase.RERUN for task in option.backward)
+    recomputes = any(task.phase is Phase.RECOMPUTE for task in option.backward)
     operators = []
     for place, each in enumerate(block.operators):
-        if not each.makes or each.again is not Again.FREE:
+        if not each.makes or each.replay is not ReplayRule.FREE:
             continue
         decision = option.decisions[each.makes[0]]
-        leaves = not sent.isdisjoint(each.makes)
-        if decision is Decision.RECOMPUTE or not (recomputes or leaves):
+        offloads = not sent.isdisjoint(each.makes)
+        if decision is Decision.RECOMPUTE or not (recomputes or offloads):
             continue
         nbytes = block.nbytes(each.makes)
         price = each.seconds / nbytes * 1e12 if nbytes else 0.0
-        reason = f"{'leaves' if leaves else 'stays'}: {price:.1f} ps a byte to compute again"
-        operators.append(OperatorPlan(place, each.name, decision if leaves else Decision.KEEP, nbytes, reason))
+        reason = f"recomputing it would cost {price:.1f} ps a byte"
+        operators.append(OperatorPlan(place, each.name, decision if offloads else Decision.KEEP, nbytes, reason))
     inputs = (number for number, value in enumerate(block.values) if value.is_input)
     return BlockPlan(
         name=name,
@@ -151,15 +149,15 @@ def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
         operators=tuple(operators),
         kept_bytes=option.kept_bytes,
         sent_bytes=option.sent_bytes,
-        rerun_seconds=option.rerun_seconds,
+        recompute_seconds=option.recompute_seconds,
         recomputes=recomputes,
     )
 
 
-def plan_of(profile: Profile, problem: Problem, solution: Solution, *, part: int = 0) -> Plan:
+def plan_of(profile: Profile, solution: Solution, *, part: int = 0) -> Plan:
     """A solution as a plan for one part, whose profile is given."""
-    timeline = solution.timeline
-    options = [problem.options[block][solution.chosen[block]] for block in problem.blocks_of(part)]
+    problem, timeline = solution.problem, solution.timeline
+    options = [solution.options[block] for block in problem.blocks_of(part)]
     return Plan(
         model=profile.model,
         device=profile.device,
@@ -182,21 +180,21 @@ def plan_of(profile: Profile, problem: Problem, solution: Solution, *, part: int
 
 
 def check_allow(allow: object) -> None:
-    """Raise :class:`~spillway.errors.UsageError` for what does not say what may be done."""
+    """Raise :class:`~spillway.errors.UsageError` for an invalid ``allow=``."""
     if isinstance(allow, str) or not isinstance(allow, Collection) or not allow or not set(allow) <= ALL:
         raise UsageError(f"allow: got {allow!r}, expected a collection of at least one of {sorted(ALL)!r}")
 
 
 def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:
-    """What a plan does with each call of a block.
+    """The option of each call of a block in a plan.
 
     Raises:
-        UsageError: if the plan is of another model.
+        UsageError: if the plan is for another model.
     """
     if [block.name for block in plan.blocks] != [call.name for call in profile.calls]:
         raise UsageError(
-            f"plan: got one for {plan.model} with {len(plan.blocks)} blocks, expected the {len(profile.calls)} of the "
-            f"profile of {profile.model}; make a plan of this profile"
+            f"The plan is for {plan.model} with {len(plan.blocks)} blocks, and the profile has the "
+            f"{len(profile.calls)} blocks of {profile.model}. Make a plan from this profile."
         )
     pairs = [(profile.kinds[call.kind], block) for call, block in zip(profile.calls, plan.blocks, strict=True)]
     return tuple(make_option(kind, _decisions(kind, block), min_bytes=profile.min_bytes) for kind, block in pairs)
@@ -208,8 +206,8 @@ def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
     for each in planned.operators:
         if each.place >= len(block.operators) or block.operators[each.place].name != each.operator:
             raise UsageError(
-                f"plan: got {each.operator} as operator {each.place} of {planned.name!r}, which is another one in the "
-                f"profile, expected a plan of this profile"
+                f"The plan names {each.operator} as operator {each.place} of {planned.name!r}, and the profile has "
+                f"another operator there. Make a plan from this profile."
             )
         for number in block.operators[each.place].makes:
             decisions[number] = each.decision
@@ -217,19 +215,24 @@ def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
 
 
 def program_of(profile: Profile, plan: Plan) -> Program:
-    """The step that a plan makes of a profile, :func:`divided` where it has an optimizer.
+    """The step of a plan, from a profile that is :func:`divided` if it has an optimizer.
 
     Raises:
-        UsageError: if the plan is of another model.
+        UsageError: if the plan is for another model.
     """
     return _program(profile, options_of(profile, plan))
 
 
 def uniform_options(profile: Profile, decision: Decision) -> list[Option]:
     """For each call of a block: keep its inputs, with one decision for the rest."""
-    said = [[Decision.KEEP if value.is_input else decision for value in kind.values] for kind in profile.kinds]
-    pairs = zip(profile.kinds, said, strict=True)
-    kinds = [make_option(kind, decisions, min_bytes=profile.min_bytes) for kind, decisions in pairs]
+    kinds = [
+        make_option(
+            kind,
+            [Decision.KEEP if value.is_input else decision for value in kind.values],
+            min_bytes=profile.min_bytes,
+        )
+        for kind in profile.kinds
+    ]
     return [kinds[call.kind] for call in profile.calls]
 
 

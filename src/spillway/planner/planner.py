@@ -1,31 +1,30 @@
 """From a profile and a budget to a plan, and to a curve of plans.
 
-NOTE [ How large a window ]
+NOTE [ In-flight limits ]
 
-The window is how many bytes may be on their way at once. A smaller window leaves more memory for other things. With a
-larger one, stalls become shorter. The better one hangs on the budget, so several are tried. A tensor as large as the
-window is copied alone; later ones wait. So where a window may grow, it is made to hold one, two and three of the
-largest tensors: a Llama's MLP saves three, one after the other. If a window would take more than a sixteenth of the
-memory that there is, it is halved. Prefetched bytes take memory in backward, where there is the least. So with the best
-window, three quarters and half of it are tried for them.
+A window is the in-flight limit of a plan: the bytes that may be under way at once. A smaller window leaves more memory
+for other things, and a larger one shortens stalls. The better one depends on the budget, so several are tried. A tensor
+as large as the window is copied alone; later ones wait. So where a window may grow, windows of one, two and three of
+the largest tensors are tried: a Llama's MLP saves three, one after the other. A window that would take more than a
+sixteenth of the available memory is halved. Prefetched bytes take memory in backward, when it is scarcest. So with the
+best window, three quarters and half of it are tried as the limit for prefetching.
 
-Simulated steps of layers of Llama-8B on an H200 (2026-11-22): with three of the largest tensors, a step within
-checkpointing's peak is 1 % (32768 tokens) and 1.5 % (8192) shorter than with twice and four times 512 MiB. Four brought
-nothing more. Fewer prefetched bytes bring another 1 % (32768 tokens).
+Simulated steps of Llama-8B on an H200 (2026-11-22) within checkpointing's peak: with three of the largest tensors they
+are 1 % (32768 tokens) and 1.5 % (8192) shorter than with 1 GiB and 2 GiB. Fewer prefetched bytes bring another 1 %.
 
 NOTE [ Bandwidth to plan with ]
 
-Copies reach 98 % of the bandwidth in a trace of an H200, with gaps: one waits for what it copies, another for the CPU.
-A plan that needs all of the bandwidth stalls for each gap. So plans use 0.9 of it. By simulation of layers of Llama-8B
-on an H200, such plans take 0.2 % longer at most than those for 0.95 where there is 0.95 of it, and 0.8 to 1.7 % less
-where there is 0.9.
+Copies reach 98 % of the bandwidth in a trace of an H200, with gaps: one waits for the tensor that it copies, another
+for the CPU. A plan that needs all of the bandwidth stalls for each gap. So plans use 0.9 of it. This was simulated for
+layers of Llama-8B on an H200. Such plans take 0.2 % longer at most than those for 0.95 if 0.95 of it is reached, and
+0.8 to 1.7 % less if 0.9 is.
 
 NOTE [ How much of an optimizer is on the CPU ]
 
-Where a profile has an optimizer, each fraction of it makes another profile. The part on the GPU adds its state to the
+If a profile has an optimizer, each fraction of it makes another profile. The part on the GPU adds its state to the
 static bytes, its gradients from its blocks' backward to the step, and its step's time. The part on the CPU stalls the
-GPU as far as it takes longer than what hides it: what hid it when all of it was there. Plans are made for all, none and
-some parts of it, and the fastest step counts.
+GPU as far as it takes longer than the time that hid it when all of it was there. Plans are made for all, none and some
+parts of it, and the fastest step counts.
 
 NOTE [ Budgets of a curve ]
 
@@ -41,7 +40,7 @@ import functools
 import math
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, replace
-from typing import TypedDict, Unpack
+from typing import Any
 
 from spillway.errors import BudgetError, UsageError
 from spillway.planner.hardware import Hardware
@@ -69,11 +68,11 @@ USABLE = 0.9
 """The share of a bandwidth to plan with. See NOTE [ Bandwidth to plan with ]."""
 MIN_WINDOW = 32 << 20
 POINTS = 8
-"""How many plans a curve is drawn through, unless told otherwise."""
+"""Number of plans on a curve, unless given."""
 _SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.35, 0.1, 0.6
 """Work of solving: for the first window, for each later one that begins at the best choice, and for the best one."""
 _AHEAD = (0.75, 0.5)
-"""The shares of a window that prefetched bytes may have."""
+"""Limits for prefetching that are tried, relative to the window."""
 _SHARE = 16
 """A window that takes more than this part of the memory is halved."""
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
@@ -81,56 +80,8 @@ _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 _MOST_SLACK = 64 << 20
 
 
-class Limits(TypedDict, total=False):
-    """The options of :func:`make_plan` that hold for several budgets."""
-
-    window: int | str
-    may_grow: bool
-    host_budget: int | str | None
-    disk_budget: int | str | None
-    allow: Collection[str]
-    active: int
-
-
-@dataclass(frozen=True, slots=True)
-class Lanes:
-    """What may be planned with, but for windows."""
-
-    hardware: Hardware
-    active: int = 1
-    """How many devices of the machine copy at the same time."""
-
-    def rates(self, window: int, ahead: int | None = None) -> Rates:
-        """The bandwidths to plan with, and bytes that may be LEAVING, and prefetched (``None``: as many).
-
-        See NOTE [ Bandwidth to plan with ].
-        """
-        rates = self.hardware.rates(window, active=self.active)
-        return replace(
-            rates,
-            ahead=ahead,
-            out=rates.out * USABLE,
-            back=rates.back * USABLE,
-            disk_write=rates.disk_write * USABLE,
-            disk_read=rates.disk_read * USABLE,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Found:
-    """The best solution that was found."""
-
-    problem: Problem
-    solution: Solution
-
-    @property
-    def options(self) -> list[Option]:
-        """What each block does."""
-        return [each[number] for each, number in zip(self.problem.options, self.solution.chosen, strict=True)]
-
-
 def aim_at(budget: int) -> int:
-    """The bytes to plan for at first within a budget. The CPU may free something a moment later another time."""
+    """The bytes to plan for at first within a budget. The CPU may free memory a moment later in another step."""
     return budget - min(budget // 200, _MOST_SLACK)
 
 
@@ -146,78 +97,49 @@ def make_plan(
     allow: Collection[str] = ALL,
     active: int = 1,
 ) -> Plan:
-    """The plan with the shortest step within a budget.
+    """The plan with the shortest step within a budget: see :func:`spillway.plan`.
 
-    Args:
-        profile: of a step.
-        hardware: what the machine can do.
-        budget: bytes that may be allocated on the device, or a size like ``"40GiB"``, or a share: see
-            :func:`parse_budget`.
-        window: bytes that may be on their way at once, at most. Smaller ones are tried, too.
-        may_grow: whether larger ones are tried, too. See NOTE [ How large a window ].
-        host_budget: bytes of CPU memory that may be used. ``None``: any.
-        disk_budget: bytes of disk. ``None``: any.
-        allow: what may be done with saved tensors.
-        active: how many devices of the machine copy at the same time.
-
-    Raises:
-        BudgetError: where no plan is within the budget: it names the least one.
-        UsageError: for arguments that cannot be meant.
+    Windows smaller than ``window`` are tried, too, and larger ones if it ``may_grow``: see NOTE [ In-flight limits ].
+    While a step runs, ``active`` GPUs of the machine copy at the same time.
     """
-    most, lanes = parse_bytes(window, what="window"), Lanes(hardware, active)
+    most = parse_bytes(window, what="window")
     whole = problem_of(
         profile,
-        lanes.rates(most),
+        planning_rates(hardware, most, active=active),
         budget=parse_budget(budget, profile),
         host_budget=host_budget,
         disk_budget=disk_budget,
         allow=allow,
     )
-    room = whole.budget - profile.static_bytes
-    # With all of an optimizer on the CPU, a step takes the least memory: if that does not fit, nothing does.
+    # With all of an optimizer on the CPU, a step takes the least memory: if that does not fit, no other fraction does.
     fraction = 1.0
     problem = _divided_problem(whole, profile, divided(profile, fraction, hardware))
-    best = best_of(problem, lanes, windows_of([profile], most, may_grow=may_grow, room=room))
+    sizes = windows_of([profile], most, may_grow=may_grow, available=whole.budget - profile.static_bytes)
+    best = best_of(problem, sizes)
     for other in _FRACTIONS if profile.optimizer is not None else ():
         problem = _divided_problem(whole, profile, divided(profile, other, hardware))
         with contextlib.suppress(BudgetError):
-            found = best_of(problem, lanes, [best.problem.rates.window])
-            fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].solution.seconds)
-    best = refined(best, lanes)
-    plan = plan_of(divided(profile, fraction, hardware), best.problem, best.solution)
+            found = best_of(problem, [best.problem.rates.window])
+            fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].seconds)
+    plan = plan_of(divided(profile, fraction, hardware), refined(best))
     return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
 
 
 def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1) -> Plan:
     """The plan of torch's checkpointing: each block is recomputed, and only its inputs are kept.
 
-    The arguments are those of :func:`make_plan`, in bytes.
-
     Raises:
-        BudgetError: where it is not within the budget.
+        BudgetError: if it is not within the budget.
     """
     options = [(option,) for option in uniform_options(profile, Decision.RECOMPUTE)]
-    problem = problem_with(profile, options, Lanes(hardware, active).rates(window), budget=budget)
-    return plan_of(profile, problem, solve(problem))
+    rates = planning_rates(hardware, window, active=active)
+    return plan_of(profile, solve(problem_with(profile, options, rates, budget=budget)))
 
 
-def fits(
-    profile: Profile,
-    hardware: Hardware,
-    *,
-    budget: int | str,
-    window: int | str,
-    host_budget: int | str | None = None,
-    disk_budget: int | str | None = None,
-    allow: Collection[str] = ALL,
-    active: int = 1,
-) -> bool:
+def fits(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1, **limits: Any) -> bool:
     """Whether any plan is within the budgets. The arguments are those of :func:`make_plan`."""
-    nbytes = parse_bytes(budget, what="budget")
-    room = nbytes - profile.static_bytes
-    size = min(windows_of([profile], parse_bytes(window, what="window"), may_grow=False, room=room))
-    rates = Lanes(hardware, active).rates(size)
-    problem = problem_of(profile, rates, budget=nbytes, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
+    size = min(windows_of([profile], window, may_grow=False, available=budget - profile.static_bytes))
+    problem = problem_of(profile, planning_rates(hardware, size, active=active), budget=budget, **limits)
     return within(problem, smallest(problem, seconds=_SECONDS).timeline)
 
 
@@ -246,25 +168,23 @@ def late_of(profiles: Iterable[Profile]) -> float:
     return LATE if any(kind.host is not None for profile in profiles for kind in profile.kinds) else 1.0
 
 
-def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int]) -> Found:
+def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
     """The fastest step of several windows, tried in this order; the problem's own window does not count.
 
     Raises:
-        BudgetError: where no choice fits with any window: it names the least budget that was found.
+        BudgetError: if no choice fits with any window: it names the least budget that was found.
     """
-    best: Found | None = None
+    best: Solution | None = None
     refused: BudgetError | None = None
-    for size in sizes:
-        problem = replace(problem, rates=lanes.rates(size))
-        near = None if best is None else best.solution
+    for window in windows:
+        problem = _with_window(problem, window)
         try:
-            solution = solve(problem, seconds=_SECONDS if near is None else _NEAR_SECONDS, near=near)
+            found = solve(problem, seconds=_SECONDS if best is None else _NEAR_SECONDS, near=best)
         except BudgetError as error:
             refused = error if refused is None or error.least < refused.least else refused
             continue
-        found = Found(problem, solution)
-        best = found if best is None else min(best, found, key=lambda each: each.solution.seconds)
-        if not any(option.sent_bytes or option.rerun_seconds for option in best.options):
+        best = found if best is None else min(best, found, key=lambda each: each.seconds)
+        if not any(option.sent_bytes or option.recompute_seconds for option in best.options):
             # Everything is kept, and no window is needed.
             break
     if best is None:
@@ -273,29 +193,31 @@ def best_of(problem: Problem, lanes: Lanes, sizes: Iterable[int]) -> Found:
     return best
 
 
-def refined(best: Found, lanes: Lanes) -> Found:
+def refined(best: Solution) -> Solution:
     """The best with fewer bytes prefetched, if that is better, searched once more and with a bound."""
-    again = any(option.rerun_seconds for option in best.options)
-    if any(option.sent_bytes for option in best.options) and (again or best.solution.timeline.stall_seconds):
+    recomputes = any(option.recompute_seconds for option in best.options)
+    if any(option.sent_bytes for option in best.options) and (recomputes or best.timeline.stall_seconds):
         window = best.problem.rates.window
         for share in _AHEAD:
-            problem = replace(best.problem, rates=lanes.rates(window, int(share * window)))
             with contextlib.suppress(BudgetError):
-                found = Found(problem, solve(problem, seconds=_NEAR_SECONDS, near=best.solution))
-                best = min(best, found, key=lambda each: each.solution.seconds)
-    if best.solution.method == "exact":
+                found = solve(_with_window(best.problem, window, int(share * window)), seconds=_NEAR_SECONDS, near=best)
+                best = min(best, found, key=lambda each: each.seconds)
+    if best.method == "exact":
         return best
-    near = replace(best.solution, shares=())
-    return replace(best, solution=solve(best.problem, seconds=_LAST_SECONDS, near=near))
+    return solve(best.problem, seconds=_LAST_SECONDS, near=replace(best, shares=()))
 
 
-def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room: int) -> list[int]:
-    """The windows to try, in bytes, the given one first. See NOTE [ How large a window ].
+def _with_window(problem: Problem, window: int, ahead: int | None = None) -> Problem:
+    return replace(problem, rates=replace(problem.rates, window=window, ahead=ahead))
 
-    The room is the bytes of the budget beyond the static ones.
+
+def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, available: int) -> list[int]:
+    """The windows to try, in bytes, the given one first. See NOTE [ In-flight limits ].
+
+    The bytes of the budget beyond the static ones are ``available``.
     """
     smaller = [max(window // share, min(window, MIN_WINDOW)) for share in (1, 2, 4)]
-    while smaller[-1] > max(room // _SHARE, MIN_WINDOW):
+    while smaller[-1] > max(available // _SHARE, MIN_WINDOW):
         smaller.append(max(smaller[-1] // 2, MIN_WINDOW))
     values = (value for profile in profiles for kind in profile.kinds for value in kind.values)
     largest = max((value.nbytes for value in values if value.is_recomputable), default=0)
@@ -303,9 +225,16 @@ def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, room
     return list(dict.fromkeys((*smaller, *larger)))
 
 
+def planning_rates(hardware: Hardware, window: int, *, ahead: int | None = None, active: int = 1) -> Rates:
+    """The bandwidths to plan with, and in-flight limits as in a plan. See NOTE [ Bandwidth to plan with ]."""
+    rates = hardware.rates(window, active=active)
+    names = ("out", "back", "disk_write", "disk_read")
+    return replace(rates, ahead=ahead, **{name: getattr(rates, name) * USABLE for name in names})
+
+
 def rates_of(plan: Plan, hardware: Hardware, *, active: int = 1) -> Rates:
-    """What a plan was made with."""
-    return Lanes(hardware, active).rates(plan.window, plan.ahead)
+    """The bandwidths and in-flight limits of a plan."""
+    return planning_rates(hardware, plan.window, ahead=plan.ahead, active=active)
 
 
 def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
@@ -321,7 +250,7 @@ def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
     hidden = optimizer.host_seconds - optimizer.stall_seconds
     stalled = max(0.0, fraction * optimizer.host_seconds - max(0.0, hidden))
     # State is read and written, gradients are read, and parameters are as large as these.
-    stepped = (2 * state + 3 * gradients) / hardware.memory_rate
+    stepped = (2 * state + 3 * gradients) / hardware.memory_bandwidth
     of_call = gradients // max(1, len(profile.calls))
     return replace(
         profile,
@@ -359,20 +288,9 @@ def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Probl
 
 
 def parse_budget(budget: int | float | str, profile: Profile) -> int:
-    """A budget as a number of bytes.
+    """A budget as a number of bytes: see :func:`~spillway.units.read_budget`.
 
-    Args:
-        budget: bytes, or a size like ``"40GiB"``. Or a share of what a step that keeps everything has at its peak
-            beyond the static bytes: a float, a percentage like ``"50%"``, or a string like ``"0.5"``. The static bytes
-            come on top.
-        profile: of the step.
-
-    Raises:
-        SizeError: for anything else, and for a float above 10: bytes are integers.
-
-    Example:
-        >>> parse_budget("50%", profile) == parse_budget(0.5, profile)  # doctest: +SKIP
-        True
+    A share is of the memory that a step without Spillway adds at its peak to the static bytes, which come on top.
     """
     share = read_budget(budget)
     if isinstance(share, int):
@@ -383,7 +301,7 @@ def parse_budget(budget: int | float | str, profile: Profile) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A step: its peak, and its time."""
+    """The peak and the time of a step."""
 
     peak_bytes: int
     seconds: float
@@ -394,7 +312,7 @@ class Curve:
     """Predicted seconds of a step over its predicted peak."""
 
     points: tuple[Point, ...]
-    """Of plans, by their peaks. None is both larger and slower than another one."""
+    """Plans by their peaks, without those that are both larger and slower than another."""
     keep: Point
     """A step that keeps everything."""
     checkpoint: Point
@@ -407,22 +325,14 @@ def make_curve(
     *,
     points: int = POINTS,
     on_point: Callable[[int, int], None] | None = None,
-    **limits: Unpack[Limits],
+    **limits: Any,
 ) -> Curve:
-    """Plan for several budgets. Each takes as long as a plan does. See NOTE [ Budgets of a curve ].
+    """Plan for several budgets, at least 2: see NOTE [ Budgets of a curve ]. The limits are those of :func:`make_plan`.
 
-    Args:
-        profile: of a step.
-        hardware: what the machine can do.
-        points: how many budgets, at least 2.
-        on_point: is told how many plans have been made, and of how many, after each.
-        limits: as for :func:`make_plan`, which wants a window.
-
-    Raises:
-        UsageError: for fewer than 2 points, and for arguments that cannot be meant.
+    After each plan, ``on_point`` is called with the number of plans so far, and of all.
     """
     if type(points) is not int or points < 2:
-        raise UsageError(f"points: got {points!r}, expected a whole number of at least 2")
+        raise UsageError(f"points: got {points!r}, expected an integer of at least 2")
     planned = functools.partial(make_plan, profile, hardware, **limits)
     try:
         least = planned(budget=0).predicted_peak
@@ -436,7 +346,7 @@ def make_curve(
     budgets = _budgets(profile.static_bytes, least, keep.peak_bytes, points)
     found = []
     for number, budget in enumerate(budgets, 1):
-        # The curve begins later where the budget of CPU memory or of the disk rules out the smallest steps.
+        # The curve begins later if the budget of CPU memory or of the disk rules out the smallest steps.
         with contextlib.suppress(BudgetError):
             plan = planned(budget=budget)
             found.append(Point(plan.predicted_peak, plan.predicted_seconds))

@@ -1,35 +1,35 @@
-"""What a step was measured to do: the operators of each kind of block, and times and bytes around them.
+"""The profile of a step: the operators of each kind of block, and times and bytes around the blocks.
 
 NOTE [ Counted bytes ]
 
-A block's input is the output of what came before it, and counts there: the block itself decides only how long it is
-held. *Level* is what is allocated without what the lanes carry, and without what blocks hold from their forward to
-their backward; how that moves is measured while blocks hold nothing but their inputs, which are away.
+A block's input is the output of the block before it, and counts there: the block itself decides only how long it is
+held. The *level* is the memory in use without offloaded storages, and without activations that blocks hold from their
+forward to their backward. It is measured while blocks hold only their inputs, which are offloaded.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes
 
-SCHEMA = 8
+SCHEMA = 9
 
 
-class Again(enum.Enum):
-    """What a re-run has to do with an operator."""
+class ReplayRule(enum.Enum):
+    """Whether a replay must run an operator."""
 
     FREE = "free"
-    """It may be handed what it gave, and need not run if nobody wants that."""
+    """It runs only if its outputs are needed and not preserved."""
     VIEW = "view"
-    """It computes nothing, and runs."""
+    """It always runs, and computes nothing."""
     ALWAYS = "always"
-    """It runs: it writes in place, makes what is not a plain new tensor, or a constant, or shapes or Python code depend
-    on it."""
+    """It always runs: it writes in place, its output is a constant or not a plain new tensor, or shapes or Python code
+    depend on it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Value(Record):
     maker: Count | None
     """The operator that makes it; ``None``: it comes from outside."""
     is_input: bool = False
-    """Whether it is an input of the block that nothing else holds."""
+    """Whether it is an input that only the block holds."""
     saved_at: Count | None = None
-    """How many operators had run when autograd saved it first; ``None``: it does not."""
+    """Number of operators that had run when autograd saved it first; ``None``: it is not saved."""
     dies_at: Count = 0
-    """How many operators had run when the block's own code held it no more. One more than there are: it outlives."""
+    """Number of operators that had run when the block's own code released it; one more than there are: it outlives."""
     saved_last_at: Count | None = None
-    """How many operators had run when autograd saved it last: there backward asks for it first. ``None``: ``saved_at``.
-    """
+    """Number of operators that had run when autograd saved it last: backward needs it there first. ``None``: as
+    ``saved_at``."""
     is_cast: bool = False
     """Whether it is a leaf's cast, made in the call: see NOTE [ Casts ] in ``block_tasks.py``."""
 
@@ -58,7 +58,7 @@ class Value(Record):
 
     @property
     def asked_at(self) -> int | None:
-        """How many operators had run where backward asks for it first."""
+        """Number of operators that had run at the place where backward needs it first."""
         return self.saved_at if self.saved_last_at is None else self.saved_last_at
 
 
@@ -72,38 +72,38 @@ class OperatorProfile(Record):
     """Numbers of values."""
     makes: tuple[Count, ...]
     writes: tuple[Count, ...] = ()
-    again: Again = Again.FREE
+    replay: ReplayRule = ReplayRule.FREE
     workspace_bytes: Count = 0
-    """Allocated while it runs, beyond what it makes."""
+    """Allocated while it runs, beyond its outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class BackwardPart(Record):
-    """A part of a block's backward: from where it is given what the block saved to where it is given more."""
+    """A part of a block's backward, between two uses of saved storages."""
 
     place: Count
-    """It goes back through the operators from this many on. What autograd first saved later is not needed any more."""
+    """It begins with the backward of the operator before this place. Storages saved later are not needed any more."""
     peak_bytes: Count
-    """Most that is allocated in it, beyond what was before the backward, and beyond what is saved and still needed."""
+    """Most bytes in it, beyond those before the backward, and beyond saved storages that are still needed."""
     begin_bytes: Count
-    """Of these, what is there when it begins: gradients on their way through the block."""
+    """Bytes at its begin, counted alike: gradients on their way through the block."""
     late_bytes: Count = 0
-    """Most while an operator's own code does not hold any more what it was given, beyond that. What was kept comes on
-    top, since autograd holds it longer: until gradients were summed up where a parameter was broadcast."""
+    """Most bytes after an operator's own code has released its arguments, counted alike. Kept storages come on top,
+    since autograd holds them longer: until the gradient of a broadcast parameter is summed up."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTimes(Record):
-    """What the host needs to queue a block's work, in seconds."""
+    """CPU time to queue a block's work, in seconds."""
 
     plain: Seconds
-    """Its forward, where it is left alone."""
-    region: Seconds
+    """Its forward, not checkpointed."""
+    checkpointed: Seconds
     """Its forward, checkpointed."""
-    rerun: Seconds
-    """Its replay, if nothing is left out."""
+    replay: Seconds
+    """A replay that leaves out no operator."""
     backward: Seconds
-    """Its backward, without that."""
+    """Its backward, without a replay."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,29 +115,29 @@ class BlockProfile(Record):
     values: tuple[Value, ...]
     forward_seconds: Seconds
     backward_seconds: Seconds
-    """Without re-runs."""
+    """Without recomputation."""
     backward_peak_bytes: Count
-    """Most that is allocated in its backward beyond what was at its begin, when all that it saved is there."""
-    rerun_factor: Seconds
-    """What a re-run takes, for each second that its operators took in forward."""
+    """Most bytes in its backward, beyond those at its begin, when all saved storages are there."""
+    recompute_factor: Seconds
+    """Seconds of recomputation for each second that the operators took in forward."""
     backward_change_bytes: int
-    """By how much the level has risen when its backward has ended: gradients of its parameters, mostly."""
+    """Rise of the level in its backward: gradients of its parameters, mostly."""
     backward_parts: tuple[BackwardPart, ...] = ()
-    """In their order. Without them, ``backward_peak_bytes`` are taken to be needed all the time."""
+    """In their order. Without them, ``backward_peak_bytes`` are assumed for the whole backward."""
     saves_at: tuple[Count, ...] = ()
-    """After how many operators autograd saves something for another one than before: then what it saved for the earlier
-    ones leaves. Without them, it leaves at once."""
+    """Numbers of operators after which autograd saves for another operator than before, which offloads the storages
+    saved for earlier ones. Without them, storages are offloaded at once."""
     host: HostTimes | None = None
-    """``None``: the host is not waited for."""
+    """``None``: compute never waits for the CPU."""
     gap: Outside | None = None
-    """What comes between the block before and one of this kind, in forward: a pooling, say. A mean of all calls."""
+    """Work between the block before and one of this kind, in forward, such as a pooling. The mean of all calls."""
     cached_bytes: Count = 0
-    """Of its casts, what is there from its forward to the end of the model's, whatever is decided: see NOTE [ Casts ]
+    """Bytes of its casts that live from its forward to the end of the model's forward in any plan: see NOTE [ Casts ]
     in ``block_tasks.py``."""
 
     @property
     def saved_bytes(self) -> int:
-        """What autograd saves of it."""
+        """Bytes that autograd saves."""
         return sum(value.nbytes for value in self.values if value.saved_at is not None)
 
     def nbytes(self, numbers: Iterable[int]) -> int:
@@ -147,31 +147,31 @@ class BlockProfile(Record):
 
 @dataclass(frozen=True, slots=True)
 class Outside(Record):
-    """A part of a step that is no block's."""
+    """A part of a step outside of blocks."""
 
     seconds: Seconds
     peak_bytes: Count
-    """Most that is allocated in it, beyond the level at its begin."""
+    """Most bytes in it, beyond the level at its begin."""
     change_bytes: int
-    """By how much the level has risen at its end."""
+    """Rise of the level."""
     host_seconds: Seconds = 0.0
-    """What the host needs to queue it."""
+    """CPU time to queue it."""
 
 
 @dataclass(frozen=True, slots=True)
 class OptimizerProfile(Record):
-    """An optimizer that can step any fraction of its elements on the host: all of them, where this was measured."""
+    """An optimizer that can step any fraction of its elements on the CPU, measured with all of them there."""
 
     state_bytes: Count
-    """Of all elements, were they stepped on the device: masters, too."""
+    """State of all elements on the GPU, with fp32 master weights."""
     gradient_bytes: Count
-    """Of all elements: on the device they stay until the step."""
+    """Gradients of all elements, which stay on the GPU until a step there."""
     step_bytes: Count
-    """Allocated while all are stepped on the device, beyond that."""
+    """Allocated by a step of all elements on the GPU, beyond that."""
     host_seconds: Seconds
-    """What the host's step takes."""
+    """Time of the step on the CPU."""
     stall_seconds: Seconds
-    """Of these, what the device waited for."""
+    """The part of it that stalled the GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,33 +179,33 @@ class BlockCall(Record):
     """One call of a block in a step."""
 
     name: str
-    """The module's."""
+    """Name of the module."""
     kind: Count
     """Its place in :attr:`Profile.kinds`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Static(Record):
-    """What is allocated when a step begins, by what it is. The shares add up to :attr:`Profile.static_bytes`."""
+    """Memory in use when a step begins, by purpose. The shares add up to :attr:`Profile.static_bytes`."""
 
     weights: Count
     """Parameters of the model."""
     gradients: Count
-    """Of these parameters, where they are there when the step begins."""
+    """Gradients of these parameters, if the step begins with some."""
     optimizer: Count
-    """State of an optimizer that was known when the profile was made. Of any other, it is in ``other``."""
+    """State of the optimizer that the profile was given. The state of another one is in ``other``."""
     other: Count
-    """The rest: buffers, an optimizer's state that nobody told of, what else the process has there."""
+    """The rest: buffers, the state of an unknown optimizer, all other memory of the process."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of all shares."""
         return self.weights + self.gradients + self.optimizer + self.other
 
 
 @dataclass(frozen=True, slots=True)
 class Profile(FileRecord):
-    """What one step was measured to do."""
+    """A measured step."""
 
     model: str
     """Class of the model."""
@@ -214,79 +214,72 @@ class Profile(FileRecord):
     calls: tuple[BlockCall, ...]
     """In the order of the forward."""
     static_bytes: Count
-    """Allocated when the step begins."""
+    """In use when the step begins."""
     before: Outside
     """From the begin of the forward to the first block."""
     middle: Outside
-    """From the end of the last block's forward to the begin of its backward: head and loss. Without what blocks' casts
-    are let go of in it, and where these are, only to there."""
+    """From the end of the last block's forward to the begin of its backward: head and loss, without casts of blocks,
+    and only up to the place where these are freed."""
     after: Outside
     """From the end of the first block's backward to the begin of the next step: the optimizer."""
     min_bytes: Count
-    """What is smaller does not leave."""
+    """Smaller storages are not offloaded."""
     optimizer: OptimizerProfile | None = None
-    """If the plan is to say how much of it is on the host."""
+    """If the plan is to choose the fraction that is stepped on the CPU."""
     static: Static | None = None
-    """What ``static_bytes`` are made of; ``None``: that is not known."""
+    """The shares of ``static_bytes``; ``None``: they are not known."""
     held_bytes: Count = 0
-    """Of ``middle``, where other passes came between forward and backward: what was held meanwhile."""
+    """The part of ``middle`` that is held while other passes run between forward and backward."""
     late: Outside | None = None
-    """What comes of head and loss after blocks' casts were let go of, without its time, which is in ``middle``.
-    ``None``: nothing, or they are not."""
+    """Bytes of head and loss after casts of blocks were freed; their time is in ``middle``. ``None``: there are none,
+    or no casts are freed."""
     lead_seconds: Seconds = 0.0
-    """By how much the host may be ahead of the device when the step begins: 0 where the loop waits for the device in
-    between."""
+    """Lead of the CPU when the step begins: 0 where the loop waits for the GPU in between."""
     schema: int = SCHEMA
 
     @property
     def saved_bytes(self) -> int:
-        """What autograd saves of all blocks."""
+        """Bytes that autograd saves in all blocks."""
         return sum(self.kinds[call.kind].saved_bytes for call in self.calls)
 
     @property
     def gradient_bytes(self) -> int:
-        """By how much the level rises in blocks' backwards: gradients of their parameters, mostly."""
+        """Rise of the level in all blocks' backwards: gradients of their parameters, mostly."""
         return sum(max(self.kinds[call.kind].backward_change_bytes, 0) for call in self.calls)
 
     def __str__(self) -> str:
         kinds = f"{len(self.kinds)} kind{'s' if len(self.kinds) > 1 else ''}"
         return (
             f"{printable(f'{self.model} on {self.device}')}: {len(self.calls)} blocks of {kinds} save "
-            f"{format_bytes(self.saved_bytes)}, beside {format_bytes(self.static_bytes)} that are always there"
+            f"{format_bytes(self.saved_bytes)}, beside {format_bytes(self.static_bytes)} that are always in use"
         )
 
-    def _check(self) -> None:
+    def _faults(self) -> Iterator[tuple[str, str]]:
         if self.static is not None and self.static.total != self.static_bytes:
-            raise self._is_none("static", f"{self.static.total} bytes, where static_bytes are {self.static_bytes}")
-        for place, kind in enumerate(self.kinds):
-            self._check_numbers(kind, f"kinds.{place}")
+            yield "static", f"{self.static.total} bytes, but static_bytes are {self.static_bytes}"
+        for where, number, count in self._numbers():
+            if number is not None and number >= count:
+                yield where, f"{number}, but there are only {count}"
+        for kind, block in enumerate(self.kinds):
+            made = {(number, place) for place, each in enumerate(block.operators) for number in each.makes}
+            makers = {(number, value.maker) for number, value in enumerate(block.values) if value.maker is not None}
+            for number, _ in sorted(made ^ makers):
+                yield f"kinds.{kind}.values.{number}.maker", "it is not the operator that makes it"
+            for number, value in enumerate(block.values):
+                if value.saved_last_at is not None and (value.saved_at is None or value.saved_last_at < value.saved_at):
+                    yield f"kinds.{kind}.values.{number}.saved_last_at", "it is before saved_at"
+
+    def _numbers(self) -> Iterator[tuple[str, int | None, int]]:
+        """Numbers that stand for operators, values or kinds: where, the number, and how many there are."""
         for place, call in enumerate(self.calls):
-            self._check_below(call.kind, len(self.kinds), f"calls.{place}.kind", "kinds")
-
-    def _check_numbers(self, block: BlockProfile, where: str) -> None:
-        count = len(block.operators)
-        for place, each in enumerate(block.operators):
-            for name in ("reads", "makes", "writes"):
-                for number in getattr(each, name):
-                    self._check_below(number, len(block.values), f"{where}.operators.{place}.{name}", "values")
-            for number in each.makes:
-                if block.values[number].maker != place:
-                    raise self._is_none(
-                        f"{where}.values.{number}.maker", f"not {place}, which makes it by its own word"
-                    )
-        for number, value in enumerate(block.values):
-            maker, first, last = (f"{where}.values.{number}.{name}" for name in ("maker", "saved_at", "saved_last_at"))
-            if value.maker is not None:
-                self._check_below(value.maker, count, maker, "operators")
-                if number not in block.operators[value.maker].makes:
-                    raise self._is_none(maker, f"{value.maker}, which does not make it by its own word")
-            if value.saved_at is not None:
-                self._check_below(value.saved_at, count + 1, first, "operators")
-            if value.saved_last_at is not None:
-                self._check_below(value.saved_last_at, count + 1, last, "operators")
-                if value.saved_at is None or value.saved_last_at < value.saved_at:
-                    raise self._is_none(last, f"{value.saved_last_at}, before it was saved first")
-
-    def _check_below(self, number: int, count: int, place: str, what: str) -> None:
-        if number >= count:
-            raise self._is_none(place, f"{number}, where there are {count} {what}")
+            yield f"calls.{place}.kind", call.kind, len(self.kinds)
+        for kind, block in enumerate(self.kinds):
+            count = len(block.operators)
+            for place, each in enumerate(block.operators):
+                for number in (*each.reads, *each.makes, *each.writes):
+                    yield f"kinds.{kind}.operators.{place}", number, len(block.values)
+            for number, value in enumerate(block.values):
+                where = f"kinds.{kind}.values.{number}"
+                yield f"{where}.maker", value.maker, count
+                yield f"{where}.saved_at", value.saved_at, count + 1
+                yield f"{where}.saved_last_at", value.saved_last_at, count + 1

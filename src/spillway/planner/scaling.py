@@ -53,7 +53,7 @@ def enlarged(profile: Profile, factor: float) -> Profile:
         before=before,
         middle=middle,
         late=late,
-        # What they hold is let go of there.
+        # The tensors that they hold are freed there.
         after=replace(profile.after, change_bytes=profile.after.change_bytes - more),
         held_bytes=round(profile.held_bytes * factor),
     )

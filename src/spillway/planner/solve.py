@@ -1,17 +1,18 @@
-"""The choice of an option for each block that makes a step fast within its budgets.
+"""The search for the option of each block that makes a step fast within its budgets.
 
 NOTE [ How a choice is found ]
 
 A linear programme over the options' bounds gives each block shares of its options (``bounds.py``). Its budget is
-lowered by what simulated steps of the rounded shares have beyond the budget, and it is solved again. The best rounded
-shares are polished: neighbours are ranked by estimates, the first ones are simulated, and the search goes on from the
-first that is better. An estimate is corrected by what the simulation of the current choice has beyond its own estimate.
-At last, some blocks of the best choice change at random, by the same numbers in each process, and that is polished,
-until fifteen such choices in a row bring nothing (iterated local search, Lourenço, Martin and Stützle 2003).
+lowered by the bytes that simulated steps of the rounded shares take beyond the budget, and it is solved again. The best
+rounded shares are polished: neighbours are ranked by estimates, the first ones are simulated, and the search goes on
+from the first that is better. An estimate is corrected by the difference between the simulation of the current choice
+and its own estimate. At last, some blocks of the best choice change at random, by the same numbers in each process. The
+result is polished, until fifteen such choices in a row bring nothing (iterated local search, Lourenço, Martin and
+Stützle 2003).
 
-The simulation has the last word. Each pure way (one option for all blocks) is simulated, unless its bound is worse
-than the best choice: no solution is slower than a pure way that fits. Where all choices can be counted, they are
-simulated in the order of their bounds, until no bound is better: that solution is exact.
+The simulation decides. Each pure way (one option for all blocks) is simulated, unless its bound is worse than the best
+choice: no solution is slower than a pure way that fits. Small numbers of choices are simulated in the order of their
+bounds, until no bound is better: that solution is exact.
 
 The answer is the same on every rank: work is counted, no clock is read, and seconds are compared to a nanosecond.
 
@@ -22,7 +23,7 @@ choices are ranked by the mean of two steps, one of them with a CPU that takes a
 with the measured CPU times. By simulation of profiles of an earlier engine (2026-11-25), the step is 2 % longer on the
 measured CPU, and 4 to 5 % shorter on one that takes a tenth more: see ``late-hosts`` in ``benchmarks/results``.
 
-No step takes less than its CPU time where the CPU may run ahead, and many choices may take just that. So the seconds
+If the CPU may run ahead, no step takes less than its CPU time, and many choices may take just that. So the seconds
 without CPU stalls count, too, a little.
 """
 
@@ -31,21 +32,19 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import numpy
 from numpy.typing import NDArray
 
-from spillway.errors import BudgetError, UsageError
-from spillway.planner import timeline as timelines
+from spillway.errors import BudgetError
 from spillway.planner.bounds import TIE, Choices, CostModel, Estimates, Shares
-from spillway.planner.tasks import Problem, Program, Rates
-from spillway.planner.timeline import Timeline
+from spillway.planner.tasks import Option, Problem, Rates
+from spillway.planner.timeline import Timeline, simulate_program
 from spillway.units import format_bytes
 
-Simulate: TypeAlias = Callable[[Program, Rates], Timeline]
 Chosen: TypeAlias = tuple[int, ...]
 """An option's number for each block."""
 Rank: TypeAlias = tuple[float, float, float, Chosen]
@@ -61,15 +60,15 @@ _TASKS_A_SECOND = 100_000
 _CELLS_A_TASK = 50
 """Choices times blocks that are estimated while a task is simulated."""
 _COUNTABLE = 20_000
-"""More choices are not looked at one by one."""
+"""More choices are not simulated one by one."""
 _SLACK = 1e-11
 """Sums of seconds in another order differ by less."""
 _LOWERED = 3
-"""How often the linear programme is solved for a lower budget."""
+"""Number of times that the linear programme is solved for a lower budget."""
 _TOGETHER = (1, 2, 4, 8, 16, 32)
-"""How many of the best changes are tried at once."""
+"""Numbers of the best changes that are tried at once."""
 _MOST_SWAPS = 500
-"""Neighbours with two blocks swapped that are looked at."""
+"""Neighbours with two blocks swapped that are estimated."""
 _TRIED = 8
 """Neighbours that are simulated before a choice counts as polished."""
 _STARTS = 4
@@ -80,62 +79,59 @@ _IN_VAIN = 15
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """An option for each block, and what comes of it."""
+    """An option for each block, and the step that follows."""
 
     chosen: Chosen
     timeline: Timeline
     method: str
     """``"exact"``: there is no better choice. ``"search"``: no better one was found."""
     seconds: float
-    """What it was ranked by. See NOTE [ A slower CPU ]."""
+    """The seconds that it was ranked by. See NOTE [ A slower CPU ]."""
     bound_seconds: float | None
-    """No choice that fits takes less. ``None``: that is not known."""
+    """No choice that fits takes less. ``None``: no bound is known."""
+    problem: Problem = field(repr=False, compare=False)
     shares: tuple[Shares, ...] = field(default=(), repr=False, compare=False)
-    """Of linear programmes, for the budget and for lower ones."""
+    """Solutions of linear programmes, for the budget and for lower ones."""
+
+    @property
+    def options(self) -> list[Option]:
+        """The option of each block."""
+        return [each[number] for each, number in zip(self.problem.options, self.chosen, strict=True)]
 
 
-def solve(
-    problem: Problem, *, simulate: Simulate | None = None, seconds: float = 3.0, near: Solution | None = None
-) -> Solution:
+def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None) -> Solution:
     """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
 
     Args:
         problem: the step, and its blocks' options.
-        simulate: what a program comes to; :func:`~spillway.planner.timeline.simulate_program` if left out.
         seconds: about how long the search may take, counted as work, so that every rank has the same answer.
         near: a solution of the same blocks and options, as with another window. The search begins there. If it has
             shares, these are used, and no bound is known.
 
     Raises:
         spillway.BudgetError: no choice fits.
-        spillway.UsageError: a block without options, or a time that is not positive.
 
     Example:
         >>> solution = solve(problem)  # doctest: +SKIP
-        >>> [problem.options[block][number].decisions for block, number in enumerate(solution.chosen)]  # doctest: +SKIP
+        >>> [option.decisions for option in solution.options]  # doctest: +SKIP
     """
-    search = _Search(problem, simulate, seconds)
+    search = _Search(problem, seconds)
     found = search.run(near)
     if within(problem, found.timeline):
         return found
-    least = smallest(problem, simulate=simulate, seconds=seconds, near=found)
+    least = smallest(problem, seconds=seconds, near=found)
     if not within(problem, least.timeline):
         raise _too_small(problem, least)
     return search.run(least)
 
 
-def smallest(
-    problem: Problem, *, simulate: Simulate | None = None, seconds: float = 3.0, near: Solution | None = None
-) -> Solution:
+def smallest(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None) -> Solution:
     """The choice with the smallest peak; of equally small ones the fastest, then the first.
 
     The choices within the budgets of CPU memory and the disk come first. The GPU's budget does not count. The arguments
     are those of :func:`solve`.
-
-    Raises:
-        spillway.UsageError: a block without options, or a time that is not positive.
     """
-    return _Search(problem, simulate, seconds, small=True).run(near)
+    return _Search(problem, seconds, small=True).run(near)
 
 
 def within(problem: Problem, timeline: Timeline) -> bool:
@@ -151,14 +147,8 @@ def _excess(problem: Problem, timeline: Timeline) -> int:
 class _Search:
     """Looks for the fastest choice that fits, or for the smallest one. See NOTE [ How a choice is found ]."""
 
-    def __init__(self, problem: Problem, simulate: Simulate | None, seconds: float, *, small: bool = False) -> None:
-        for name, options in zip(problem.names, problem.options, strict=True):
-            if not options:
-                raise UsageError(f"The block {name!r} has no options. Give it at least one, which keeps everything.")
-        if not (seconds > 0 and math.isfinite(seconds)):
-            raise UsageError(f"seconds: got {seconds!r}, expected a positive number of seconds, such as 3.0")
+    def __init__(self, problem: Problem, seconds: float, *, small: bool = False) -> None:
         self._problem = problem
-        self._simulate = timelines.simulate_program if simulate is None else simulate
         self._slower = replace(problem.rates, host=problem.rates.host * problem.late)
         self._model = CostModel(problem)
         self._small = small
@@ -171,7 +161,7 @@ class _Search:
         self._kinds = [id(options) for options in problem.options]
         self._every = {id(options): list(range(len(options))) for options in problem.options}
         self._promising: dict[int, list[int]] = {}
-        """For each kind of block, the options that a search looks at first."""
+        """For each kind of block, the options that a search tries first."""
 
     def run(self, near: Solution | None) -> Solution:
         counts = [len(options) for options in self._problem.options]
@@ -202,20 +192,23 @@ class _Search:
 
     def _solution(self, method: str, bound: float | None, shares: tuple[Shares, ...] = ()) -> Solution:
         best = self._best()
-        return Solution(best, self._known[best], method, self._seconds(best), bound, shares)
+        return Solution(best, self._known[best], method, self._seconds(best), bound, self._problem, shares)
 
     # Simulations and their ranks.
 
     def _timeline(self, chosen: Chosen) -> Timeline:
         found = self._known.get(chosen)
         if found is None:
-            program = self._problem.program(chosen)
-            self._work += len(program.tasks)
-            found = self._known[chosen] = self._simulate(program, self._problem.rates)
+            found = self._known[chosen] = self._simulate(chosen, self._problem.rates)
             rank = self._rank(chosen)
             if self._leader is None or rank < self._leader[0]:
                 self._leader = rank, chosen
         return found
+
+    def _simulate(self, chosen: Chosen, rates: Rates) -> Timeline:
+        program = self._problem.program(chosen)
+        self._work += len(program.tasks)
+        return simulate_program(program, rates)
 
     def _best(self) -> Chosen:
         assert self._leader is not None
@@ -230,14 +223,12 @@ class _Search:
         return over + max(0, peak - self._problem.budget), round(self._seconds(chosen), DIGITS), peak, chosen
 
     def _seconds(self, chosen: Chosen) -> float:
-        """What a choice is ranked by. See NOTE [ A slower CPU ]."""
+        """The seconds that a choice is ranked by. See NOTE [ A slower CPU ]."""
         timeline, seconds = self._timeline(chosen), self._timeline(chosen).seconds
         if self._slower != self._problem.rates:
             late = self._late.get(chosen)
             if late is None:
-                program = self._problem.program(chosen)
-                self._work += len(program.tasks)
-                late = self._late[chosen] = self._simulate(program, self._slower).seconds
+                late = self._late[chosen] = self._simulate(chosen, self._slower).seconds
             seconds = (seconds + late) / 2
         return seconds + (TIE * (timeline.seconds - timeline.host_wait_seconds) if self._problem.lead else 0.0)
 
@@ -263,10 +254,10 @@ class _Search:
             self._timeline(_numbers(choices[index]))
         return True
 
-    # Where to begin.
+    # Starts.
 
     def _lowered(self) -> tuple[Shares, ...]:
-        """Of the linear programme, for the budget and for lower ones, until a rounded choice fits."""
+        """Solve the linear programme for the budget and for lower ones, until a rounded choice fits."""
         found: list[Shares] = []
         budget = self._problem.budget
         while len(found) <= _LOWERED and (shares := self._model.shares(budget)) is not None:
@@ -278,7 +269,7 @@ class _Search:
         return tuple(found)
 
     def _note_promising(self, shares: Sequence[Shares]) -> None:
-        """The options that have a share, or all of them where no shares are known."""
+        """Note the options that have a share, or all of them if no shares are known."""
         for place, kind in enumerate(self._kinds):
             known = self._promising.setdefault(kind, [] if shares else self._every[kind])
             for one in shares:
@@ -286,7 +277,7 @@ class _Search:
                 known += [number for number in used if number not in known]
 
     def _starts(self, shares: Sequence[Shares], near: Solution | None) -> list[Chosen]:
-        """The best of these: the one that is known, rounded shares, and the pure ways that seem best."""
+        """The best of the given solution, rounded shares, and the pure ways with the best estimates."""
         pure = self._pure_ways()
         starts = set() if near is None else {near.chosen}
         starts.update(chosen for each in shares for chosen in _rounded(each))
@@ -298,7 +289,7 @@ class _Search:
         counts = numpy.array([len(options) for options in self._problem.options], dtype=numpy.int64)
         return numpy.minimum(numpy.arange(counts.max(initial=1))[:, None], counts - 1)
 
-    # Step by step.
+    # Moves.
 
     def _polish(self, here: Chosen, options: dict[int, list[int]]) -> None:
         """Go on to a neighbour whose simulation is better, until none of those that seem best is."""
@@ -398,19 +389,24 @@ def _together(rows: Choices, order: NDArray[numpy.intp], here: Chosen) -> Choice
 
 
 def _too_small(problem: Problem, least: Solution) -> BudgetError:
-    timeline = least.timeline
-    known = "can be" if least.method == "exact" else "was found"
-
-    def tier(where: str, budget: int | None) -> str:
-        return "" if budget is None else f", {format_bytes(budget)} {where}"
-
-    message = (
-        f"no choice of options for {len(problem.options)} blocks fits {format_bytes(problem.budget)} on the device"
-        f"{tier('in host memory', problem.host_budget)}{tier('on the disk', problem.disk_budget)}: the smallest "
-        f"peak that {known} is {format_bytes(timeline.peak_bytes)} ({timeline.peak_bytes} bytes), in the task "
-        f"{timeline.peak_task!r}, of which {format_bytes(problem.static_bytes)} are parameters, optimizer state "
-        f"and what else is there when the step begins; with it {format_bytes(timeline.host_bytes)} are in host "
-        f"memory and {format_bytes(timeline.disk_bytes)} on the disk. Give it that much, make the batch or the "
-        "static part smaller, or allow more to leave or to be computed again"
-    )
-    return BudgetError(message, budget=problem.budget, least=timeline.peak_bytes)
+    timeline, peak = least.timeline, least.timeline.peak_bytes
+    limits = [format_bytes(problem.budget)]
+    for budget, tier in ((problem.host_budget, "CPU memory"), (problem.disk_budget, "disk")):
+        limits += [] if budget is None else [f"{format_bytes(budget)} of {tier}"]
+    text = f"No plan fits {' and '.join(limits)}. "
+    if peak > problem.budget:
+        known = "feasible budget" if least.method == "exact" else "budget that was found"
+        block, _, part = timeline.peak_task.rpartition(" ")
+        task = f"the {part} of {block}" if part in ("forward", "backward", "recomputation") else timeline.peak_task
+        text += (
+            f"The smallest {known} is {format_bytes(peak)} ({peak} bytes): {format_bytes(problem.static_bytes)} in use "
+            f"when the step begins (weights, optimizer state), and {format_bytes(peak - problem.static_bytes)} more at "
+            f"the peak, in {task}. "
+        )
+    if len(limits) > 1:
+        text += (
+            f"The smallest plan offloads {format_bytes(timeline.host_bytes)} to CPU memory and "
+            f"{format_bytes(timeline.disk_bytes)} to disk. "
+        )
+    text += "Raise the budget, reduce the batch size, or allow more decisions."
+    return BudgetError(text, budget=problem.budget, least=peak)

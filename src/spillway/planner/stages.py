@@ -2,13 +2,14 @@
 
 NOTE [ One budget for the chunks of a rank ]
 
-A chunk is a micro-batch in one stage. The schedule gives how many chunks of a rank wait for their backward, and their
+A chunk is a micro-batch in one stage. The schedule defines how many chunks of a rank wait for their backward, and their
 order. A stage is profiled by one of its chunks, as a model is, and each block does the same for all chunks. A rank is
-one problem (NOTE [ Turns ] in ``tasks.py``), with one budget, one window and one link. Predictions leave out bubbles,
-which only leave more time for copies.
+one problem (NOTE [ Turns ] in ``tasks.py``), with one budget, one in-flight limit and one PCIe bandwidth. Predictions
+ignore bubbles, which only leave more time for copies.
 
-A chunk also holds what was saved outside of blocks, from its forward to its backward, and what a loss has saved. The
-profile has these between the two; here they belong to the forward. A chunk leaves nothing behind but gradients, once.
+A chunk also holds tensors that were saved outside of blocks, from its forward to its backward, and those that a loss
+has saved. The profile has these between the two; here they belong to the forward. A chunk leaves nothing behind but
+gradients, once.
 
 NOTE [ Long steps ]
 
@@ -22,8 +23,9 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
+from spillway.planner.hardware import Hardware
 from spillway.planner.plan import ALL, Plan, kept_program, options_of, part_of, plan_of
-from spillway.planner.planner import Lanes, best_of, late_of, problem_of, refined, windows_of
+from spillway.planner.planner import best_of, late_of, planning_rates, problem_of, rates_of, refined, windows_of
 from spillway.planner.profile import Profile
 from spillway.planner.tasks import Part, Problem, Turn
 from spillway.planner.timeline import Timeline, simulate_program
@@ -31,7 +33,7 @@ from spillway.planner.timeline import Timeline, simulate_program
 
 @dataclass(frozen=True, slots=True)
 class StageProfile:
-    """What one chunk of a stage was measured to do."""
+    """The profile of one chunk of a stage."""
 
     index: int
     """The stage's place in the pipeline."""
@@ -40,13 +42,13 @@ class StageProfile:
     """Bytes that a chunk holds outside of blocks from its forward to its backward; in the profile they come after it.
     """
     gradient_bytes: int
-    """Of all of the stage's parameters."""
+    """Gradients of all of the stage's parameters."""
 
 
 def make_stage_plans(
     stages: Sequence[StageProfile],
     turns: Sequence[Turn],
-    lanes: Lanes,
+    hardware: Hardware,
     *,
     static_bytes: int,
     budget: int,
@@ -55,18 +57,19 @@ def make_stage_plans(
     host_budget: int | None = None,
     disk_budget: int | None = None,
     allow: Collection[str] = ALL,
+    active: int = 1,
 ) -> list[Plan]:
     """A plan for each stage, so that their rank's step is within a budget and as short as it can be.
 
     The predictions of all of them are those of the rank. The part of a turn is a stage's place in ``stages``. When the
-    rank's step begins, ``static_bytes`` are allocated. The limits are those of
+    rank's step begins, ``static_bytes`` are in use. The limits are those of
     :func:`~spillway.planner.planner.make_plan`, in bytes.
 
     Raises:
-        BudgetError: where no plan is within the budget.
+        BudgetError: if no plan is within the budget.
     """
     few, profiles = shortened(turns), [stage.profile for stage in stages]
-    rates = lanes.rates(1)
+    rates = planning_rates(hardware, window, active=active)
     alone = [problem_of(profile, rates, budget=budget, allow=allow) for profile in profiles]
     problem = Problem(
         static_bytes=static_bytes,
@@ -80,11 +83,11 @@ def make_stage_plans(
         late=late_of(profiles),
         turns=tuple(few),
     )
-    sizes = windows_of(profiles, window, may_grow=may_grow, room=budget - static_bytes)
-    best = refined(best_of(problem, lanes, sizes), lanes)
+    sizes = windows_of(profiles, window, may_grow=may_grow, available=budget - static_bytes)
+    best = refined(best_of(problem, sizes))
     # The turns that were left out take as long as the others.
     times = len(turns) / len(few)
-    plans = [plan_of(profile, best.problem, best.solution, part=part) for part, profile in enumerate(profiles)]
+    plans = [plan_of(profile, best, part=part) for part, profile in enumerate(profiles)]
     return [
         replace(
             plan,
@@ -100,15 +103,16 @@ def simulate_stages(
     stages: Sequence[StageProfile],
     plans: Sequence[Plan],
     turns: Sequence[Turn],
-    lanes: Lanes,
+    hardware: Hardware,
     *,
     static_bytes: int,
+    active: int = 1,
 ) -> Timeline:
     """The step of a rank, with a plan for each of its stages; arguments are those of :func:`make_stage_plans`."""
     options = [
         (option,) for stage, plan in zip(stages, plans, strict=True) for option in options_of(stage.profile, plan)
     ]
-    rates = lanes.rates(plans[0].window, plans[0].ahead)
+    rates = rates_of(plans[0], hardware, active=active)
     parts = tuple(map(chunk_of, stages))
     problem = Problem(static_bytes, parts, _names(stages), tuple(options), rates, 0, turns=tuple(turns))
     return simulate_program(problem.program([0] * len(options)), rates)
@@ -119,7 +123,7 @@ def _names(stages: Sequence[StageProfile]) -> tuple[str, ...]:
 
 
 def chunk_of(stage: StageProfile) -> Part:
-    """What is around the blocks of a stage. See NOTE [ One budget for the chunks of a rank ]."""
+    """The tasks around the blocks of a stage. See NOTE [ One budget for the chunks of a rank ]."""
     part, held = part_of(stage.profile), stage.held_bytes
     (before,), (middle,), (after,) = part.before, part.middle, part.after
     tasks = kept_program(stage.profile).tasks
@@ -140,7 +144,7 @@ def chunk_of(stage: StageProfile) -> Part:
 
 
 def shortened(turns: Sequence[Turn]) -> list[Turn]:
-    """The turns of so many micro-batches as are to be planned for. See NOTE [ Long steps ]."""
+    """The turns of the micro-batches that are planned for. See NOTE [ Long steps ]."""
     chunks = 1 + max(turn.chunk for turn in turns)
     most = _fullest(turns)
     for count in range(1, chunks):
@@ -151,7 +155,7 @@ def shortened(turns: Sequence[Turn]) -> list[Turn]:
 
 
 def _fullest(turns: Sequence[Turn]) -> list[Counter[int]]:
-    """How many chunks of each part wait, whenever there are not as many of each at another time."""
+    """The numbers of waiting chunks of each part, at times when no other time has as many of each."""
     waiting: Counter[int] = Counter()
     found: list[Counter[int]] = []
     for turn in turns:

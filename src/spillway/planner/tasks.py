@@ -2,26 +2,26 @@
 
 NOTE [ Owners of bytes ]
 
-The ``change_bytes`` of a task are what it leaves allocated: gradients of parameters, kept activations, and storages
-that are about to be offloaded. The simulation counts offloaded storages from there on. It frees one when the window
-releases it, counts it again when its copy back is queued, and frees it when it is dropped. A storage that stays is
-freed by the ``change_bytes`` of a later task.
+The ``change_bytes`` of a task are the allocations that outlive it: gradients of parameters, kept activations, and
+storages that are about to be offloaded. The simulation counts offloaded storages from there on. It frees one when the
+in-flight limit requires it, counts it again when its reload is queued, and frees it when it is dropped. A storage that
+stays is freed by the ``change_bytes`` of a later task.
 
 NOTE [ Program order ]
 
-The CPU allocates and frees memory, and runs far ahead of the GPU. So windows are counted in the order of tasks, not in
-time. A storage is freed where a later one needs its room in the window: compute stalls there for its copy. A copy back
-is queued where an earlier storage was taken, and starts when compute has got there.
+The CPU allocates and frees memory, and runs far ahead of the GPU. So in-flight bytes are counted in the order of tasks,
+not in time. A storage is freed where a later one would exceed the in-flight limit: compute stalls there for its copy. A
+reload is queued where an earlier storage was taken, and starts when compute has reached that place.
 
-A task takes the CPU its ``host_seconds``. Where the loop never waits for the GPU, a step begins with the lead that the
-CPU has from the steps before: see NOTE [ The host ] in ``timeline.py``.
+A task takes the CPU its ``host_seconds``. If the loop never waits for the GPU, a step begins with the lead that the CPU
+has from the steps before: see NOTE [ The host ] in ``timeline.py``.
 
 NOTE [ Turns ]
 
 Most steps are one forward and one backward of one model. A rank of a pipeline takes turns with chunks of its stages: a
 forward of one, a backward of another. All chunks of a block share its decisions. So a problem has each block once, part
-(stage) after part, and the turns say how a program is put together. Each chunk has its own storages. Gradients of
-parameters are there after a part's first backward.
+(stage) after part, and the turns define the program. Each chunk has its own storages. The gradients of parameters exist
+after a part's first backward.
 """
 
 from __future__ import annotations
@@ -34,33 +34,30 @@ from typing import NamedTuple
 
 from spillway.types import Decision
 
-_CASTS = "casts of the forward"
-"""A task in which they are let go of."""
-
 
 class Phase(enum.Enum):
-    """What a task is a part of."""
+    """The part of a step to which a task belongs."""
 
     FORWARD = "forward"
-    RERUN = "rerun"
+    RECOMPUTE = "recompute"
     BACKWARD = "backward"
     OUTSIDE = "outside"
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A storage that begins to leave."""
+    """A storage that is offloaded."""
 
     key: int
     """Names it in its program."""
     nbytes: int
     on_disk: bool = False
-    """Whether it goes to the disk, and not to host memory."""
+    """Whether it is offloaded to the disk, and not to CPU memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Work of the compute lane. See the notes at the top of this file."""
+    """Work of the compute stream. See the notes at the top of this file."""
 
     name: str
     phase: Phase
@@ -70,21 +67,21 @@ class Task:
     change_bytes: int = 0
     """Bytes that are allocated when it has ended, beyond those when it began. Before its ``drops``."""
     sends: tuple[Sent, ...] = ()
-    """What begins to leave when it has ended, in order."""
+    """Storages whose offload begins when it has ended, in order."""
     takes: tuple[int, ...] = ()
-    """Keys of what must be on the device before it begins, in the order in which it is asked for. A key may be taken
-    again later on."""
+    """Keys of storages that must be on the GPU before it begins, in the order in which it needs them. A key may be
+    taken again later on."""
     drops: tuple[int, ...] = ()
-    """Keys that nobody wants any more when it has ended."""
+    """Keys of storages that are not needed any more when it has ended."""
     gradient_bytes: int = 0
-    """Of ``change_bytes``, gradients of parameters."""
+    """The gradients of parameters among ``change_bytes``."""
     recomputed_bytes: int = 0
-    """Of ``change_bytes``, what was computed again; below 0 where that is let go of."""
+    """The recomputed storages among ``change_bytes``; below 0 if they are freed."""
     host_seconds: float = 0.0
-    """What the host needs to queue it."""
+    """CPU time to queue it."""
 
     def shifted(self, prefix: str, by: int) -> Task:
-        """The same task of another block: names begin with ``prefix``, keys are counted from ``by`` on."""
+        """The same task of another block: names begin with ``prefix``, and keys are ``by`` higher."""
         return replace(
             self,
             name=f"{prefix}{self.name}",
@@ -94,7 +91,7 @@ class Task:
         )
 
     def later(self) -> Task:
-        """The same task where the gradients that it makes are there already, and are added to."""
+        """The same task if its gradients exist already, and are added to."""
         if not self.gradient_bytes:
             return self
         return replace(self, change_bytes=self.change_bytes - self.gradient_bytes, gradient_bytes=0)
@@ -102,70 +99,69 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One way to treat a block, and what it comes to. Keys count the block's values from 0."""
+    """Decisions for a block, and the tasks that follow from them. Keys number the block's values from 0."""
 
     decisions: tuple[Decision, ...]
-    """For each value of the block."""
+    """One for each value of the block."""
     forward: tuple[Task, ...]
     backward: tuple[Task, ...]
-    """Re-runs, and the backward itself."""
+    """Recomputation and backward."""
     output_bytes: int = 0
-    """Of what it keeps, an output of the block that is counted once more for whoever takes it."""
+    """Kept bytes of the block's output, which count once more for its user."""
     input_bytes: int = 0
-    """Of what it keeps, its inputs."""
+    """Kept bytes of its inputs."""
     let_go_bytes: int = 0
-    """Of what it keeps, what is there to the end of the model's forward, and no longer."""
+    """Kept bytes that are freed at the end of the model's forward."""
 
     def placed(self, prefix: str, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.
 
         The block before has counted ``twice`` bytes, too, from its forward's end to its backward's.
         """
-        forward, backward = (tuple(task.shifted(prefix, by) for task in each) for each in (self.forward, self.backward))
-        if not twice:
-            return forward, backward
-        less = replace(forward[-1], change_bytes=forward[-1].change_bytes - twice)
-        more = replace(backward[-1], change_bytes=backward[-1].change_bytes + twice)
-        return (*forward[:-1], less), (*backward[:-1], more)
+        forward, backward = ([task.shifted(prefix, by) for task in each] for each in (self.forward, self.backward))
+        if twice:
+            forward[-1] = replace(forward[-1], change_bytes=forward[-1].change_bytes - twice)
+            backward[-1] = replace(backward[-1], change_bytes=backward[-1].change_bytes + twice)
+        return tuple(forward), tuple(backward)
 
     @property
     def kept_bytes(self) -> int:
-        """What the device holds for it from the end of its forward to its backward, when all that leaves has left."""
+        """Bytes on the GPU from the end of its forward to its backward, once its offloads are done."""
         return sum(task.change_bytes for task in self.forward) - self.sent_bytes
 
     @property
     def sent_bytes(self) -> int:
-        """What leaves."""
+        """Offloaded bytes."""
         return sum(sent.nbytes for task in self.forward for sent in task.sends)
 
     @property
-    def rerun_seconds(self) -> float:
-        """What is computed again."""
-        return sum(task.seconds for task in self.backward if task.phase is Phase.RERUN)
+    def recompute_seconds(self) -> float:
+        """Seconds of recomputation."""
+        return sum(task.seconds for task in self.backward if task.phase is Phase.RECOMPUTE)
 
 
 def counted_twice(output_bytes: int, input_bytes: int) -> int:
-    """Of what a block keeps of its output and the next one of its inputs, what is the same.
+    """Bytes that a block keeps as its output, and the next one as its input.
 
-    Where the next one keeps more than that one input, it is not known which is which, and nothing is said to be.
+    If the next block keeps more than that one input, the two cannot be told apart, and no bytes are shared.
     """
     return output_bytes if output_bytes == input_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bandwidths in bytes a second, ``out`` to CPU memory and ``back`` from it, and how much may be in flight."""
+    """Bandwidths in bytes a second, ``out`` to CPU memory and ``back`` from it, and in-flight limits in bytes."""
 
     out: float
     back: float
     disk_write: float
     disk_read: float
     window: int
-    """Bytes that may be LEAVING at once."""
+    """The in-flight limit for offloading."""
     ahead: int | None = None
-    """Bytes that may be fetched ahead; ``None``: as many."""
+    """The in-flight limit for prefetching; ``None``: the same."""
     host: float = 1.0
-    """How many times as long as it says of tasks the host takes."""
+    """CPU time, relative to the ``host_seconds`` of tasks."""
 
 
 class Turn(NamedTuple):
@@ -181,7 +177,7 @@ ONE_PASS = (Turn(), Turn(is_backward=True))
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Blocks that are called one after the other, those of a model or of a stage, and what is around them."""
+    """Blocks that are called one after the other, in a model or a stage, and the tasks around them."""
 
     blocks: int
     before: tuple[Task, ...] = ()
@@ -189,51 +185,49 @@ class Part:
     middle: tuple[Task, ...] = ()
     """At the begin of a backward: head, loss and their backward."""
     after: tuple[Task, ...] = ()
-    """At its end: the backward of what comes before the blocks, and the optimizer."""
+    """At its end: the backward of embeddings, and the optimizer."""
     late: tuple[Task, ...] = ()
-    """Of ``middle``, what comes after blocks have let go of what they hold for as long as the forward takes."""
+    """After ``middle``, when blocks have freed the casts that they hold for the forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A step whose blocks can be treated in several ways.
+    """A step with several options for each block.
 
-    It is made of turns. That of a forward: ``before``, and the forwards of the part's blocks. Of a backward:
-    ``middle``, what blocks let go of when the forward is over, ``late``, the backwards of the blocks from the last to
-    the first, ``after``.
+    It consists of turns. A forward is ``before``, and the forwards of the part's blocks. A backward is ``middle``, the
+    release of the forward's casts, ``late``, the backwards of the blocks from the last to the first, and ``after``.
     """
 
     static_bytes: int
-    """Allocated when the step begins: parameters, optimizer state."""
+    """In use when the step begins: parameters, optimizer state."""
     parts: tuple[Part, ...]
     names: tuple[str, ...]
-    """Of the blocks, part by part."""
+    """Names of the blocks, part by part."""
     options: tuple[tuple[Option, ...], ...]
-    """For each block. Blocks of one signature share one tuple, the very same object."""
+    """For each block. Blocks of one kind share one tuple, the very same object."""
     rates: Rates
     budget: int
-    """Bytes that may be allocated on the device at most."""
+    """Most bytes that may be allocated on the GPU."""
     host_budget: int | None = None
     disk_budget: int | None = None
     late: float = 1.0
-    """How many times as long the CPU may take now and then: see NOTE [ A slower CPU ] in ``solve.py``."""
+    """CPU time of a slower CPU, relative to the measured one: see NOTE [ A slower CPU ] in ``solve.py``."""
     lead: float = 0.0
-    """Seconds by which the host may be ahead of the device when the step begins."""
+    """Lead of the CPU in seconds when the step begins."""
     turns: tuple[Turn, ...] = ONE_PASS
     placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = field(
         default_factory=dict, repr=False, compare=False
     )
-    """Tasks of options as those of a block, by its number, the option's, and the arguments of :meth:`Option.placed`.
-    They are the same for all rates and budgets."""
+    """Tasks by the block's number, the option's, and the arguments of :meth:`Option.placed`. They do not depend on
+    rates and budgets."""
 
     def program(self, chosen: Sequence[int]) -> Program:
         """The step with an option for each block, by its number. Tasks are made once for each block and option."""
         options = [each[number] for each, number in zip(self.options, chosen, strict=True)]
-        # Each block's keys are its own, and each chunk's.
+        # The keys of each block and each chunk are different.
         first = list(accumulate((len(option.decisions) for option in options), initial=0))
         tasks: list[Task] = []
-        gone: set[int] = set()
-        """Parts of which a backward has been."""
+        had_backward: set[int] = set()
         for turn in self.turns:
             part, blocks = self.parts[turn.part], self.blocks_of(turn.part)
             placed: list[tuple[tuple[Task, ...], tuple[Task, ...]]] = []
@@ -251,11 +245,11 @@ class Problem:
                 tasks += part.before
                 tasks += (task for there, _ in placed for task in there)
                 continue
-            casts = (Task(_CASTS, Phase.FORWARD, 0.0, change_bytes=-let_go),) if let_go else ()
-            blocks_back = (task for _, again in reversed(placed) for task in again)
-            back = (*part.middle, *casts, *part.late, *blocks_back, *part.after)
-            tasks += (task.later() for task in back) if turn.part in gone else back
-            gone.add(turn.part)
+            casts = (Task("casts of the forward", Phase.FORWARD, 0.0, change_bytes=-let_go),) if let_go else ()
+            blocks_back = (task for _, back in reversed(placed) for task in back)
+            backward = (*part.middle, *casts, *part.late, *blocks_back, *part.after)
+            tasks += (task.later() for task in backward) if turn.part in had_backward else backward
+            had_backward.add(turn.part)
         return Program(self.static_bytes, tuple(tasks), self.lead)
 
     def blocks_of(self, part: int) -> range:
@@ -271,4 +265,4 @@ class Program:
     static_bytes: int
     tasks: tuple[Task, ...]
     lead: float = 0.0
-    """Seconds by which the host may be ahead of the device when it begins."""
+    """Lead of the CPU in seconds when it begins."""

@@ -226,7 +226,7 @@ def _kind(
         # An input too small to be offloaded was released, as a plan counts for those that it keeps.
         backward_change_bytes=int(statistics.median(changes))
         + sum(value.nbytes for value in probe.values if value.is_input and value.nbytes < min_bytes),
-        rerun_factor=1.0,
+        recompute_factor=1.0,
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
         host=_host(timed, numbers, end) if timed.has_host and replays else None,
@@ -236,8 +236,8 @@ def _kind(
     )
     if not replays:
         return block
-    whole = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).rerun_seconds
-    return replace(block, rerun_factor=_times(timed, replays) / whole if whole else 1.0)
+    whole = make_option(block, [Decision.RECOMPUTE] * len(block.values), min_bytes=0).recompute_seconds
+    return replace(block, recompute_factor=_times(timed, replays) / whole if whole else 1.0)
 
 
 def _backward_of(number: int, end: Place) -> Interval:
@@ -313,12 +313,12 @@ def _host(timed: StepTrace, numbers: list[int], end: Place) -> HostTimes:
     def shortest(spans_of: Callable[[int], list[Interval]]) -> float:
         return min(sum(timed.host_seconds(*span) for span in spans_of(number)) for number in ran)
 
-    region = shortest(lambda number: [(("forward", number), ("end", number))])
+    checkpointed = shortest(lambda number: [(("forward", number), ("end", number))])
     return HostTimes(
         # The function itself, within a checkpointed call.
-        plain=min(region, *(timed.calls[number].own_seconds for number in ran)),
-        region=region,
-        rerun=shortest(timed.replays_of),
+        plain=min(checkpointed, *(timed.calls[number].own_seconds for number in ran)),
+        checkpointed=checkpointed,
+        replay=shortest(timed.replays_of),
         backward=shortest(lambda number: _between(*_backward_of(number, end), timed.replays_of(number))),
     )
 

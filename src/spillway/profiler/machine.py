@@ -29,7 +29,7 @@ import psutil
 import torch
 
 from spillway.errors import BackendError, TierError, TierFullError, UsageError
-from spillway.planner.hardware import Hardware, Link
+from spillway.planner.hardware import Bandwidth, Hardware
 from spillway.runtime.backend import Backend, Event, Lane
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
@@ -79,8 +79,8 @@ def measure_hardware(
     """Measure the machine's speeds.
 
     It writes to the disk for a third of the time at most, and no more than a twentieth of the free bytes at once. The
-    links of several devices at a time are not measured: :attr:`Hardware.links` has one device. On the CPU, the link is
-    copies within CPU memory.
+    bandwidth of several devices at a time is not measured: :attr:`Hardware.bandwidths` has one device. On the CPU, it
+    is that of copies within CPU memory.
 
     Args:
         device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
@@ -121,11 +121,11 @@ def measure_hardware(
             disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
         return Hardware(
             name=device_name(device),
-            links=(link,),
+            bandwidths=(link,),
             disk_write=None if drive is None else drive.write,
             disk_read=None if drive is None else drive.read,
             flops=flops,
-            memory_rate=memory,
+            memory_bandwidth=memory,
             device_bytes=_memory(backend)[1],
             host_bytes=memory_limit(),
             disk_bytes=None if drive is None else drive.free_bytes,
@@ -318,7 +318,7 @@ def rate_of(
     return statistics.median(rates)
 
 
-def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
+def measure_link(backend: Backend, nbytes: int, seconds: float) -> Bandwidth:
     """Bandwidth between a device and CPU memory: each way alone, and both at once. The CPU copies within its memory.
 
     It takes so many seconds, and allocates the bytes of a copy four times: on the device and on the CPU, for each way.
@@ -340,7 +340,7 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
     def rate(*lanes: Lane) -> float:
         return rate_of(partial(queue, *lanes), wait, len(lanes) * nbytes, seconds / 3)
 
-    return Link(active=1, out=rate(out), back=rate(back), both=rate(out, back))
+    return Bandwidth(active=1, out=rate(out), back=rate(back), both=rate(out, back))
 
 
 def measure_memory(backend: Backend, nbytes: int, seconds: float) -> float:

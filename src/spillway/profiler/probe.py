@@ -23,7 +23,7 @@ from spillway._torch import disable_modes
 from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
-from spillway.planner.profile import Again, OperatorProfile, Value
+from spillway.planner.profile import OperatorProfile, ReplayRule, Value
 from spillway.profiler.meter import GRAIN, AcceleratorMeter, ClockMeter, Meter
 from spillway.selectors import full_name
 
@@ -140,7 +140,7 @@ class Probe:
                     reads=call.reads,
                     makes=call.makes,
                     writes=call.writes,
-                    again=Again.ALWAYS if always else Again.VIEW if call.is_view else Again.FREE,
+                    replay=ReplayRule.ALWAYS if always else ReplayRule.VIEW if call.is_view else ReplayRule.FREE,
                     workspace_bytes=workspace,
                 )
             )

@@ -26,7 +26,7 @@ from spillway.cli.running.script import Script, ScriptExit, is_of_script, number
 from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planner.files import check_writable, write_file
 from spillway.planner.profile import Profile
-from spillway.planner.report.figures import graph_objects
+from spillway.planner.report.page import graph_objects
 from spillway.runtime.process_memory import set_malloc
 from spillway.units import format_bytes, format_seconds
 

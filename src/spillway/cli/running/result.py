@@ -126,7 +126,7 @@ def _model_result(model: ManagedModel) -> ModelResult:
         predicted_peak=plan.predicted_peak,
         predicted_seconds=plan.predicted_seconds,
         predicted_stall_seconds=plan.stall_seconds,
-        predicted_recompute_seconds=plan.rerun_seconds,
+        predicted_recompute_seconds=plan.recompute_seconds,
         predicted_kept_bytes=sum(block.kept_bytes for block in plan.blocks),
         predicted_offloaded_bytes=plan.sent_bytes,
     )

@@ -1,1 +1,1 @@
-"""What was counted, as something that people read. Pure functions over records."""
+"""A plan as a page, as a trace and as text: pure functions over records."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
@@ -27,7 +28,7 @@ class OperatorRow:
     nbytes: int
     """Size of the tensors that it makes."""
     seconds: float
-    """Of one run in forward."""
+    """One run in forward."""
     reason: str
 
 
@@ -43,14 +44,9 @@ class Row:
     sent_bytes: int
     recomputed_bytes: int
     """Recomputed, of the tensors that autograd saves."""
-    rerun_seconds: float
+    recompute_seconds: float
     reason: str
     operators: tuple[OperatorRow, ...]
-
-    @property
-    def what(self) -> Row:
-        """The row without its name: equal for blocks with equal decisions."""
-        return replace(self, name="")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +56,7 @@ class Layer:
     key: str
     name: str
     meaning: str
-    """What is counted, in a sentence."""
+    """A sentence about the memory that it counts."""
     nbytes: tuple[int, ...]
     """At each of :attr:`Facts.instants`."""
 
@@ -75,7 +71,7 @@ class Facts:
     hardware: str
     """Name of the machine whose bandwidths are used."""
     phases: dict[str, Phase]
-    """Of each task, by its name."""
+    """Phases of tasks, by their names."""
     rows: tuple[Row, ...]
     instants: tuple[float, ...]
     """Seconds from the begin of the step at which memory changes, strictly increasing."""
@@ -85,9 +81,9 @@ class Facts:
     """In CPU memory, at each instant."""
     disk_bytes: tuple[int, ...]
     measured: Point | None
-    """Of a real step; ``None``: none was measured."""
+    """The peak and the time of a real step, if one was measured."""
     notes: tuple[str, ...]
-    """Of the search for the plan."""
+    """Notes on the search for the plan."""
     curve: Curve | None
     """Plans for other budgets, if there are any."""
 
@@ -129,13 +125,13 @@ class Facts:
         """The plan in a few named figures."""
         plan, timeline = self.plan, self.timeline
         # A plan may be simulated with the bandwidths of another machine.
-        elsewhere = abs(timeline.seconds - plan.predicted_seconds) > _SAME * plan.predicted_seconds
+        elsewhere = not math.isclose(timeline.seconds, plan.predicted_seconds, rel_tol=1e-6)
         then = f"; {format_seconds(plan.predicted_seconds)} on the machine that it was made for" if elsewhere else ""
         known = plan.bound_seconds and not elsewhere
         bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
         found = {"exact": "exhaustive search: no plan is better", "search": "local search: no better plan was found"}
         ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
-        recomputing, stalled = plan.rerun_seconds, timeline.wait_seconds
+        recomputing, stalled = plan.recompute_seconds, timeline.wait_seconds
         return (
             ("budget", format_bytes(plan.budget)),
             ("peak", f"{format_bytes(timeline.peak_bytes)}, in {timeline.peak_task or 'no task'}"),
@@ -164,9 +160,6 @@ class Facts:
         )
 
 
-_SAME = 1e-6
-"""Relative difference below which times are the same."""
-
 STALLS = {
     "out": "for offloading: the in-flight limit is reached",
     "back": "for reloading from CPU memory",
@@ -186,16 +179,7 @@ def facts_of(
     notes: Sequence[str] = (),
     curve: Curve | None = None,
 ) -> Facts:
-    """Simulate a plan, and gather its numbers.
-
-    Args:
-        profile: of a step.
-        plan: of this profile's model.
-        hardware: whose bandwidths the simulation uses.
-        active: how many devices of the machine copy at the same time.
-        measured: the peak and the seconds of a real step.
-        notes: of the search for the plan.
-        curve: plans for other budgets.
+    """Simulate a plan with the bandwidths of some hardware, and gather its numbers.
 
     Raises:
         UsageError: for a plan of another model.
@@ -239,12 +223,12 @@ _OTHER_WITH_STATE = (
     "Buffers, all other memory of the process, and optimizer state: the profile was given no optimizer.",
 )
 _MOVING = (
-    ("gradients", "gradients", "Of parameters: those of the step, and those from before it."),
+    ("gradients", "gradients", "Gradients of parameters: those of the step, and those from before it."),
     ("outside", "outside of blocks", "Activations of embeddings, head and loss."),
     ("kept", "kept", "Activations of blocks, from their forward to their backward."),
-    ("leaving", "being offloaded", "Still on the device until the copy is done."),
+    ("leaving", "being offloaded", "Still on the GPU until the copy is done."),
     ("returning", "prefetched", "Reloaded ahead of time, and not used yet."),
-    ("returned", "reloaded", "On the device again, and in use by backward."),
+    ("returned", "reloaded", "On the GPU again, and in use by backward."),
     ("recomputed", "recomputed", "Recomputed, and in use by backward."),
     ("working", "working memory", "Allocated by the running task, its results included."),
 )
@@ -308,7 +292,7 @@ def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -
         kept_bytes=kind.nbytes(resolved.kept),
         sent_bytes=kind.nbytes(resolved.offloaded),
         recomputed_bytes=kind.nbytes(resolved.recomputed),
-        rerun_seconds=block.rerun_seconds,
+        recompute_seconds=block.recompute_seconds,
         reason=_reason(block, operators),
         operators=operators,
     )
@@ -348,7 +332,7 @@ def _operators(
 def _reason(block: BlockPlan, operators: Sequence[OperatorRow]) -> str:
     """Why a block has its decisions: what recomputing its bytes costs, for each decision."""
     if block.plain:
-        return "The budget has room for the whole block."
+        return "The budget allows to keep the whole block."
     parts = []
     for decision, word in (("offload", "offloaded"), ("keep", "kept"), ("recompute", "recomputed")):
         those = [each for each in operators if each.decision.startswith(decision) and each.nbytes]

@@ -1,22 +1,63 @@
-"""A plan as one HTML file that needs no network.
+"""A plan as one HTML file that needs no network, with figures by plotly.
 
 NOTE [ Content policy of the page ]
 
 The page's policy names the two scripts that may run, by their hashes. It forbids everything else: requests, frames,
 forms, injected scripts. Scripts may set styles, since plotly does. Images and fonts from elsewhere are forbidden, so
 that none can leak data. The template escapes all text from profiles and plans.
+
+The colours of traces work on a light and on a dark background. The page sets those of text, axes and grid when it is
+opened or switched.
 """
 
 from __future__ import annotations
 
 import base64
+import html
 import json
+from collections.abc import Sequence
 from hashlib import sha256
+from types import ModuleType
+from typing import Any
 
-from spillway.errors import printable
-from spillway.planner.report.facts import Facts, OperatorRow
-from spillway.planner.report.figures import curve_figure, graph_objects, memory_figure, streams_figure
+from spillway.errors import UsageError, printable
+from spillway.planner.planner import Point
+from spillway.planner.report.facts import STALLS, Facts, OperatorRow
+from spillway.planner.tasks import Phase
+from spillway.planner.timeline import STREAMS, Span
 from spillway.units import format_bytes, format_seconds
+
+COLOURS = {
+    "static": "#64748b",
+    "weights": "#64748b",
+    "optimizer": "#8a94a6",
+    "other": "#a9b1bd",
+    "gradients": "#8b7cc4",
+    "outside": "#b08d57",
+    "kept": "#3f83c8",
+    "leaving": "#e08a3c",
+    "returning": "#e9b949",
+    "returned": "#c9a227",
+    "recomputed": "#3fa37c",
+    "working": "#d0605f",
+}
+"""Colours of layers, by their keys."""
+
+_PHASES = {
+    Phase.FORWARD: ("forward", "#3f83c8"),
+    Phase.BACKWARD: ("backward", "#8b7cc4"),
+    Phase.RECOMPUTE: ("recomputation", "#3fa37c"),
+    Phase.OUTSIDE: ("outside of blocks", "#b08d57"),
+}
+_COPIES = {"out": ("offloading", "#e08a3c"), "back": ("reloading", "#c9a227"), "disk": ("disk", "#64748b")}
+_RED = "#d0303a"
+"""The colour of stalls, the budget, the peak and this plan."""
+_ORDER = [
+    *(name for name, _ in _PHASES.values()),
+    *(f"stalls for {reason}" for reason in STALLS),
+    *(name for name, _ in _COPIES.values()),
+]
+"""Order of the bars in the legend."""
 
 
 def to_page(facts: Facts) -> str:
@@ -63,3 +104,187 @@ def to_page(facts: Facts) -> str:
         script=asset("page.js"),
         style=asset("page.css"),
     )
+
+
+def graph_objects() -> ModuleType:
+    """The module of plotly's figures.
+
+    Raises:
+        UsageError: if plotly is not installed.
+    """
+    try:
+        import plotly.graph_objects as found
+    except ModuleNotFoundError as error:
+        if error.name is None or not error.name.startswith("plotly"):
+            raise
+        raise UsageError(
+            "A report is drawn by plotly, which is not installed: pip install 'spillway[report]'"
+        ) from error
+    module: ModuleType = found
+    return module
+
+
+def memory_figure(facts: Facts) -> dict[str, Any]:
+    """Memory of the device over the step, as stacked layers, with the budget and the peak."""
+    scale, unit = _byte_scale(facts.timeline.peak_bytes)
+    faster, time_unit = _time_scale(facts.timeline.seconds)
+    times = [seconds * faster for seconds in facts.instants]
+    figure = graph_objects().Figure()
+    for layer in facts.layers:
+        figure.add_scatter(
+            x=times,
+            y=[_short(nbytes / scale) for nbytes in layer.nbytes],
+            name=layer.name,
+            stackgroup="device",
+            mode="lines",
+            line={"width": 0.5, "shape": "hv", "color": COLOURS[layer.key]},
+            fillcolor=COLOURS[layer.key],
+            hovertemplate=f"%{{y:.2f}} {unit}",
+        )
+    top = facts.timeline.peak_bytes / scale
+    budget = facts.plan.budget / scale
+    shown = budget <= 1.5 * top
+    if shown:
+        figure.add_scatter(
+            x=[times[0], times[-1]],
+            y=[budget, budget],
+            name="budget",
+            mode="lines",
+            line={"color": _RED, "width": 2, "dash": "dash"},
+            hovertemplate=f"%{{y:.2f}} {unit}",
+        )
+    figure.add_scatter(
+        x=[times[facts.peak_place]],
+        y=[top],
+        name="peak",
+        mode="markers",
+        marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
+        hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
+    )
+    return _laid_out(
+        figure,
+        hovermode="x unified",
+        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, times[-1]]},
+        yaxis={
+            "title": {"text": f"memory, {unit}"},
+            "range": [0, 1.06 * max(top, budget if shown else 0)],
+            "tickformat": "~g",
+        },
+        # Memory above this changes over the step.
+        meta={"ground": facts.profile.static_bytes / scale},
+    )
+
+
+def streams_figure(facts: Facts) -> dict[str, Any]:
+    """The tasks of each stream over time, and why compute stalls."""
+    figure = graph_objects().Figure()
+    scale, time_unit = _time_scale(facts.timeline.seconds)
+    sorts: dict[tuple[str, str, str], list[Span]] = {}
+    for span in facts.timeline.spans:
+        if span.end > span.start:
+            sorts.setdefault(_sort(facts, span), []).append(span)
+    for (name, colour, pattern), spans in sorted(sorts.items(), key=lambda sort: _ORDER.index(sort[0][0])):
+        figure.add_bar(
+            orientation="h",
+            name=name,
+            y=[span.stream for span in spans],
+            base=[_short(span.start * scale) for span in spans],
+            x=[_short((span.end - span.start) * scale) for span in spans],
+            hovertext=[_told(span) for span in spans],
+            hoverinfo="text",
+            marker={"color": colour, "pattern": {"shape": pattern, "size": 6}, "line": {"width": 0}},
+        )
+    return _laid_out(
+        figure,
+        barmode="overlay",
+        bargap=0.25,
+        hovermode="closest",
+        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, facts.timeline.seconds * scale]},
+        yaxis={
+            "categoryorder": "array",
+            "categoryarray": list(STREAMS),
+            "autorange": "reversed",
+            "fixedrange": True,
+        },
+    )
+
+
+def curve_figure(facts: Facts) -> dict[str, Any] | None:
+    """Predicted step time over predicted peak for several budgets, with this plan; ``None`` without a curve."""
+    if facts.curve is None:
+        return None
+    curve, plan = facts.curve, Point(facts.timeline.peak_bytes, facts.timeline.seconds)
+    scale, unit = _byte_scale(max(curve.keep.peak_bytes, plan.peak_bytes))
+    faster, time_unit = _time_scale(max(plan.seconds, *(point.seconds for point in curve.points)))
+
+    def add(name: str, points: Sequence[Point], **looks: Any) -> None:
+        figure.add_scatter(
+            name=name,
+            x=[_short(point.peak_bytes / scale) for point in points],
+            y=[_short(point.seconds * faster) for point in points],
+            hovertext=[
+                f"{name}: {format_bytes(point.peak_bytes)}, {format_seconds(point.seconds)}" for point in points
+            ],
+            hoverinfo="text",
+            **looks,
+        )
+
+    figure = graph_objects().Figure()
+    add("plans", curve.points, mode="lines+markers", line={"color": "#3f83c8", "width": 2}, marker={"size": 6})
+    for name, point, symbol, colour in (
+        ("keep everything", curve.keep, "square", "#64748b"),
+        ("full checkpointing", curve.checkpoint, "diamond", "#3fa37c"),
+        ("this plan", plan, "star", _RED),
+        ("measured", facts.measured, "x", "#e08a3c"),
+    ):
+        if point is not None:
+            marker = {"symbol": symbol, "size": 13, "color": colour, "line": {"color": "white", "width": 1}}
+            add(name, [point], mode="markers", marker=marker)
+    return _laid_out(
+        figure,
+        hovermode="closest",
+        xaxis={"title": {"text": f"peak memory, {unit}"}},
+        yaxis={"title": {"text": f"step, {time_unit}"}, "rangemode": "tozero"},
+    )
+
+
+def _laid_out(figure: Any, **layout: Any) -> dict[str, Any]:
+    legend = {"orientation": "h", "traceorder": "normal", "yref": "container", "yanchor": "bottom", "y": 0}
+    figure.update_layout(template="none", legend={**legend, "xanchor": "left", "x": 0}, **layout)
+    found: dict[str, Any] = figure.to_plotly_json()
+    return found
+
+
+def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
+    if span.reason:
+        return f"stalls for {span.reason}", _RED, "/"
+    if span.stream == "compute":
+        return (*_PHASES[facts.phases[span.name]], "")
+    return (*_COPIES[span.stream], "")
+
+
+def _told(span: Span) -> str:
+    when = f"{format_seconds(span.start)} to {format_seconds(span.end)}, {format_seconds(span.end - span.start)}"
+    if span.reason:
+        return f"Before {_safe(span.name)} compute stalls<br>{STALLS[span.reason]}<br>{when}"
+    return f"{_safe(span.name)}<br>{when}"
+
+
+def _time_scale(seconds: float) -> tuple[float, str]:
+    return (1.0, "s") if seconds >= 10 else (1e3, "ms") if seconds >= 1e-2 else (1e6, "us")
+
+
+def _byte_scale(nbytes: int) -> tuple[int, str]:
+    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
+        if nbytes >= 1 << power:
+            return 1 << power, unit
+    return 1, "B"
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.9g}")
+
+
+def _safe(name: str) -> str:
+    # Plotly understands some HTML, and the name comes from a file.
+    return html.escape(printable(name), quote=False)

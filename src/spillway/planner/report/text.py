@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from spillway.errors import printable
@@ -50,12 +51,12 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
 def _blocks(facts: Facts, width: int) -> list[str]:
     """Equal blocks in one line: bytes kept, offloaded and recomputed, and the time of recomputation."""
     lines: list[tuple[str, ...]] = [("blocks", "kept", "offloaded", "recomputed", "time")]
-    # What four figures of the greatest width leave.
+    # Four figures of the greatest width take the rest.
     most = width - 4 * len(" 1023.9 MiB") - len(" (9999)")
     for names, row, count in grouped(facts.rows):
         name = cut(names, most) if count == 1 else f"{cut(names, most)} ({count})"
         sizes = map(format_bytes, (row.kept_bytes, row.sent_bytes, row.recomputed_bytes))
-        lines.append((name, *sizes, format_seconds(row.rerun_seconds)))
+        lines.append((name, *sizes, format_seconds(row.recompute_seconds)))
     return aligned([list(column) for column in zip(*lines, strict=True)], width)
 
 
@@ -68,36 +69,29 @@ def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
     """
     alike: dict[object, list[Row]] = {}
     for row in rows:
-        alike.setdefault(row.what, []).append(row)
+        alike.setdefault(replace(row, name=""), []).append(row)
     for each in alike.values():
         yield names_of([row.name for row in each]), each[0], len(each)
 
 
 def names_of(names: Sequence[str]) -> str:
     """Names in short, with ranges of their numbers: ``"layers.0 to 11"``."""
-    runs: list[tuple[str, int, int] | str] = []
-    for name in names:
-        stem = name.rstrip("0123456789")
-        digits = name[len(stem) :]
-        last = runs[-1] if runs else None
-        if not digits:
-            runs.append(name)
-        elif isinstance(last, tuple) and (last[0], last[2] + 1) == (stem, int(digits)):
-            runs[-1] = (stem, last[1], int(digits))
-        else:
-            runs.append((stem, int(digits), int(digits)))
-    words, before = [], None
-    for run in runs:
-        if isinstance(run, str):
-            words.append(run)
-            before = None
-            continue
-        stem, first, last_number = run
-        # The stem of the run before is not repeated.
-        name = f"{'' if stem == before else stem}{first}"
-        between = "," if last_number == first + 1 else " to"
-        words.append(name if first == last_number else f"{name}{between} {last_number}")
-        before = stem
+    words: list[str] = []
+    before = None
+
+    def run_of(place: int) -> tuple[str, int | str]:
+        stem = names[place].rstrip("0123456789")
+        digits = names[place][len(stem) :]
+        return stem, int(digits) - place if digits else f"{place}"
+
+    for (stem, _), run in itertools.groupby(range(len(names)), run_of):
+        places = list(run)
+        numbers = [names[place][len(stem) :].lstrip("0") or names[place][len(stem) :][-1:] for place in places]
+        between = "," if len(places) == 2 else " to"
+        # A stem is not repeated.
+        first = f"{'' if stem == before and numbers[0] else stem}{numbers[0]}"
+        words.append(first if len(places) == 1 else f"{first}{between} {numbers[-1]}")
+        before = stem if numbers[0] else None
     return ", ".join(words)
 
 

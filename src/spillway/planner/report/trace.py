@@ -12,11 +12,10 @@ from typing import Any
 
 from spillway.errors import printable
 from spillway.planner.report.facts import STALLS, Facts
-from spillway.planner.timeline import Lane
+from spillway.planner.timeline import STREAMS
 
-_PROCESS = 1
 _MICRO = 1e6
-_THREADS = {lane: number for number, lane in enumerate(Lane, 1)}
+_THREADS = {stream: number for number, stream in enumerate(STREAMS, 1)}
 
 
 def to_trace(facts: Facts) -> str:
@@ -25,48 +24,33 @@ def to_trace(facts: Facts) -> str:
     Example:
         >>> Path("step.json").write_text(to_trace(facts), encoding="utf-8")  # doctest: +SKIP
     """
-    events = [*_named(facts), *_spans(facts), *_counters(facts)]
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, allow_nan=False)
+    return json.dumps({"traceEvents": list(_events(facts)), "displayTimeUnit": "ms"}, allow_nan=False)
 
 
-def _named(facts: Facts) -> Iterator[dict[str, Any]]:
-    yield _meta("process_name", None, name=printable(f"{facts.plan.model} on {facts.hardware}, simulated"))
-    for lane, number in _THREADS.items():
-        yield _meta("thread_name", lane, name=lane.value)
-        yield _meta("thread_sort_index", lane, sort_index=number)
+def _events(facts: Facts) -> Iterator[dict[str, Any]]:
+    def event(kind: str, name: str, **fields: Any) -> dict[str, Any]:
+        return {"ph": kind, "pid": 1, "name": name, **fields}
 
-
-def _meta(kind: str, lane: Lane | None, **args: object) -> dict[str, Any]:
-    event: dict[str, Any] = {"ph": "M", "pid": _PROCESS, "name": kind, "args": args}
-    return event if lane is None else {**event, "tid": _THREADS[lane]}
-
-
-def _spans(facts: Facts) -> Iterator[dict[str, Any]]:
+    model = printable(f"{facts.plan.model} on {facts.hardware}, simulated")
+    yield event("M", "process_name", args={"name": model})
+    for stream, number in _THREADS.items():
+        yield event("M", "thread_name", tid=number, args={"name": stream})
+        yield event("M", "thread_sort_index", tid=number, args={"sort_index": number})
     for span in facts.timeline.spans:
         task = printable(span.name)
-        name, category, args = task, span.lane.value, {}
+        name, category = task, span.stream
+        args: dict[str, str] = {}
         if span.reason:
             name, category = f"stall: {span.reason}", "stall"
             args = {"task": task, "reason": STALLS[span.reason]}
-        elif span.lane is Lane.COMPUTE:
+        elif span.stream == "compute":
             category = facts.phases[span.name].value
-        yield {
-            "ph": "X",
-            "pid": _PROCESS,
-            "tid": _THREADS[span.lane],
-            "name": name,
-            "cat": category,
-            "ts": span.start * _MICRO,
-            "dur": (span.end - span.start) * _MICRO,
-            "args": args,
-        }
-
-
-def _counters(facts: Facts) -> Iterator[dict[str, Any]]:
+        start, seconds = span.start * _MICRO, (span.end - span.start) * _MICRO
+        yield event("X", name, tid=_THREADS[span.stream], cat=category, ts=start, dur=seconds, args=args)
     for place, seconds in enumerate(facts.instants):
-        for name, args in (
+        for name, values in (
             ("device", {layer.name: layer.nbytes[place] for layer in facts.layers}),
             ("CPU memory", {"bytes": facts.host_bytes[place]}),
             ("disk", {"bytes": facts.disk_bytes[place]}),
         ):
-            yield {"ph": "C", "pid": _PROCESS, "name": name, "ts": seconds * _MICRO, "args": args}
+            yield event("C", name, ts=seconds * _MICRO, args=values)
