@@ -39,7 +39,9 @@ LONGEST = 34
 """Words in a sentence. About 20 is the aim."""
 
 BANNED = re.compile("|".join(rf"\b(?:{words})\b" for words in WORDS), re.IGNORECASE)
-_CODE = re.compile(r"```.*?```|~~~.*?~~~|^ {4,}>>>.*$|``[^`]*``|`[^`\n]*`|\[[^\]]*\]\([^)]*\)|https?://\S+", re.S | re.M)
+_CODE = re.compile(
+    r"```.*?```|~~~.*?~~~|^ {4,}>>>.*$|``[^`]*``|`[^`\n]*`|\[[^\]]*\]\([^)]*\)|https?://\S+", re.S | re.M
+)
 _LINK = re.compile(r"\[([^\]]*)\]\([^)]*\)")
 _OPENING = re.compile(rf"(?:^|[.:!?]\s+|\n\s*(?:[-*#>|]+\s*)?)({'|'.join(OPENINGS)})\s+[a-z]")
 
@@ -56,7 +58,10 @@ def prose_of_source(text: str) -> Iterator[tuple[int, str]]:
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
-            yield node.lineno, re.sub(r"``[^`]*``|:\w+:`[^`]*`|`[^`\n]*`|^\s*(>>>|\.\.\.).*$", "x", node.value, flags=re.M)
+            yield (
+                node.lineno,
+                re.sub(r"``[^`]*``|:\w+:`[^`]*`|`[^`\n]*`|^\s*(>>>|\.\.\.).*$", "x", node.value, flags=re.M),
+            )
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT and not token.string.startswith(("#:", "# type:", "# noqa")):
             yield token.start[0], re.sub(r"`[^`]*`", "x", token.string.lstrip("# "))
@@ -91,7 +96,12 @@ def faults_in(path: Path) -> list[str]:
 
 
 def files() -> list[Path]:
-    pages = [ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    pages = [
+        ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]
     chinese = ROOT / "docs" / "zh"
     return [page for page in pages if chinese not in page.parents] + sorted((ROOT / "src").rglob("*.py"))
 

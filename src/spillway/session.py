@@ -65,7 +65,7 @@ class Session:
         spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
             directory, ``/var/tmp`` and the working directory that is not held in memory.
         allow_memory_filesystem: accept a ``spill_directory`` on tmpfs, which is CPU memory and saves none.
-        streams: streams of an accelerator to copy on, for the lanes ``"out"`` and ``"back"``: ``{"out": stream}``. Your
+        streams: streams of an accelerator to copy on, for the streams ``"out"`` and ``"back"``: ``{"out": stream}``. Your
             own work on them is waited for, too. Other devices get their own streams.
         recorder: called with every :class:`~spillway.types.Event`.
         backend: makes the backend of a device, instead of Spillway's own.
@@ -328,7 +328,7 @@ class Session:
             raise SessionError("got a closed session, expected an open one; make a new Session")
         if self._process != os.getpid():
             raise SessionError(
-                f"got the session of process {self._process} in process {os.getpid()}, expected one made here; lanes "
+                f"got the session of process {self._process} in process {os.getpid()}, expected one made here; streams "
                 f"and spill files do not survive a fork: make a new Session in the child"
             )
 

@@ -127,7 +127,7 @@ class StepStats:
     disk_bytes: int = 0
     """Disk space reserved by the session, in use or free for use."""
     stall_seconds: float = 0.0
-    """Time that compute waited for a lane: the two below together."""
+    """Time that compute waited for a stream: the two below together."""
     out_stall_seconds: float = 0.0
     """Time that compute waited for room in the window out, by the device's own clock where it has one."""
     back_stall_seconds: float = 0.0

@@ -17,7 +17,7 @@ from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.policies import Ratio
-from spillway.runtime.backend import Lane
+from spillway.runtime.backend import Stream
 from spillway.saved_tensors.hooks import Pass, SavedState
 from spillway.saved_tensors.order import Memory
 from spillway.session import Session
@@ -56,9 +56,9 @@ class TagInfo:
         return 0 if current is None else current.decider.offloaded_bytes
 
     @property
-    def stream(self) -> Lane:
+    def stream(self) -> Stream:
         """The offload stream of the current accelerator or of the CPU, which all tags share."""
-        return Session.default().runtime(current_device()).mover.lanes[0]
+        return Session.default().runtime(current_device()).mover.streams[0]
 
     def reset_current_offload_memory(self) -> None:
         """Count from 0 again in the current forward pass of the calling thread. Every exit does so."""

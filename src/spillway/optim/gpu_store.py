@@ -27,7 +27,7 @@ from spillway.optim.states import STEP, Layout, Slot, host_copy, moves
 from spillway.optim.streaming import ChunkedStore, ChunkPart, ChunkTransfer, StateChunk, TransferPipeline
 from spillway.optim.tensors import on_error
 from spillway.optim.transfers import Pinned, aligned
-from spillway.runtime.backend import Event, Lane
+from spillway.runtime.backend import Event, Stream
 from spillway.runtime.bytes import Bytes, Cells, Flat, over
 
 _LINE = 512
@@ -35,8 +35,8 @@ _LINE = 512
 
 
 class _Streams(NamedTuple):
-    incoming: Lane
-    outgoing: Lane
+    incoming: Stream
+    outgoing: Stream
 
 
 class _Range(NamedTuple):
@@ -242,7 +242,7 @@ class GpuStore(ChunkedStore):
     def _streams_of(self, context: DeviceContext) -> _Streams:
         if context not in self._streams:
             backend = context.transfers.backend
-            self._streams[context] = _Streams(backend.lane("states in"), backend.lane("states out"))
+            self._streams[context] = _Streams(backend.new_stream("states in"), backend.new_stream("states out"))
         return self._streams[context]
 
     def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:

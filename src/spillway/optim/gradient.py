@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.tensors import local_of, scratch_of, with_strides_of
 from spillway.optim.transfers import Pinned, SentTensor, Transfers, Upload
-from spillway.runtime.backend import Event, HostLane, TaskEnd, finish
+from spillway.runtime.backend import Event, HostQueue, TaskEnd, finish
 from spillway.runtime.bytes import Cells
 
 if TYPE_CHECKING:
@@ -243,9 +243,9 @@ class DeviceContext:
     """What the gradients of one device have in common."""
 
     transfers: Transfers
-    lane: HostLane
+    lane: HostQueue
     """The CPU worker thread."""
-    workers: HostLane
+    workers: HostQueue
     """Threads that compute for it."""
     check_session: Callable[[], None]
     """Raises if the session is closed. Without it, waits for a copy would never end."""

@@ -36,7 +36,7 @@ from spillway.optim.optimizer_class import BorrowingOptimizer, ClassTraits, Stat
 from spillway.optim.options import StepTimes
 from spillway.optim.states import MASTER, follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, batches, flat, scratch_of
-from spillway.runtime.backend import Event, HostLane, Stalls, TaskEnd
+from spillway.runtime.backend import Event, HostQueue, Stalls, TaskEnd
 from spillway.types import OptimizerStats
 
 _WITHOUT_SCRATCH = 4
@@ -388,7 +388,7 @@ class MemoryStore(StateStore):
         ends = [upload(pieces, after[context]) for context, pieces in stepped.items()]
         return next(iter(stepped)).transfers.backend.all_of(ends)
 
-    def _give_out(self, workers: HostLane, step: Callable[[], Event]) -> Event:
+    def _give_out(self, workers: HostQueue, step: Callable[[], Event]) -> Event:
         def work() -> Event:
             try:
                 return step()

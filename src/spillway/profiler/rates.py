@@ -22,7 +22,7 @@ import torch
 
 from spillway.errors import TierFullError
 from spillway.planner.hardware import Link
-from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.disk import PIECE_BYTES
@@ -105,13 +105,13 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
 
     It takes so many seconds, and allocates the bytes of a copy four times: on the device and on the CPU, for each way.
     """
-    out, back = backend.lane("out"), backend.lane("back")
+    out, back = backend.new_stream("out"), backend.new_stream("back")
     host = [Bytes.of(backend.host_slab(nbytes).fill_(1)) for _ in range(2)]
     device = [Bytes.of(_device_memory(backend, nbytes)) for _ in range(2)]
     _wait_for_compute(backend)
     ends = {out: (host[0], device[0]), back: (device[1], host[1])}
 
-    def queue(*lanes: Lane) -> None:
+    def queue(*lanes: Stream) -> None:
         for lane in lanes:
             backend.copy(lane, *ends[lane])
 
@@ -119,7 +119,7 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Link:
         for event in [backend.record(lane) for lane in ends]:
             event.synchronize()
 
-    def rate(*lanes: Lane) -> float:
+    def rate(*lanes: Stream) -> float:
         return rate_of(partial(queue, *lanes), wait, len(lanes) * nbytes, seconds / 3)
 
     return Link(active=1, out=rate(out), back=rate(back), both=rate(out, back))

@@ -1,4 +1,4 @@
-"""A range of bytes of a storage, which lanes copy and tiers store."""
+"""A range of bytes of a storage, which streams copy and tiers store."""
 
 from __future__ import annotations
 

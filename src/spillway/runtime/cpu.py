@@ -1,4 +1,4 @@
-"""The CPU's backend: a lane is a queue with a thread, and compute is the calling thread."""
+"""The CPU's backend: a stream is a queue with a thread, and compute is the calling thread."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from spillway.errors import SessionError
-from spillway.runtime.backend import Backend, Event, HostLane, HostTasks, Lane, Task, be_in_task
+from spillway.runtime.backend import Backend, Event, HostQueue, HostTasks, Stream, Task, be_in_task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.process_memory import ResidentPeak, set_malloc
 
@@ -40,7 +40,7 @@ def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = Tru
 
 
 class _CpuQueue:
-    """The state that a CPU lane shares with its thread. The thread does not hold the lane, so a dead lane ends it."""
+    """The state that a CPU stream shares with its thread. The thread does not hold the stream, so a dead stream ends it."""
 
     def __init__(self) -> None:
         self.works: deque[Callable[[], None]] = deque()
@@ -72,7 +72,7 @@ class _CpuQueue:
                 self.changed.notify_all()
 
 
-class _CpuLane:
+class _CpuStream:
     """A thread that runs queued copies in order. An event is a number: how many were queued before it."""
 
     def __init__(self, name: str) -> None:
@@ -93,7 +93,7 @@ class _CpuLane:
             queue.works.append(work)
             queue.queued += 1
             if self._thread is None:
-                # A daemon: a lane that was not closed must not keep the interpreter alive.
+                # A daemon: a stream that was not closed must not keep the interpreter alive.
                 self._thread = threading.Thread(target=queue.serve, name=f"spillway-{self._name}", daemon=True)
                 self._thread.start()
             queue.changed.notify_all()
@@ -125,7 +125,7 @@ class _CpuEvent:
 
 
 class _Compute:
-    """The calling thread as a lane: its work is always done."""
+    """The calling thread as a stream: its work is always done."""
 
     def query(self) -> bool:
         return True
@@ -135,7 +135,7 @@ class _Compute:
 
 
 class CpuBackend(Backend):
-    """Lanes are threads, and compute is the caller.
+    """Streams are threads, and compute is the caller.
 
     Args:
         device: ``torch.device("cpu")``.
@@ -148,45 +148,45 @@ class CpuBackend(Backend):
     def __init__(self, device: torch.device, *, threads: int = 2) -> None:
         super().__init__(device)
         self._compute = _Compute()
-        self._lanes: list[_CpuLane] = []
+        self._streams: list[_CpuStream] = []
         self._tasks = HostTasks(threads)
         self._peak = ResidentPeak()
         self.malloc = set_malloc()
 
-    def compute(self) -> Lane:
+    def compute(self) -> Stream:
         return self._compute
 
-    def lane(self, name: str) -> Lane:
-        self._lanes.append(_CpuLane(name))
-        return self._lanes[-1]
+    def new_stream(self, name: str) -> Stream:
+        self._streams.append(_CpuStream(name))
+        return self._streams[-1]
 
-    def record(self, lane: Lane) -> Event:
-        return lane.record() if isinstance(lane, _CpuLane) else self._compute
+    def record(self, stream: Stream) -> Event:
+        return stream.record() if isinstance(stream, _CpuStream) else self._compute
 
-    def wait(self, lane: Lane, event: Event) -> None:
-        if not isinstance(lane, _CpuLane):
+    def wait(self, stream: Stream, event: Event) -> None:
+        if not isinstance(stream, _CpuStream):
             event.synchronize()
         elif not event.query():
-            lane.submit(event.synchronize)
+            stream.submit(event.synchronize)
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        assert isinstance(lane, _CpuLane)
+    def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
+        assert isinstance(stream, _CpuStream)
 
         def work() -> None:
             # memmove instead of Tensor.copy_: one thread, without the interpreter's lock, and no second team of OpenMP
             # threads.
             ctypes.memmove(destination.address, source.address, source.nbytes)
 
-        lane.submit(work)
+        stream.submit(work)
 
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
-        assert isinstance(lane, _CpuLane)
-        lane.submit(lambda: _convert(destination, source))
+    def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
+        assert isinstance(stream, _CpuStream)
+        stream.submit(lambda: _convert(destination, source))
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
-    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+    def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         return HostTasks(threads, be_in_task, begin, name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
@@ -201,8 +201,8 @@ class CpuBackend(Backend):
 
     def close(self) -> None:
         self._tasks.close()
-        for lane in self._lanes:
-            lane.close()
+        for stream in self._streams:
+            stream.close()
 
 
 def _convert(destination: Cells, source: Cells) -> None:

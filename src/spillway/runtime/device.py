@@ -95,9 +95,9 @@ class DeviceRuntime:
     def captured(self) -> CapturedRuntime:
         """The runtime for work that is captured into a graph."""
         if self._captured is None:
-            lanes = dict(zip(("out", "back"), self.mover.lanes, strict=True))
+            streams = dict(zip(("out", "back"), self.mover.streams, strict=True))
             self._captured = CapturedRuntime(
-                self.backend, lanes, self.arena, self.nothing, window=self.window, recorder=self._recorder
+                self.backend, streams, self.arena, self.nothing, window=self.window, recorder=self._recorder
             )
         return self._captured
 
@@ -132,7 +132,7 @@ class DeviceRuntime:
         self.arena.close()
 
     def _make_tier(self, name: str) -> Tier:
-        out, back = self.mover.lanes
+        out, back = self.mover.streams
         if name == "host":
             return HostTier(self.backend, self.arena, out=out, back=back)
         if self.backend.direct_disk:

@@ -1,8 +1,8 @@
 """The disk tier, in two variants: staged through CPU memory, and directly from and into a tensor's own memory.
 
-*Staged*, for an accelerator. Direct I/O needs page-aligned CPU memory. On the way out, the ``out`` lane copies the
+*Staged*, for an accelerator. Direct I/O needs page-aligned CPU memory. On the way out, the ``out`` stream copies the
 device's bytes to a block of the arena, and a task writes the block. On the way back, a task reads into a block, and the
-``back`` lane copies it to the device. The bytes that wait in blocks for their write are limited: above the limit,
+``back`` stream copies it to the device. The bytes that wait in blocks for their write are limited: above the limit,
 ``reserve`` and ``store`` block the caller. Otherwise a slow disk would become a CPU-memory tier without a cap. A large
 storage is cut into pieces, which several threads move at once.
 
@@ -27,7 +27,7 @@ import torch
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import Backend, Event, Lane, quiet
+from spillway.runtime.backend import Backend, Event, Stream, quiet
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.runtime.tiers import Slot, Tier
@@ -66,7 +66,7 @@ class _DiskSlot:
 class _DiskTier(Tier):
     """Both variants share the ownership of extents, and the list of writes under way."""
 
-    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
+    def __init__(self, backend: Backend, file: SpillFile, *, out: Stream, back: Stream) -> None:
         super().__init__(backend)
         self._file = file
         self._out = out
@@ -141,12 +141,14 @@ class StagedDiskTier(_DiskTier):
         backend: the device.
         arena: where the blocks are cut from.
         file: the spill file.
-        out: the lane from the device.
-        back: the lane to the device.
+        out: the stream from the device.
+        back: the stream to the device.
         staging: most bytes that may wait in blocks for their write.
     """
 
-    def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane, staging: int) -> None:
+    def __init__(
+        self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int
+    ) -> None:
         super().__init__(backend, file, out=out, back=back)
         self._arena = arena
         self._staging = staging
@@ -286,7 +288,7 @@ class DirectDiskTier(_DiskTier):
     For a backend whose device is CPU memory (:attr:`Backend.direct_disk`).
     """
 
-    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
+    def __init__(self, backend: Backend, file: SpillFile, *, out: Stream, back: Stream) -> None:
         super().__init__(backend, file, out=out, back=back)
         # This is the device's own memory, as from its allocator: the CPU-memory budget does not apply.
         self._memory = Arena(backend.host_slab, capacity=sys.maxsize)

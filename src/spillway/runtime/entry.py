@@ -8,7 +8,7 @@ An :class:`Entry` is a storage that autograd saved, or the part of one that the 
         \________________________ drop, from anywhere ________________________/
 
 While it is RESIDENT or LEAVING, the entry holds the storage, so taking it costs nothing. The oldest LEAVING entry is
-*settled* when the in-flight limit is reached. The compute lane waits for its copy, and only then the storage is
+*settled* when the in-flight limit is reached. The compute stream waits for its copy, and only then the storage is
 released: the next owner of those bytes gets them after the copy has read them. Settling follows program order, never
 what happens to be done, so the peak of a step does not depend on timing.
 
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from spillway.runtime.backend import Event, Lane, Stalls
+from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.tiers import Slot, Tier
 
@@ -112,7 +112,6 @@ class Entry:
         "counted",
         "form",
         "handles",
-        "lane",
         "ledger",
         "low",
         "made",
@@ -125,6 +124,7 @@ class Entry:
         "start",
         "state",
         "storage",
+        "stream",
         "tier",
     )
 
@@ -153,8 +153,8 @@ class Entry:
         self.slot: Slot | None = None
         self.copied: Event | None = None
         """The end of the copy under way."""
-        self.lane: Lane | None = None
-        """The compute lane that the destination was allocated on."""
+        self.stream: Stream | None = None
+        """The compute stream that the destination was allocated on."""
         self.ledger = ledger
         self.counted = False
         """Whether it was counted as reused or refused."""

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 import torch
 
 from spillway.errors import SessionError
-from spillway.runtime.backend import Backend, Lane, in_task
+from spillway.runtime.backend import Backend, Stream, in_task
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeLanes, OffloadQueue, Order, PrefetchQueue
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -60,13 +60,13 @@ class Mover:
         self.batch = batch_bytes(window)
         self._backend = backend
         self._recorder = recorder
-        self.lanes: tuple[Lane, Lane] = backend.lane("out"), backend.lane("back")
-        """The lanes ``out`` and ``back``, on which the tiers queue their copies."""
-        out, back = self.lanes
+        self.streams: tuple[Stream, Stream] = backend.new_stream("out"), backend.new_stream("back")
+        """The streams ``out`` and ``back``, on which the tiers queue their copies."""
+        out, back = self.streams
         tell = None if recorder is None else self._tell
         self.numbers = itertools.count()
         """Numbers for new entries."""
-        self._compute = ComputeLanes(backend)
+        self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
         self._prefetches = PrefetchQueue(backend, back, self._compute, window=window, batch=self.batch, tell=tell)
         # Not reentrant: a finaliser that finds it taken, even by its own thread, leaves a note.
@@ -77,7 +77,7 @@ class Mover:
         self._listeners: list[weakref.WeakMethod[Callable[[bool], object]]] = []
 
     def see(self, entry: Entry) -> None:
-        """Register an entry, and the calling thread's compute lane, which writes its bytes.
+        """Register an entry, and the calling thread's compute stream, which writes its bytes.
 
         See NOTE [ Streams of compute ].
         """
@@ -97,7 +97,7 @@ class Mover:
         self._check_process()
         with self._lock:
             self._check_open()
-            # The caller uses the storage, perhaps on another lane.
+            # The caller uses the storage, perhaps on another stream.
             self._compute.now()
             self._drop_dead()
             has_content = same_content or (entry.slot is None and entry.round == 0)
@@ -111,7 +111,7 @@ class Mover:
     def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, hold: bool = False) -> None:
         """Offload entries, in order, small ones in batches.
 
-        Work that is queued on the compute lane by now must have written them. Entries that do not fit into the tier
+        Work that is queued on the compute stream by now must have written them. Entries that do not fit into the tier
         stay RESIDENT, and the ledger notes it.
 
         Args:
@@ -190,7 +190,7 @@ class Mover:
     def take(
         self, entry: Entry, asked_round: int, order: Order | None = None
     ) -> tuple[torch.UntypedStorage, torch.Tensor | None, int, int]:
-        """The entry's bytes on the device, ready for the calling thread's compute lane.
+        """The entry's bytes on the device, ready for the calling thread's compute stream.
 
         Args:
             entry: the entry.
@@ -245,8 +245,8 @@ class Mover:
             self.read_notes()
 
     @contextmanager
-    def _in_use(self) -> Iterator[Lane]:
-        """The lock is held; gives the compute lane. ``put`` and ``take`` run for every tensor, and write this out."""
+    def _in_use(self) -> Iterator[Stream]:
+        """The lock is held; gives the compute stream. ``put`` and ``take`` run for every tensor, and write this out."""
         self._check_process()
         self._tell_of_move(begins=True)
         try:
@@ -268,7 +268,7 @@ class Mover:
             self._forgotten.clear()
 
     def counts(self) -> dict[str, int]:
-        """Entries and bytes in flight, compute lanes seen, and notes not read.
+        """Entries and bytes in flight, compute streams seen, and notes not read.
 
         Held bytes are on the device because the program holds them, though the mover has released them.
         """
@@ -277,7 +277,7 @@ class Mover:
             "leaving bytes": self._offloads.nbytes,
             "held bytes": self._offloads.held_bytes(),
             "returning bytes": self._prefetches.nbytes,
-            "compute lanes": len(self._compute),
+            "compute streams": len(self._compute),
             "forgotten": len(self._forgotten),
         }
 
@@ -372,9 +372,9 @@ class Mover:
         self._recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
 
 
-def _usable(entry: Entry, compute: Lane) -> torch.UntypedStorage | None:
+def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:
     """The storage, if it is on the device and usable by the calling thread without a copy."""
-    if entry.state is State.RETURNING or (entry.round > 0 and entry.lane != compute):
+    if entry.state is State.RETURNING or (entry.round > 0 and entry.stream != compute):
         return None
     if entry.storage is not None:
         return entry.storage

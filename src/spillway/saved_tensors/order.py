@@ -18,7 +18,7 @@ asked was an evaluation, say, and is forgotten.
 NOTE [ The next pass ]
 
 With micro-batches in a pipeline, or forwards first and backwards after, a pass waits while others begin and end. When
-backward has gone through one pass it asks for another's tensors, and the ``back`` lane is idle until it does. Schedules
+backward has gone through one pass it asks for another's tensors, and the ``back`` stream is idle until it does. Schedules
 repeat. So passes are told apart by tag and traversal, and those alike by their age among the waiting ones. The pass
 that followed on the last few the last time is predicted again. A second traversal of a pass (the other half of a split
 backward, say) waits like the first.
