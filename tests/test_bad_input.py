@@ -28,7 +28,8 @@ from spillway import (
 )
 from spillway.policies import Keep, MinBytes, Offload, Ratio
 from spillway.requirements import require_torch
-from spillway.runtime.spill_file import Mount, SpillFile, SystemCalls
+from spillway.runtime.spill_file import SpillFile, SystemCalls
+from spillway.runtime.system import Mount
 from spillway.testing import AdversaryBackend
 from steps import MiB, assert_no_hook, assert_nothing_left, failing, small_batch, small_model, step
 

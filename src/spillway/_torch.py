@@ -198,3 +198,9 @@ def untraced(function: Function) -> Function:
         return (function if callback() is None else disabled)(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+# runtime
+
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch records the calling thread."""

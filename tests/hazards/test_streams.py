@@ -49,8 +49,6 @@ MIB = 1 << 20
 class Gate(CpuBackend):
     """The CPU's backend, with streams that can be stopped. Everything goes over them, as on an accelerator."""
 
-    direct_disk = False
-
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
         self.open = {"out": threading.Event(), "back": threading.Event()}
@@ -62,7 +60,7 @@ class Gate(CpuBackend):
 
     def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
         gate = next(self.open[name] for name, known in self._named.items() if known is stream)
-        stream.submit(lambda: gate.wait(20))  # type: ignore[attr-defined]
+        stream.submit(lambda: None if gate.wait(20) else None)  # type: ignore[attr-defined]
         super().copy(stream, destination, source)
 
 

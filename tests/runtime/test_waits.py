@@ -53,9 +53,7 @@ def test_all_waits_are_found() -> None:
         "ComputeStreams",
         "PrefetchQueue",
         "HostTier",
-        "_DiskTier",
-        "StagedDiskTier",
-        "DirectDiskTier",
+        "DiskTier",
         "Arena",
     }
 

@@ -65,7 +65,7 @@ _PART = 16 << 20
 @functools.cache
 def library() -> ctypes.CDLL:
     """The driver's library."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class CudaDriver:
@@ -112,7 +112,7 @@ class AcceleratorBackend(Backend):
         super().__init__(device)
         self._given = {name: stream for name, stream in (streams or {}).items() if stream.device == device}
         most = threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1)
-        self._tasks = HostTasks(most, self._begin_tasks)
+        self._tasks = HostTasks(most, self._use_device)
         self._streams: list[torch.Stream] = []
         self._entering = threading.Lock()
         self.unified = _is_unified(device)
@@ -229,7 +229,7 @@ class AcceleratorBackend(Backend):
         return self._tasks.run(task)
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
-        return HostTasks(threads, self._begin_tasks, begin, name=name)
+        return HostTasks(threads, self._use_device, *([begin] if begin else []), name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
@@ -279,8 +279,7 @@ class AcceleratorBackend(Backend):
         for stream in self._streams:
             stream.synchronize()
 
-    def _begin_tasks(self) -> None:
-        be_in_task()
+    def _use_device(self) -> None:
         # A new thread's current device is the first one. Entering a stream there would create a context of half a
         # gigabyte on a device that belongs to another rank.
         torch.accelerator.set_device_index(self.device)
@@ -322,9 +321,9 @@ def _trains_with_others() -> bool:
 
 
 def _as_cuda(stream: Stream) -> torch.cuda.Stream:
-    stream: Any = stream
-    known = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
-    return torch.cuda.Stream(**known)  # type: ignore[no-untyped-call]
+    known: Any = stream
+    numbers = {"stream_id": known.stream_id, "device_index": known.device_index, "device_type": known.device_type}
+    return torch.cuda.Stream(**numbers)  # type: ignore[no-untyped-call]
 
 
 def _capture_of(stream: torch.cuda.Stream) -> int | None:

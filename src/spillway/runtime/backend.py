@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
 import functools
 import threading
 import time
@@ -33,6 +32,8 @@ from typing import NoReturn, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from spillway._torch import is_profiling
+from spillway.errors import SessionError
 from spillway.runtime.bytes import Bytes, Cells, Form
 
 # Events, streams and stalls.
@@ -150,8 +151,8 @@ class Backend(ABC):
     """Every address from the device's allocator is a multiple of this."""
     malloc: str = ""
     """How the C library's ``malloc`` is configured, if it allocates the device's memory."""
-    direct_disk: bool = False
-    """Whether the device's memory is CPU memory, which files can be written from and read into."""
+    is_host_memory: bool = False
+    """Whether the device's memory is CPU memory."""
     poisons: bool = False
     """Whether a read of unwritten memory must be noticed: for a backend that checks."""
     unified: bool = False
@@ -234,12 +235,6 @@ class Backend(ABC):
         """An event on a stream that is part of a capture."""
         return self.record(stream)
 
-    def alias(self, block: Bytes) -> torch.Tensor:
-        """CPU memory as a storage of its own, for the calling thread's compute stream. It keeps the memory alive."""
-        memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
-        memory.storage = block.storage  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8)
-
     def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027
         """Called before host code reads or writes a block itself, for a backend that checks."""
 
@@ -293,32 +288,30 @@ class HostTasks:
 
     Args:
         threads: how many.
-        begin: called first by each thread.
-        after: called by each thread after ``begin``.
+        begin: each thread calls these first.
         name: of the threads.
     """
 
-    def __init__(
-        self,
-        threads: int,
-        begin: Callable[[], None] = be_in_task,
-        after: Callable[[], None] | None = None,
-        *,
-        name: str = "task",
-    ) -> None:
+    def __init__(self, threads: int, *begin: Callable[[], None], name: str = "task") -> None:
         def start() -> None:
-            begin()
-            if after is not None:
-                after()
+            be_in_task()
+            for each in begin:
+                each()
 
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"spillway-{name}", initializer=start)
+        self._closed = False
 
     def run(self, task: Task) -> TaskEvent:
+        if self._closed:
+            raise SessionError(
+                "The session was closed while a backward or an optimizer still used it. Close the session last."
+            )
         # A worker keeps its arguments until shortly after the event is reached, and a task holds memory. So the worker
         # gets a box, and takes the task out of it.
         return TaskEvent(self._pool.submit(_take_and_run, [task]))
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=True)
 
 
@@ -369,14 +362,13 @@ def raise_again(error: BaseException) -> NoReturn:
 
 # Spans in a profiler's trace.
 
-_is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 def label(name: str) -> AbstractContextManager[object]:
     """A span ``spillway.<name>`` in a profiler's trace (an NVTX range under ``emit_nvtx``). Free without a profiler."""
-    return torch.profiler.record_function(f"spillway.{name}") if _is_profiling() else nullcontext()
+    return torch.profiler.record_function(f"spillway.{name}") if is_profiling() else nullcontext()
 
 
 def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
@@ -385,7 +377,7 @@ def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_A
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            if not _is_profiling():
+            if not is_profiling():
                 return function(*args, **kwargs)
             with label(name):
                 return function(*args, **kwargs)

@@ -1,21 +1,15 @@
-"""The CPU's backend: a stream is a queue with a thread, and compute is the calling thread."""
+"""The CPU's backend: a stream is a thread with a queue, and compute is the calling thread."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import mmap
-import os
-import sys
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable
 
 import torch
 
-from spillway.errors import SessionError
-from spillway.runtime.backend import Backend, Event, HostQueue, HostTasks, Stream, Task, be_in_task
+from spillway.runtime.backend import Backend, Event, HostQueue, HostTasks, Stream, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.process_memory import ResidentPeak, set_malloc
 
@@ -28,8 +22,6 @@ def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = Tru
         huge: ask the system for pages of 2 MiB, where it has such.
         for_children: whether a forked child gets a copy of what is in it.
     """
-    if sys.platform == "win32":
-        return torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
     # Private: Python's default is shared pages, those of a file in memory, which are four times slower.
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     for wanted, advice in ((huge, "MADV_HUGEPAGE"), (not for_children, "MADV_DONTFORK")):
@@ -39,99 +31,32 @@ def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = Tru
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-class _CpuQueue:
-    """The state that a CPU stream shares with its thread. The thread does not hold the stream, so a dead stream ends it."""
-
-    def __init__(self) -> None:
-        self.works: deque[Callable[[], None]] = deque()
-        self.changed = threading.Condition()
-        self.queued = 0
-        self.done = 0
-        self.closing = False
-
-    def serve(self) -> None:
-        be_in_task()
-        while True:
-            with self.changed:
-                self.changed.wait_for(lambda: bool(self.works) or self.closing)
-                if not self.works:
-                    return
-                work = self.works.popleft()
-            work()
-            # The work may hold the last reference to a tensor: drop it before its event counts as reached.
-            del work
-            with self.changed:
-                self.done += 1
-                self.changed.notify_all()
-
-    def close(self, process: int) -> None:
-        # In a forked child there is no thread, and the lock may have been taken at the moment of the fork.
-        if os.getpid() == process:
-            with self.changed:
-                self.closing = True
-                self.changed.notify_all()
-
-
-class _CpuStream:
-    """A thread that runs queued copies in order. An event is a number: how many were queued before it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._queue = _CpuQueue()
-        self._thread: threading.Thread | None = None
-        self._end = weakref.finalize(self, self._queue.close, os.getpid())
-
-    def submit(self, work: Callable[[], None]) -> None:
-        queue = self._queue
-        with queue.changed:
-            if queue.closing:
-                # The work would never run, and its waiter would wait for ever.
-                raise SessionError(
-                    "got a closed session with work of an optimizer or of a backward under way, expected an open one; "
-                    "close the session last"
-                )
-            queue.works.append(work)
-            queue.queued += 1
-            if self._thread is None:
-                # A daemon: a stream that was not closed must not keep the interpreter alive.
-                self._thread = threading.Thread(target=queue.serve, name=f"spillway-{self._name}", daemon=True)
-                self._thread.start()
-            queue.changed.notify_all()
-
-    def record(self) -> _CpuEvent:
-        return _CpuEvent(self._queue, self._queue.queued)
-
-    def close(self) -> None:
-        self._end()
-        if self._thread is not None:
-            self._thread.join()
-
-
-class _CpuEvent:
-    __slots__ = ("_number", "_queue")
-
-    def __init__(self, queue: _CpuQueue, number: int) -> None:
-        self._queue = queue
-        self._number = number
-
-    def query(self) -> bool:
-        return self._queue.done >= self._number
-
-    def synchronize(self) -> None:
-        queue = self._queue
-        if queue.done < self._number:
-            with queue.changed:
-                queue.changed.wait_for(lambda: queue.done >= self._number)
-
-
 class _Compute:
-    """The calling thread as a stream: its work is always done."""
+    """The calling thread as a stream. As an event, it is always reached."""
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
         return None
+
+
+_DONE = _Compute()
+
+
+class _CpuStream:
+    """A thread that runs queued copies in order."""
+
+    def __init__(self, name: str) -> None:
+        self._tasks = HostTasks(1, name=name)
+        self.end: Event = _DONE
+        """Reached when everything queued by now is done."""
+
+    def submit(self, work: Callable[[], None]) -> None:
+        self.end = self._tasks.run(work)
+
+    def close(self) -> None:
+        self._tasks.close()
 
 
 class CpuBackend(Backend):
@@ -143,25 +68,24 @@ class CpuBackend(Backend):
     """
 
     alignment = 64
-    direct_disk = True
+    is_host_memory = True
 
     def __init__(self, device: torch.device, *, threads: int = 2) -> None:
         super().__init__(device)
-        self._compute = _Compute()
         self._streams: list[_CpuStream] = []
         self._tasks = HostTasks(threads)
         self._peak = ResidentPeak()
         self.malloc = set_malloc()
 
     def compute(self) -> Stream:
-        return self._compute
+        return _DONE
 
     def new_stream(self, name: str) -> Stream:
         self._streams.append(_CpuStream(name))
         return self._streams[-1]
 
     def record(self, stream: Stream) -> Event:
-        return stream.record() if isinstance(stream, _CpuStream) else self._compute
+        return stream.end if isinstance(stream, _CpuStream) else _DONE
 
     def wait(self, stream: Stream, event: Event) -> None:
         if not isinstance(stream, _CpuStream):
@@ -173,21 +97,24 @@ class CpuBackend(Backend):
         assert isinstance(stream, _CpuStream)
 
         def work() -> None:
-            # memmove instead of Tensor.copy_: one thread, without the interpreter's lock, and no second team of OpenMP
-            # threads.
+            # memmove needs no OpenMP threads, and releases the interpreter's lock.
             ctypes.memmove(destination.address, source.address, source.nbytes)
 
         stream.submit(work)
 
     def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
         assert isinstance(stream, _CpuStream)
-        stream.submit(lambda: _convert(destination, source))
+
+        def work() -> None:
+            destination.tensor().copy_(source.tensor())
+
+        stream.submit(work)
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
-        return HostTasks(threads, be_in_task, begin, name=name)
+        return HostTasks(threads, *([begin] if begin else []), name=name)
 
     def empty(self, form: Form) -> torch.Tensor:
         # The device is named, since the user's default may be another one.
@@ -203,7 +130,3 @@ class CpuBackend(Backend):
         self._tasks.close()
         for stream in self._streams:
             stream.close()
-
-
-def _convert(destination: Cells, source: Cells) -> None:
-    destination.tensor().copy_(source.tensor())

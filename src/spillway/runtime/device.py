@@ -13,7 +13,7 @@ from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend, quiet
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.cuda_graphs import CapturedRuntime
-from spillway.runtime.disk import DirectDiskTier, StagedDiskTier
+from spillway.runtime.disk import DiskTier
 from spillway.runtime.mover import Mover
 from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.tiers import HostTier, Tier
@@ -120,7 +120,7 @@ class DeviceRuntime:
     def trim(self) -> int:
         """Give unused CPU memory back to the system; returns its bytes."""
         with self.mover.exclusive():
-            return self.arena.trim() + sum(tier.trim() for tier in set(self._tiers.values()))
+            return self.arena.trim()
 
     def close(self) -> None:
         """Stop. Offloaded bytes are lost."""
@@ -135,9 +135,7 @@ class DeviceRuntime:
         out, back = self.mover.streams
         if name == "host":
             return HostTier(self.backend, self.arena, out=out, back=back)
-        if self.backend.direct_disk:
-            return DirectDiskTier(self.backend, self._file(), out=out, back=back)
-        return StagedDiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
+        return DiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
 
 
 def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:

@@ -32,20 +32,18 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import itertools
 import mmap
 import os
 import secrets
-import tempfile
 import threading
 import time
 import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -59,6 +57,7 @@ from spillway.errors import (
     UsageError,
 )
 from spillway.runtime.arena import FreeRanges
+from spillway.runtime.system import Mount, choose_directory, mounts
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -75,23 +74,11 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
 
 
-class Mount(NamedTuple):
-    """A mounted file system."""
-
-    point: str
-    kind: str
-    """Its type, as ``"ext4"``."""
-    device: str
-
-
 class SystemCalls:
     """Every system call of a spill file: the one seam at which tests inject faults."""
 
     def mounts(self) -> Sequence[Mount]:
-        """All mounted file systems, in the order in which they were mounted."""
-        import psutil  # not at the top: only a session that spills to disk needs it
-
-        return [Mount(part.mountpoint, part.fstype, part.device) for part in psutil.disk_partitions(all=True)]
+        return mounts()
 
     def monotonic(self) -> float:
         return time.monotonic()
@@ -125,64 +112,6 @@ class SystemCalls:
 
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view], offset)
-
-
-# The directory.
-
-_DEFAULT_PLACES: tuple[Callable[[], str], ...] = (tempfile.gettempdir, lambda: "/var/tmp", os.getcwd)
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
-_MEMORY_DEVICES = ("/dev/ram", "/dev/zram")
-_EXPECTED = "expected a directory on a disk in which files can be made; set SPILLWAY_DIR or give another one"
-
-
-def choose_directory(
-    directory: str | os.PathLike[str] | None, allow_memory_filesystem: bool, mounts: Sequence[Mount]
-) -> Path:
-    """The absolute path of the directory for the spill file.
-
-    ``None`` means ``$SPILLWAY_DIR``, or else the first of the temporary directory, ``/var/tmp`` and the working
-    directory that is on a disk, or in memory if that is allowed. Raises ``SpillPathError`` if none can be used.
-    """
-    named = directory if directory is not None else os.environ.get("SPILLWAY_DIR") or None
-    if named is not None:
-        return _usable(named, allow_memory_filesystem, mounts)
-    refusals: dict[str, None] = {}  # each once, in order
-    for in_memory in (False, True) if allow_memory_filesystem else (False,):
-        for place in _DEFAULT_PLACES:
-            try:
-                return _usable(place(), in_memory, mounts)
-            except (SpillPathError, OSError) as error:  # OSError: no temporary or no working directory at all
-                refusals[str(error)] = None
-    raise SpillPathError(
-        "spill file: found no directory for it; set SPILLWAY_DIR or give a directory on a disk. Tried:\n  "
-        + "\n  ".join(refusals)
-    )
-
-
-def _usable(place: str | os.PathLike[str], allow_memory_filesystem: bool, mounts: Sequence[Mount]) -> Path:
-    """The directory's absolute path, if it can be used."""
-    try:
-        path = Path(place).resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
-        raise SpillPathError(f"spill file: got {os.fspath(place)!r} ({error}), {_EXPECTED}") from error
-    if not path.is_dir():
-        raise SpillPathError(f"spill file: got {str(path)!r}, which is not a directory, {_EXPECTED}")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise SpillPathError(f"spill file: got {str(path)!r}, which is not writable, {_EXPECTED}")
-    mount = mount_of(path, mounts)
-    in_memory = mount.kind in _MEMORY_FILESYSTEMS or mount.device.startswith(_MEMORY_DEVICES)
-    if in_memory and not allow_memory_filesystem:
-        raise SpillPathError(
-            f"spill file: got {str(path)!r} on {mount.point!r} ({mount.kind}), which is host memory: spilling there "
-            f"saves nothing; {_EXPECTED}, or allow_memory_filesystem=True"
-        )
-    return path
-
-
-def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
-    """The file system of a path: the deepest mount above it, and of two at one point the later one."""
-    above = [mount for mount in mounts if path.is_relative_to(mount.point)]
-    return max(reversed(above), key=lambda mount: len(Path(mount.point).parts), default=Mount("/", "", ""))
 
 
 def checksum(data: NDArray[np.uint8]) -> int:
@@ -368,9 +297,7 @@ class Extent:
     nbytes: int
     """Bytes that count."""
     reserved: int
-    """Bytes that it takes in the file: ``phase + nbytes`` rounded up to :data:`ALIGNMENT`."""
-    phase: int = 0
-    """Distance of the first byte from ``offset``: the same as its distance from a page in memory."""
+    """Bytes that it takes in the file: ``nbytes`` rounded up to :data:`ALIGNMENT`."""
 
 
 @dataclass(slots=True)
@@ -443,23 +370,23 @@ class SpillFile(_AnonymousFile):
                     self._settle()
         return self._used
 
-    def allocate(self, nbytes: int, *, phase: int = 0) -> Extent:
+    def allocate(self, nbytes: int) -> Extent:
         """Reserve a place for ``nbytes`` bytes, at least one.
 
-        ``phase`` is the distance of its buffers from the page before them. Raises ``TierFullError`` if the capacity,
-        the disk or the hour's limit has no room, and ``SpillPathError`` if the directory is gone.
+        Raises ``TierFullError`` if the capacity, the disk or the hour's limit is exhausted, and ``SpillPathError`` if
+        the directory is gone.
         """
         if nbytes < 1:
             raise SizeError(f"extent: got {nbytes} bytes, expected at least 1; what is empty needs no place on a disk")
         self._check_owner()
-        reserved = -(-(phase + nbytes) // ALIGNMENT) * ALIGNMENT
+        reserved = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._check_open()
             self._settle()
             self._check_hour(reserved)
             while (found := self._ranges.take(reserved)) is None:
                 self._grow(reserved)
-            extent = Extent(found[0], nbytes, reserved, phase)
+            extent = Extent(found[0], nbytes, reserved)
             self._used += reserved
             self._promised += reserved
             self._live[id(extent)] = _Slot(extent)
@@ -475,27 +402,23 @@ class SpillFile(_AnonymousFile):
             raise UsageError(self._unknown(extent))
         self._freed.append(slot)
 
-    def write(self, extent: Extent, buffer: Buffer, *, shared: bool = False) -> None:
+    def write(self, extent: Extent, buffer: Buffer) -> None:
         """Write the first ``extent.nbytes`` bytes of ``buffer``. After an error the extent is empty.
 
-        The buffer is contiguous and, if :attr:`direct`, begins ``extent.phase`` behind a page. If it is ``shared``,
-        other code may write to it meanwhile: then it is written until it is found unchanged. Raises ``TransferError``,
-        or ``TierFullError`` on a full disk where ``allocate`` could not reserve.
+        The buffer is contiguous and, if :attr:`direct`, begins at a page. Raises ``TransferError``, or
+        ``TierFullError`` on a full disk where ``allocate`` could not reserve.
         """
         with self._transfer(extent) as slot:
             data = self._bytes_of(buffer, extent)
             slot.checksum = None  # The old bytes are lost, whatever happens now.
-            sum_before = checksum(data[: extent.nbytes])
-            self._move_pieces(data, extent, write=True)
-            while shared and (sum_now := checksum(data[: extent.nbytes])) != sum_before:
-                sum_before = sum_now
-                self._move_pieces(data, extent, write=True)
+            written = checksum(data[: extent.nbytes])
+            self._move_all(data, extent.offset, write=True)
             with self._lock:
                 self._withdraw(slot)
                 self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
                 while (oldest := next(iter(self._hour))) < self._first_bucket():
                     del self._hour[oldest]
-            slot.checksum = sum_before
+            slot.checksum = written
 
     def read(self, extent: Extent, buffer: Buffer) -> None:
         """Fill the first ``extent.nbytes`` bytes of ``buffer``, and verify them.
@@ -511,7 +434,7 @@ class SpillFile(_AnonymousFile):
                     f"spill file: got a read of {extent}, which holds nothing, as no write to it has succeeded; "
                     f"do not drop a tensor before its write has returned"
                 )
-            self._move_pieces(data, extent, write=False)
+            self._move_all(data, extent.offset, write=False)
             got = checksum(data[: extent.nbytes])
             if got != expected:
                 raise CorruptError(
@@ -634,31 +557,22 @@ class SpillFile(_AnonymousFile):
             raise UsageError(
                 f"spill file: got a buffer of {len(data)} bytes for {extent}, expected at least {extent.nbytes}"
             )
-        if self.direct and (address := data.ctypes.data) % ALIGNMENT != extent.phase:
+        if self.direct and (address := data.ctypes.data) % ALIGNMENT:
             raise UsageError(
-                f"spill file: got a buffer at address {address:#x}, expected one {extent.phase} bytes behind a "
-                f"multiple of {ALIGNMENT}, since {self.directory} is used with O_DIRECT; allocate the extent with the "
-                f"phase of its buffers"
+                f"spill file: got a buffer at address {address:#x}, expected a multiple of {ALIGNMENT}, since "
+                f"{self.directory} is used with O_DIRECT"
             )
-        return data[: extent.reserved - extent.phase]
+        return data[: extent.reserved]
 
-    def _move_pieces(self, data: NDArray[np.uint8], extent: Extent, *, write: bool) -> None:
-        """Whole blocks move straight from or into the buffer, the edges before and behind them through a page."""
-        begin = extent.offset + extent.phase
-        end = len(data) if len(data) == extent.reserved - extent.phase else extent.nbytes
-        cuts = [0, end]
-        if self.direct:
-            head = min(-extent.phase % ALIGNMENT, end)
-            cuts = [0, head, end - (end - head) % ALIGNMENT, end]
-        for first, last in itertools.pairwise(cuts):
-            piece, offset = data.data[first:last], begin + first
-            if not (self.direct and len(piece) % ALIGNMENT):
-                self._move(piece, offset, write=write)
-                continue
-            page, inside = _page(), offset % ALIGNMENT
-            place = page[inside : inside + len(piece)]
+    def _move_all(self, data: NDArray[np.uint8], offset: int, *, write: bool) -> None:
+        """Whole blocks move straight from or into the buffer, the rest through a page."""
+        whole = len(data) - (len(data) % ALIGNMENT if self.direct else 0)
+        self._move(data.data[:whole], offset, write=write)
+        rest = data.data[whole:]
+        if rest:
+            page = _page()
             if write:
-                place[:] = piece
-            self._move(page, offset - inside, write=write)
+                page[: len(rest)] = rest
+            self._move(page, offset + whole, write=write)
             if not write:
-                piece[:] = place
+                rest[:] = page[: len(rest)]
