@@ -32,7 +32,7 @@ def guesses(order: Sequence[tuple[str, int, int]], steps: int = 3) -> list[bool]
 
     Each of ``order`` is a tag, the place of its pass among those of the tag, and a lap.
     """
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     right: list[bool] = []
     for _ in range(steps):
         passes = {(tag, place): Pass(tag) for tag, place, _ in sorted(order)}
@@ -68,7 +68,7 @@ def test_a_schedule_that_repeats_is_foreseen(order: list[tuple[str, int, int]]) 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 4)), unique=True, max_size=8))
 def test_whoever_is_foreseen_waits(order: list[tuple[str, int]]) -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     for _ in range(2):
         waiting = {(tag, place): Pass(tag) for tag, place in sorted(order)}
         for each in waiting.values():
@@ -84,7 +84,7 @@ def test_whoever_is_foreseen_waits(order: list[tuple[str, int]]) -> None:
 
 
 def test_nobody_is_foreseen_who_does_not_wait() -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     for _ in range(3):
         one = Pass("a")
         predictor.add(one)
@@ -94,7 +94,7 @@ def test_nobody_is_foreseen_who_does_not_wait() -> None:
 
 
 def test_passes_are_not_kept_alive() -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     one, other = Pass("a"), Pass("a")
     predictor.add(one)
     predictor.add(other)
@@ -120,7 +120,7 @@ def test_what_is_asked_for_each_tensor_does_not_grow_with_the_passes_that_wait()
 
     counts = []
     for count in (10, 1000):
-        predictor: NextPassPredictor[Counted] = NextPassPredictor()
+        predictor: NextPassPredictor = NextPassPredictor()
         for _ in range(2):
             passes = [Counted("a") for _ in range(count)]
             for each in passes:
@@ -195,7 +195,7 @@ def test_what_was_fetched_of_the_next_pass_is_not_named_again() -> None:
         nonlocal looks
         looks += 1
 
-    predictor: NextPassPredictor[AccessOrder] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     for step in range(2):
         orders = [AccessOrder(predictor=predictor) for _ in range(2)]
         for order in orders:
@@ -218,7 +218,7 @@ def test_what_was_fetched_of_the_next_pass_is_not_named_again() -> None:
 
 
 def test_a_turn_is_how_many_passes_have_ended_since_none_waited() -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
 
     def forward() -> tuple[int, Pass]:
         turn, made = predictor.turn(), Pass("a")

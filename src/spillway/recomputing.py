@@ -17,7 +17,7 @@ from spillway._torch import in_backward, keep_out, refuse_transforms, untraced
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.collector import shapes_of
-from spillway.checkpointing.function import Arguments, ReplayedFunction, in_replay
+from spillway.checkpointing.function import Arguments, ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
@@ -28,6 +28,7 @@ from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
+from spillway.saved_tensors.handles import in_replay
 from spillway.saved_tensors.hooks import Pass, SavedState, current_pass
 from spillway.saved_tensors.kept import see_again
 from spillway.selectors import Choices, Planned, Selector

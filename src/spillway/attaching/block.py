@@ -24,12 +24,12 @@ from torch.nn.parameter import is_lazy
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.blocks import Named
-from spillway.checkpointing.function import in_replay
 from spillway.checkpointing.recorder import Observer
 from spillway.errors import RecomputeError
 from spillway.offloading import keep
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
+from spillway.saved_tensors.handles import in_replay
 from spillway.saved_tensors.kept import PassthroughBlock
 from spillway.session import Session
 

@@ -25,8 +25,8 @@ import torch
 from spillway.errors import BackendError, TierError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.profiler.rates import Drive, measure_drive, measure_link, measure_memory, measure_products
+from spillway.runtime.accelerator import backend_for
 from spillway.runtime.backend import Backend
-from spillway.runtime.device import backend_for
 from spillway.runtime.spill_file import ALIGNMENT, SpillFile
 from spillway.runtime.system import device_name, memory_limit, which_device
 

@@ -9,8 +9,8 @@ NOTE [ Copies past torch ]
 
 ``Tensor.copy_`` of bytes between a device and registered CPU memory costs several times the CPU time of the driver
 call: torch dispatches it, enters and leaves a stream, and looks up whose memory it is. A CPU-bound training pays that
-for each offloaded tensor. A stream's copies are plain ranges of bytes, and the mover keeps their order and lifetimes, so
-they are given to the driver as they are. Profilers see them on the device, without a torch operator. If the calling
+for each offloaded tensor. A stream's copies are plain ranges of bytes, and the mover keeps their order and lifetimes.
+So they are given to the driver as they are. Profilers see them on the device, without a torch operator. If the calling
 thread is on another device, if the driver refuses, or if this torch lacks a name, torch makes the copy.
 
 NOTE [ Copies of other code ]
@@ -52,7 +52,7 @@ from spillway.runtime.backend import (
     be_in_task,
 )
 from spillway.runtime.bytes import Bytes, Cells, Form
-from spillway.runtime.cpu import anonymous_pages
+from spillway.runtime.cpu import CpuBackend, anonymous_pages
 from spillway.runtime.system import near_cpus
 
 _MOST_THREADS = 16
@@ -380,3 +380,16 @@ def _registered(slab: torch.Tensor) -> torch.Tensor:
     # under it still holds them.
     weakref.finalize(slab.untyped_storage(), runtime.cudaHostUnregister, slab.data_ptr())
     return slab
+
+
+def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:
+    """The backend of a device, on the user's ``streams`` if there are any. Raises ``BackendError`` if there is none."""
+    if device.type == "cpu":
+        return CpuBackend(device)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == device.type:
+        return AcceleratorBackend(device, streams=streams)
+    raise BackendError(
+        f"A saved tensor is on {device}, and no backend serves that device here. Spillway serves the CPU"
+        f"{f' and {accelerator}' if accelerator else ''}. Keep the tensor with spillway.keep(), or give Session a backend."
+    )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -29,6 +29,9 @@ import torch
 from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.tiers import Slot, Tier
+
+GROUP_BYTES = ("saved_bytes", "kept_bytes", "offloaded_bytes", "reloaded_bytes", "reused_bytes")
+STEP_BYTES = (*GROUP_BYTES, "recomputed_bytes")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,19 +57,17 @@ class ByteCounters:
             ledger = self.groups[name] = ByteCounters(notes=self.notes)
         return ledger
 
+    def sizes(self, names: Sequence[str]) -> dict[str, int]:
+        """The counters of these names."""
+        return {name: getattr(self, name) for name in names}
+
     def total(self) -> ByteCounters:
         """The sum of this and all groups."""
         parts = (self, *self.groups.values())
-        total = ByteCounters(notes=self.notes)
-        for part in parts:
-            total.saved_bytes += part.saved_bytes
-            total.kept_bytes += part.kept_bytes
-            total.offloaded_bytes += part.offloaded_bytes
-            total.reloaded_bytes += part.reloaded_bytes
-            total.reused_bytes += part.reused_bytes
-            total.recomputed_bytes += part.recomputed_bytes
-            total.out.known_seconds += part.out.seconds()
-            total.back.known_seconds += part.back.seconds()
+        total = ByteCounters(**{name: sum(getattr(part, name) for part in parts) for name in STEP_BYTES})
+        total.notes = self.notes
+        total.out.known_seconds = sum(part.out.seconds() for part in parts)
+        total.back.known_seconds = sum(part.back.seconds() for part in parts)
         return total
 
     def note(self, text: str) -> None:

@@ -20,6 +20,10 @@ _CPU_INFO = Path("/proc/cpuinfo")
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
 
 
+HOST_SHARE = 0.7
+"""The default budget, as a share of the CPU memory that the process may use: the program needs some itself."""
+
+
 def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     """How many processes of this job run on the machine, according to the launcher; 1 without one.
 
@@ -46,6 +50,11 @@ def memory_limit(root: Path = _ROOT) -> int:
     import psutil  # not at the top: only a session needs it, and it takes long
 
     return min([psutil.virtual_memory().total, *_group_limits(root)])
+
+
+def host_budget() -> int:
+    """The default budget of CPU memory: a share of :func:`memory_limit`, divided by the ranks on the machine."""
+    return int(memory_limit() * HOST_SHARE) // local_ranks()
 
 
 def _group_limits(root: Path) -> list[int]:

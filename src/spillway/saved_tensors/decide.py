@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from spillway._torch import storage_parts
 from spillway.errors import PolicyError
-from spillway.policies import Keep, Policy
+from spillway.policies import Keep, Policy, wants_modules, wants_operators
 from spillway.saved_tensors.groups import Group, PassGroups
 from spillway.saved_tensors.handles import KeptHandle, pack_kept, unpack
 from spillway.saved_tensors.identity import StorageMarks, is_parameter, reach, why_unmovable
@@ -166,6 +166,12 @@ class Locator:
         self._exit = ExitStack()
         self._thread = 0
 
+    @classmethod
+    def for_policy(cls, policy: Policy | None) -> Locator | None:
+        """A locator that knows as much as the policy asks for; ``None`` if it asks for nothing."""
+        modules, operators = wants_modules(policy), wants_operators(policy)
+        return cls(modules=modules, operators=operators) if modules or operators else None
+
     def here(self) -> tuple[str | None, str | None]:
         """Path of the running module and name of the running operator; ``None`` for what was not asked for."""
         module = (self._stack[-1] if self._stack else "") if self._wants_modules else None
@@ -237,7 +243,7 @@ class _Operators(TorchFunctionMode):
             self._running.pop()
 
 
-def saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensorReport]:
+def list_saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensorReport]:
     """Run one forward and list the tensors that autograd saves, in order. Nothing is offloaded.
 
     The operator is the outermost torch function that ran; ``""`` for a custom ``autograd.Function``. Small tensors are
@@ -254,7 +260,7 @@ def saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[Sav
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
-        >>> [(line.operator, line.moves) for line in saved_tensors(layer, torch.ones(2, 4))]
+        >>> [(line.operator, line.moves) for line in list_saved_tensors(layer, torch.ones(2, 4))]
         [('torch.nn.functional.linear', True)]
     """
     lines: list[SavedTensorReport] = []

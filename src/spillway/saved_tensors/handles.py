@@ -19,8 +19,10 @@ counter, as autograd's own does: if a backward function writes into it, the next
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -177,6 +179,28 @@ unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
 def pack_kept(tensor: torch.Tensor) -> KeptHandle:
     """A pack hook that keeps every tensor."""
     return KeptHandle(tensor)
+
+
+class _Replays(threading.local):
+    depth = 0
+
+
+_replays = _Replays()
+
+
+def in_replay() -> bool:
+    """Whether the calling thread replays a checkpointed function. Tensors saved there are kept."""
+    return _replays.depth > 0
+
+
+@contextmanager
+def replaying(depth: int = 1) -> Iterator[None]:
+    """A context in which the calling thread replays a checkpointed function."""
+    _replays.depth += depth
+    try:
+        yield
+    finally:
+        _replays.depth -= depth
 
 
 class Likeness(Protocol):

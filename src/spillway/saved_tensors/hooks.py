@@ -64,7 +64,7 @@ class Pass:
         tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
         window: bytes that may be LEAVING at once; a float is a share of the session's limit, ``None`` all of it.
         locator: knows module and operator, if the policy asks for them.
-        may_stand_aside: whether later passes may be disabled, if offloading gains nothing.
+        may_be_disabled: whether later passes may be disabled, if offloading gains nothing.
         on_backward: called when backward asks for the first offloaded tensor, on each device.
         groups: rules about groups. With rules, only tensors in groups are offloaded.
     """
@@ -78,9 +78,9 @@ class Pass:
         min_bytes: int,
         tag: str | None,
         tier: str,
-        window: int | float | None,
-        locator: Locator | None,
-        may_stand_aside: bool = False,
+        window: int | float | None = None,
+        locator: Locator | None = None,
+        may_be_disabled: bool = False,
         on_backward: Callable[[], object] | None = None,
         groups: Groups | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class Pass:
         self._memory = memory
         self._tier = tier
         self._locator = locator
-        self._may_stand_aside = may_stand_aside
+        self._may_be_disabled = may_be_disabled
         self._on_backward = on_backward
         # No method of this object: that would be a cycle, and a pass must die with its last reference.
         self._window_on = functools.partial(_window_on, window)
@@ -421,7 +421,7 @@ class Pass:
             order = self._devices[device].order
             order.total_bytes = self.ledger.total().saved_bytes
             order.groups = self.groups.past()
-            if self._may_stand_aside:
+            if self._may_be_disabled:
                 backends = [each.runtime.backend for each in self._devices.values()]
                 order.benefit = offload_benefit(order.total_bytes, backends)
             self._memory.keep(self._signature, self._turn, order)
@@ -509,7 +509,7 @@ class SavedState:
         """Storages of outputs that can be recomputed."""
         self.passes = Passes()
         self._memories: dict[str | None, Memory] = {}
-        self._predictors: dict[torch.device, NextPassPredictor[AccessOrder]] = {}
+        self._predictors: dict[torch.device, NextPassPredictor] = {}
         self._lock = threading.Lock()
 
     def memory(self, tag: str | None) -> Memory:
@@ -517,7 +517,7 @@ class SavedState:
         with self._lock:
             return self._memories.setdefault(tag, Memory())
 
-    def predictor(self, device: torch.device) -> NextPassPredictor[AccessOrder]:
+    def predictor(self, device: torch.device) -> NextPassPredictor:
         """Predicts whose backward comes next on a device."""
         with self._lock:
             return self._predictors.setdefault(device, NextPassPredictor())
@@ -528,9 +528,7 @@ def current_pass(session: Session) -> Pass:
     state = session.of(SavedState)
 
     def make() -> Pass:
-        made = Pass(
-            session, None, state.memory(None), min_bytes=MIN_BYTES, tag=None, tier="auto", window=None, locator=None
-        )
+        made = Pass(session, None, state.memory(None), min_bytes=MIN_BYTES, tag=None, tier="auto")
         session.unscoped.ledger = made.ledger
         return made
 

@@ -18,12 +18,11 @@ import torch
 from spillway.errors import SpillPathError, TierError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.requirements import OLDEST_TORCH, require_torch
+from spillway.runtime.accelerator import backend_for
 from spillway.runtime.backend import Backend
-from spillway.runtime.device import backend_for
 from spillway.runtime.process_memory import malloc_setting
 from spillway.runtime.spill_file import SpillFile
-from spillway.runtime.system import device_name, local_ranks, memory_limit, mount_of, mounts
-from spillway.session import HOST_SHARE
+from spillway.runtime.system import HOST_SHARE, device_name, local_ranks, memory_limit, mount_of, mounts
 from spillway.units import format_bytes
 
 TRIED_BYTES = 64 << 20

@@ -22,8 +22,9 @@ import torch
 import torch.distributed as dist
 
 from spillway.compat import current_device
+from spillway.compat.megatron.chunk import Chunk
 from spillway.errors import UsageError
-from spillway.offloading import Chunk, keep_if_counted, keep_tensor
+from spillway.offloading import keep_if_counted, keep_tensor
 from spillway.runtime.backend import Stream
 from spillway.saved_tensors.groups import Group, Groups
 from spillway.saved_tensors.identity import is_parameter, reach, why_unmovable
