@@ -20,14 +20,17 @@ seconds. Disabling Dynamo for a call costs more CPU time than many calls here, s
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves as _tree_leaves
 
 from spillway.errors import UnsupportedError
 
@@ -204,3 +207,48 @@ def untraced(function: Function) -> Function:
 
 is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether a profiler of torch records the calling thread."""
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are active in the calling thread."""
+disable_dispatch: Callable[[], AbstractContextManager[None]] = torch._C._DisableTorchDispatch
+"""A context in which neither dispatch modes nor ``__torch_dispatch__`` see an operator."""
+stream_handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""The driver's handle of the calling thread's current stream on a CUDA device, by its number."""
+current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+"""The number of the calling thread's current CUDA device."""
+
+
+# saved_tensors
+
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""A tensor's version: every in-place write raises it. Aliases made by views and ``detach`` share it."""
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""The tensor that a view was made of; ``None`` for a tensor that is no view."""
+storage_number: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""A number that no other living storage has."""
+tree_leaves: Callable[[Any], list[Any]] = _tree_leaves
+"""The objects in nested lists, tuples and dictionaries, and in classes that were registered with torch."""
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Whether two tensors share a storage."""
+set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
+"""Set a tensor's conjugate bit, in place."""
+set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
+"""Set a tensor's negative bit, in place."""
+
+
+def is_declared_buffer(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a ``torch.nn.Buffer``."""
+    return bool(getattr(tensor, "_is_buffer", False))
+
+
+def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many tensors and names hold the tensor's storage, and how many hold the tensor itself.
+
+    Both count a call's own references: one for the storage's Python object, one for the tensor's.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[attr-defined]
+
+
+def nested_size(tensor: torch.Tensor) -> list[list[int]]:
+    """The sizes of the parts of a strided nested tensor."""
+    return tensor._nested_tensor_size().tolist()

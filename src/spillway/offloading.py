@@ -72,8 +72,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     ``tag``. Backward may run inside or outside. Gradients are bit for bit those without it.
 
     These tensors are kept: parameters and buffers and their views, tensors that cannot be rebuilt exactly (sparse,
-    quantised, nested), and tensors saved inside a backward (a checkpoint's replay). ``spillway.list_saved_tensors`` names
-    the others.
+    quantised, nested), and tensors saved inside a backward (a checkpoint's replay).
+    :func:`spillway.list_saved_tensors` names the others.
 
     Without ratio, policy, groups, size, tier and window, a context is disabled if offloading gains nothing: if a
     forward pass saves less than a 64th of an accelerator's memory and enough is free. ``stats().notes`` says so.
@@ -125,8 +125,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             raise UsageError(f"groups: got {groups!r}, expected a spillway.Groups or None")
         if groups is not None and groups.patterns:
             raise UsageError(
-                f"groups: got patterns of modules, {dict(groups.patterns)!r}, expected rules only, since the code names "
-                f"groups here, by `with spillway.group(name)`; give patterns to spillway.attach"
+                f"groups: got patterns of modules, {dict(groups.patterns)!r}, expected rules only. Here the code names "
+                f"groups, by `with spillway.group(name)`. Give patterns to spillway.attach."
             )
         if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")

@@ -130,7 +130,7 @@ def test_what_could_not_be_written_stays_and_is_used_from_there(where: spillway.
     Loop(steps=6, dtype=BF16).run_in_float(plain, AdamW, {"lr": 1e-2, "fused": True})
     raised = []
     runtime: Any = where.runtime(torch.device("cpu"))
-    runtime.mover.resize(1 << 20)
+    runtime.mover.claim(runtime, 1 << 20)
     optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **SETTINGS)
 
     def fail(step: int, *_: object) -> None:

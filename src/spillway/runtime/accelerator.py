@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from spillway._torch import current_device, stream_handle
 from spillway.errors import BackendError, TierFullError, UnsupportedError
 from spillway.runtime.backend import (
     Backend,
@@ -69,7 +70,7 @@ def library() -> ctypes.CDLL:
 
 
 class CudaDriver:
-    """See NOTE [ Copies past torch ]."""
+    """Copies by the driver. See NOTE [ Copies past torch ]."""
 
     def __init__(self, current: Callable[[int], int], device: Callable[[], int]) -> None:
         self.current = current
@@ -81,17 +82,13 @@ class CudaDriver:
     @classmethod
     def of(cls, device: torch.device) -> CudaDriver | None:
         """``None`` on another device than CUDA, or with a torch that has other names for this."""
-        names = ("_cuda_getCurrentRawStream", "_cuda_getDevice")
-        current, its_device = (getattr(torch._C, name, None) for name in names)
-        if device.type != "cuda" or torch.version.hip is not None or current is None or its_device is None:
+        if device.type != "cuda" or torch.version.hip is not None or stream_handle is None or current_device is None:
             return None
-        return cls(current, its_device)
+        return cls(stream_handle, current_device)
 
     def copy(self, device: int, stream: int, destination: int, source: int, nbytes: int) -> bool:
         """Queue a copy between two addresses; says whether it was queued."""
-        if self._device() != device:
-            return False
-        return not self._copy(destination, source, nbytes, stream)
+        return self._device() == device and not self._copy(destination, source, nbytes, stream)
 
 
 class AcceleratorBackend(Backend):
@@ -100,7 +97,7 @@ class AcceleratorBackend(Backend):
     Args:
         device: with an index: ``torch.device("cuda", 0)``.
         threads: how many threads read and write the spill file. ``None``: one a CPU, up to 16.
-        streams: the user's streams for the streams ``"out"`` and ``"back"``, if they are of this device.
+        streams: the user's streams ``"out"`` and ``"back"``, if they are of this device.
     """
 
     # The caching allocator cuts at multiples of 512 bytes.
@@ -122,14 +119,14 @@ class AcceleratorBackend(Backend):
         self._handles: dict[Stream, int] = {}
         """The handles of streams that copies are queued on."""
         self._beside: dict[Stream, Stream] = {}
-        """The stream that takes turns with a stream: see NOTE [ Copies of other code ]."""
+        """The stream that takes turns with another: see NOTE [ Copies of other code ]."""
 
     def compute(self) -> Stream:
+        # Called for each saved tensor. An index takes torch a third of a device's time.
         index = self.device.index
         if self._driver is None:
-            # By its index, which takes torch a third of the time.
             return torch.accelerator.current_stream(index)
-        # Called for each saved tensor, and making a stream object takes ten times as long as its handle.
+        # Making a stream object takes ten times as long as its handle.
         handle = self._driver.current(index)
         stream = self._computes.get(handle)
         if stream is None:
@@ -391,5 +388,6 @@ def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | N
         return AcceleratorBackend(device, streams=streams)
     raise BackendError(
         f"A saved tensor is on {device}, and no backend serves that device here. Spillway serves the CPU"
-        f"{f' and {accelerator}' if accelerator else ''}. Keep the tensor with spillway.keep(), or give Session a backend."
+        f"{f' and {accelerator}' if accelerator else ''}. Keep the tensor with spillway.keep(), or give Session a "
+        "backend."
     )

@@ -91,9 +91,9 @@ class FreeRanges:
         """Free bytes just before ``end``, the end of the file."""
         return self.ranges[-1][1] if self.ranges and sum(self.ranges[-1][:2]) == end else 0
 
-    def largest(self, end: int, room: int) -> int:
-        """The most bytes that one range could have, if the file may grow by ``room`` behind ``end``."""
-        return max([self.tail(end) + room, *(nbytes for _, nbytes, _ in self.ranges)])
+    def largest(self, end: int, growth: int) -> int:
+        """The most bytes that one range could have, if the file may grow by ``growth`` behind ``end``."""
+        return max([self.tail(end) + growth, *(nbytes for _, nbytes, _ in self.ranges)])
 
 
 class _Slab:
@@ -145,11 +145,11 @@ class Arena:
 
         Args:
             nbytes: how many.
-            over_cap: pass the cap rather than fail.
+            over_cap: exceed the cap rather than fail.
             grows: whether slabs may be made, or given back, and events be asked: not in a capture.
 
         Raises:
-            TierFullError: when it fits in no slab, and another one would pass the cap or could not be made once.
+            TierFullError: no slab has the space, and another one would exceed the cap or could not be made once.
         """
         nbytes = pages(nbytes)
         with self._lock:
@@ -224,23 +224,23 @@ class Arena:
                 return block
         if not grows:
             raise TierFullError(
-                f"host memory: got a request for {format_bytes(nbytes)} when no memory can be registered, expected "
-                f"room that earlier steps have left; run a step like it before, in the same session"
+                f"host memory: got a request for {format_bytes(nbytes)} while a graph is captured, when no memory can be "
+                f"registered. Run a step like it before the capture, in the same session."
             )
         return self._grow(nbytes, over_cap=over_cap)
 
     def _grow(self, nbytes: int, *, over_cap: bool) -> Block:
         """A block of a new slab."""
-        room = self.capacity - self.reserved_bytes
-        if nbytes > room and not over_cap:
+        left = self.capacity - self.reserved_bytes
+        if nbytes > left and not over_cap:
             raise TierFullError(
                 f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self._used)} of "
-                f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or send more to disk"
+                f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or offload more to disk"
             )
         # A multiple of the request, since a step asks for the same sizes again and again.
         usual = min(max(self._slabs_bytes // _SHARE_OF_A_SLAB, self._slab_bytes), MOST_SLAB_BYTES)
         wanted = nbytes * -(-usual // nbytes)
-        slab = _Slab(self._made(wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)))
+        slab = _Slab(self._made(wanted if wanted <= left else max(nbytes, left // nbytes * nbytes)))
         self._slabs.append(slab)
         self._slabs_bytes += slab.nbytes
         block = slab.cut(nbytes)

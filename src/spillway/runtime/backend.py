@@ -2,8 +2,8 @@
 
 NOTE [ Streams, events, waits ]
 
-A *stream* is a stream of copies: an ordered queue. Streams do not wait for each other unless told to. An *event* is a point
-in a stream. After ``wait(stream, event)`` everything queued on the stream starts after the event. There is no other order.
+A *stream* is an ordered queue of copies. Streams do not wait for each other unless told to. An *event* is a point in a
+stream. After ``wait(stream, event)`` everything queued on the stream starts after the event. There is no other order.
 Two accesses to the same bytes from different streams race, unless a chain of recorded and awaited events orders them.
 
 The *compute* stream belongs to the caller. On an accelerator it is the current stream of the calling thread, which the
@@ -35,8 +35,6 @@ import torch
 from spillway._torch import is_profiling
 from spillway.errors import SessionError
 from spillway.runtime.bytes import Bytes, Cells, Form
-
-# Events, streams and stalls.
 
 
 class Event(Protocol):

@@ -1,4 +1,4 @@
-"""A range of bytes of a storage, which streams copy and tiers store."""
+"""A range of bytes of a storage: the unit that streams copy and tiers store."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
+from spillway._torch import disable_dispatch, dispatch_modes
 
 
 class Bytes:
@@ -66,8 +68,8 @@ def over(
     It computes nothing, so dispatch modes do not see it: a user's counter of operators, or the sanitizer of CUDA
     streams, would take it for a kernel.
     """
-    if torch._C._len_torch_dispatch_stack() > 0:
-        with torch._C._DisableTorchDispatch():
+    if dispatch_modes() > 0:
+        with disable_dispatch():
             return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 

@@ -12,8 +12,8 @@ While it is RESIDENT or LEAVING, the entry holds the storage, so taking it costs
 released: the next owner of those bytes gets them after the copy has read them. Settling follows program order, never
 what happens to be done, so the peak of a step does not depend on timing.
 
-After RETURNING the entry holds the storage until each live handle has asked for it once. So a storage goes out once and
-comes back at most once per backward, with ``retain_graph`` too. After that the entry keeps a weak reference and the
+After RETURNING the entry holds the storage until each live handle has asked for it once. So a storage is offloaded once
+and reloaded at most once per backward, with ``retain_graph`` too. After that the entry keeps a weak reference and the
 slot. If the storage dies and a handle asks again, it is fetched again. A storage that is still alive is used as it is.
 """
 
@@ -82,12 +82,12 @@ class ByteCounters:
 
 
 class State(enum.Enum):
-    """Where the bytes of an entry are. See NOTE [ One storage's life ]."""
+    """The place of an entry's bytes. See NOTE [ One storage's life ]."""
 
     RESIDENT = enum.auto()
-    """On the device, and nothing is under way."""
+    """On the device, and no copy is under way."""
     LEAVING = enum.auto()
-    """On the device. The copy out is queued, or will be when later entries need the room."""
+    """On the device. The copy out is queued, or will be when later entries would exceed the limit."""
     AWAY = enum.auto()
     """In a slot of a tier only. The program may still hold the storage."""
     RETURNING = enum.auto()
@@ -99,7 +99,7 @@ class Entry:
 
     Args:
         number: names the storage, unique within its session.
-        storage: where the bytes are.
+        storage: holds the bytes.
         start: first byte of the storage that belongs to the entry.
         nbytes: how many do.
         ledger: counts its bytes.
@@ -107,26 +107,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
-        "alive",
-        "asked",
-        "copied",
-        "counted",
-        "form",
-        "handles",
-        "ledger",
-        "low",
-        "made",
-        "mover",
-        "nbytes",
-        "number",
-        "round",
-        "slot",
-        "source",
-        "start",
-        "state",
-        "storage",
-        "stream",
-        "tier",
+        *("number", "storage", "start", "nbytes", "ledger", "form", "state", "alive", "source", "low", "made", "mover"),
+        *("tier", "slot", "copied", "stream", "counted", "handles", "asked", "round"),
     )
 
     def __init__(
@@ -141,13 +123,13 @@ class Entry:
         self.storage: torch.UntypedStorage | None = storage
         """Held while the bytes must not die."""
         self.alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        """Where the bytes were last seen on the device."""
+        """The storage that last had the bytes on the device."""
         self.source: Bytes | None = None
         """The bytes that a copy out reads, while it is under way."""
         self.low = 0
-        """Bytes of the original storage before the first byte of ``alive``: ``start`` once it came back."""
+        """Bytes of the original storage before the first byte of ``alive``: ``start`` once it was reloaded."""
         self.made: torch.Tensor | None = None
-        """The tensor in ``form`` that ``storage`` came back as."""
+        """The tensor in ``form`` over the reloaded ``storage``."""
         self.mover: object = None
         """The only mover that may move it."""
         self.tier: Tier | None = None
@@ -162,9 +144,9 @@ class Entry:
         self.handles = 1
         """Live handles."""
         self.asked = 0
-        """Live handles that asked since the storage last came back."""
+        """Live handles that asked since the storage was last reloaded."""
         self.round = 0
-        """How often it came back."""
+        """How often it was reloaded."""
 
     def has_not_left(self) -> bool:
         """Whether its bytes are on the device since they were saved, or since they were asked for."""

@@ -62,10 +62,10 @@ class Mover:
         self._recorder = recorder
         self.streams: tuple[Stream, Stream] = backend.new_stream("out"), backend.new_stream("back")
         """The streams ``out`` and ``back``, on which the tiers queue their copies."""
-        out, back = self.streams
-        tell = None if recorder is None else self._tell
         self.numbers = itertools.count()
         """Numbers for new entries."""
+        out, back = self.streams
+        tell = None if recorder is None else self._tell
         self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
         self._prefetches = PrefetchQueue(backend, back, self._compute, window=window, batch=self.batch, tell=tell)
@@ -118,8 +118,8 @@ class Mover:
             entries: entries. Those that are not RESIDENT, or that have no handle, are skipped.
             tier: where to.
             window: bytes that may be LEAVING at once, instead of the mover's own limit.
-            hold: queue no copy yet. The entries count towards the limit, and are copied only if later ones need their
-                room: for the tail of a forward, which backward asks for first.
+            hold: queue no copy yet. The entries count towards the limit, and are copied only if later ones would exceed
+                it: for the tail of a forward, which backward asks for first.
         """
         self._check_process()
         self._tell_of_move(begins=True)
@@ -140,18 +140,8 @@ class Mover:
             self._tell_of_move(begins=False)
             self.read_notes()
 
-    def resize(self, window: int, ahead: int | None = None) -> None:
-        """Set the bytes that may be LEAVING at once, and the bytes that may be prefetched (``None``: the same)."""
-        ahead = window if ahead is None else ahead
-        with self._lock:
-            self.window = window
-            self.batch = batch_bytes(window)
-            self._prefetches.resize(ahead, batch_bytes(ahead))
-
     def claim(self, owner: object, window: int | None, ahead: int | None = None) -> None:
-        """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies.
-
-        Without a claim the mover's own limit applies.
+        """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies, or else the mover's own.
 
         Args:
             owner: the claim ends when it dies.
@@ -164,7 +154,10 @@ class Mover:
             self._claims[owner] = window, window if ahead is None else ahead
         own = self._own_window, self._own_window
         windows, aheads = zip(*(list(self._claims.values()) or [own]), strict=True)
-        self.resize(min(windows), min(aheads))
+        with self._lock:
+            self.window = min(windows)
+            self.batch = batch_bytes(self.window)
+            self._prefetches.resize(min(aheads), batch_bytes(min(aheads)))
 
     def listen(self, listener: Callable[[bool], object]) -> None:
         """Call a method before (with ``True``) and after each call that may change how many bytes are in flight.
@@ -183,7 +176,7 @@ class Mover:
             self._offloads.settle(entries)
 
     def fetch(self, entries: Sequence[Entry]) -> None:
-        """Reload the entries that are away, whatever the limit."""
+        """Reload the entries that are AWAY, whatever the limit."""
         with self._in_use() as compute:
             self._prefetches.fetch(entries, compute)
 
@@ -195,7 +188,7 @@ class Mover:
         Args:
             entry: the entry.
             asked_round: the round that the same handle got the last time, or -1.
-            order: predicts what backward asks for next. That is prefetched now, within the limit.
+            order: predicts which entries backward asks for next. They are prefetched now, within the limit.
 
         Returns:
             A storage; a tensor over it in the entry's form, if there is one; how many bytes of the original storage
@@ -246,7 +239,7 @@ class Mover:
 
     @contextmanager
     def _in_use(self) -> Iterator[Stream]:
-        """The lock is held; gives the compute stream. ``put`` and ``take`` run for every tensor, and write this out."""
+        """The lock is held; gives the compute stream. ``put`` and ``take`` are hot, and write this out."""
         self._check_process()
         self._tell_of_move(begins=True)
         try:
@@ -270,7 +263,7 @@ class Mover:
     def counts(self) -> dict[str, int]:
         """Entries and bytes in flight, compute streams seen, and notes not read.
 
-        Held bytes are on the device because the program holds them, though the mover has released them.
+        Held bytes are those that the mover has released and the program still holds on the device.
         """
         return {
             "leaving": len(self._offloads),
@@ -285,8 +278,8 @@ class Mover:
         # Before the lock is touched, which a thread of the parent may have held at the moment of the fork.
         if os.getpid() != self._process:
             raise SessionError(
-                f"This session belongs to process {self._process}, and was used in process {os.getpid()}. Copy streams "
-                f"and spill files do not survive a fork. Make a new Session in the child."
+                f"The session of process {self._process} was used in process {os.getpid()}. Copy streams and spill "
+                f"files do not survive a fork. Make a new Session in the child."
             )
 
     def read_notes(self) -> None:

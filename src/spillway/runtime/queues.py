@@ -3,9 +3,9 @@
 NOTE [ Streams of compute ]
 
 A storage's bytes return to the stream on which they were allocated. The mover cannot know that stream. So it remembers
-every compute stream on which a tensor was saved or asked for (nearly always one). The ``out`` stream waits for all of them
-before it reads. All of them wait before the mover releases bytes that a copy reads or writes. The bytes may also belong
-to a stream on which nothing was saved, such as a data loader's: so the backend is told which streams used them
+every compute stream on which a tensor was saved or asked for (nearly always one). The ``out`` stream waits for all of
+them before it reads. All of them wait before the mover releases bytes that a copy reads or writes. The bytes may also
+belong to a stream on which nothing was saved, such as a data loader's: so the backend is told which streams used them
 (``hand_back``). A destination prefetched on one compute stream and asked for on another is dropped and fetched again.
 """
 
@@ -26,6 +26,7 @@ from spillway.runtime.tiers import Slot, Tier
 from spillway.types import EventKind
 
 Tell = Callable[[EventKind, Entry], None]
+"""Receives events."""
 
 
 class ComputeStreams:
@@ -83,13 +84,7 @@ class ComputeStreams:
 
 
 class OffloadQueue:
-    """Entries that are LEAVING, oldest first. Used with the mover's lock held.
-
-    Args:
-        out: the stream of the copies.
-        compute: the streams that the copies are ordered with.
-        tell: receives events, or ``None``.
-    """
+    """Entries that are LEAVING on the stream ``out``, oldest first. Used with the mover's lock held."""
 
     def __init__(self, out: Stream, compute: ComputeStreams, tell: Tell | None) -> None:
         self._out = out
@@ -105,7 +100,7 @@ class OffloadQueue:
         return len(self._leaving)
 
     def held_bytes(self) -> int:
-        """Bytes of entries that are AWAY and still on the device, because the program holds them. Needs no lock."""
+        """Bytes in the state AWAY that the program still holds on the device. Needs no lock."""
         entries = [entry for reference in self._held.valuerefs() if (entry := reference()) is not None]
         return sum(
             entry.nbytes
@@ -131,7 +126,7 @@ class OffloadQueue:
         self._compute.go_before(self._out)
 
     def hold(self, entries: Sequence[Entry], tier: Tier) -> None:
-        """Add entries that are copied only if later entries need their room."""
+        """Add entries that are copied only if later ones would exceed the limit."""
         for entry in entries:
             entry.tier = tier
             self._add(entry)
@@ -221,7 +216,6 @@ class OffloadQueue:
         entry.state = State.RESIDENT
         held = entry.copied is None
         if held:
-            # It was held back in the hope that backward would ask first.
             assert entry.tier is not None
             self.follow()
             if not self._store((entry,), entry.tier):
@@ -229,7 +223,7 @@ class OffloadQueue:
         try:
             self._compute.let_go(entry, entry.ledger.out)
         except TierError:
-            # It was not stored, but it is still on the device. It stays there, and this caller gets the error.
+            # It was not stored, but it is still on the device. It is kept, and this caller gets the error.
             assert entry.tier is not None
             assert entry.slot is not None
             slot, entry.slot, entry.copied = entry.slot, None, None
@@ -257,16 +251,7 @@ class Order(Protocol):
 
 
 class PrefetchQueue:
-    """Entries that are RETURNING. Used with the mover's lock held.
-
-    Args:
-        backend: the device.
-        back: the stream of the copies.
-        compute: the streams that the copies are ordered with.
-        window: bytes that may be prefetched.
-        batch: bytes that are fetched with one event.
-        tell: receives events, or ``None``.
-    """
+    """Entries that are RETURNING on the stream ``back``. Used with the mover's lock held."""
 
     def __init__(
         self, backend: Backend, back: Stream, compute: ComputeStreams, *, window: int, batch: int, tell: Tell | None

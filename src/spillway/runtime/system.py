@@ -35,8 +35,8 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
         if said is not None:
             if not said.isascii() or not said.isdigit() or int(said) == 0:
                 raise UsageError(
-                    f"{name}: got {said!r} in the environment, expected how many processes run on this machine, a "
-                    f"whole number of at least 1; set it right, or unset it"
+                    f"{name}: got {said!r} in the environment, expected the number of processes on this machine, at "
+                    f"least 1; set it right, or unset it"
                 )
             return int(said)
     return 1

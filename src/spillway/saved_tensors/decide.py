@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from spillway._torch import storage_parts
+from spillway._torch import storage_number, storage_parts
 from spillway.errors import PolicyError
 from spillway.policies import Keep, Policy, wants_modules, wants_operators
 from spillway.saved_tensors.groups import Group, PassGroups
@@ -132,8 +132,8 @@ class Decider:
         if not isinstance(decision, Decision) or decision is Decision.RECOMPUTE:
             raise PolicyError(
                 f"policy {self._policy!r}: got {decision!r} for {saved}, expected a spillway.Decision; return one of "
-                f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}, and put what is "
-                f"to be computed again into a spillway.recompute"
+                f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}. To recompute, "
+                f"use spillway.recompute."
             )
         return self._in_group(group, nbytes, decision)
 
@@ -161,7 +161,7 @@ class Locator:
         self._root = root
         self._operators = _Operators() if operators else None
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-        self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._parameter_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._stack: list[str] = []
         self._exit = ExitStack()
         self._thread = 0
@@ -180,7 +180,7 @@ class Locator:
 
     def is_parameter_storage(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is the storage of a parameter or buffer of a module that was called."""
-        return storage in self._parameters
+        return storage in self._parameter_storages
 
     def __enter__(self) -> Locator:
         self._thread = threading.get_ident()
@@ -206,18 +206,18 @@ class Locator:
             root = module if self._root is None else self._root
             for name, child in root.named_modules():
                 self._names[child] = name
-            self._note_parameters((*root.parameters(), *root.buffers()))
+            self._remember_parameters(root)
         self._stack.append(self._names.get(module, type(module).__name__))
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._stack:
             self._stack.pop()
 
-    def _note_parameters(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
+    def _remember_parameters(self, root: torch.nn.Module) -> None:
+        for tensor in (*root.parameters(), *root.buffers()):
             # A lazy layer's parameter has no memory before the layer is called.
             if not is_lazy(tensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
-                self._parameters.add(tensor.untyped_storage())
+                self._parameter_storages.add(tensor.untyped_storage())
 
 
 class _Operators(TorchFunctionMode):
@@ -296,7 +296,7 @@ def _judge(
     storage = part.untyped_storage()
     if locator.is_parameter_storage(storage):
         return 0, False, "an alias of a parameter or buffer"
-    if storage._cdata in seen:
+    if storage_number(storage) in seen:
         return 0, True, "shares its bytes with one above"
-    seen[storage._cdata] = storage
+    seen[storage_number(storage)] = storage
     return reach(part, storage.nbytes())[1], True, "saved for the first time"

@@ -11,11 +11,10 @@ asks for the members one after the other, so the learned order prefetches them o
 
 NOTE [ Memory that is released ]
 
-The program may hold a tensor that only backward still needs, and Spillway has it. When its group leaves, the tensor's
-memory is freed: the tensor gets one element instead, not a number, seen at every place. The base of a view is treated
-the same way, since autograd holds it as long as the view. Code that uses the tensor all the same computes visible
-nonsense, and touches no freed memory. If a view or another tensor still sees the memory, nothing would be gained: an
-error.
+The program may hold a tensor that only backward still needs. When its group is offloaded, the tensor's memory is freed:
+the tensor gets one element instead, not a number, seen at every place. The base of a view is treated the same way,
+since autograd holds it as long as the view. Code that uses the tensor all the same computes visible nonsense, and
+touches no freed memory. If a view or another tensor still sees the memory, nothing would be gained: an error.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from spillway._torch import base_of, disable_dispatch, holders_of
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
 from spillway.runtime.bytes import Bytes
@@ -85,7 +85,7 @@ class Groups:
             if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
                 raise UsageError(f"group {name!r}: got {pattern!r}, expected a pattern of module names, or several")
         if type(self.margin) is not int or self.margin < 0:
-            raise UsageError(f"margin: got {self.margin!r}, expected a whole number of groups, 0 or more")
+            raise UsageError(f"margin: got {self.margin!r}, expected an integer, 0 or more")
         if (
             isinstance(self.fraction, bool)
             or not isinstance(self.fraction, (int, float))
@@ -96,8 +96,8 @@ class Groups:
         limits = self.in_flight.values() if isinstance(self.in_flight, Mapping) else (self.in_flight,)
         if any(limit is not None and (type(limit) is not int or limit < 1) for limit in limits):
             raise UsageError(
-                f"in_flight: got {self.in_flight!r}, expected a whole number of at least 1, a mapping from names to "
-                f"such, or None"
+                f"in_flight: got {self.in_flight!r}, expected an integer of at least 1, a mapping from names to such, "
+                f"or None"
             )
 
     def staying(self, past: Sequence[PastGroup]) -> frozenset[int]:
@@ -170,7 +170,7 @@ class Waiting:
         """Bytes of all of them."""
 
     def add(self, saved: SavedStorage, runtime: Runtime, tier: Tier, *, hold: bool) -> None:
-        """Add one; ``hold``: it is copied only if later ones need its room."""
+        """Add one; ``hold``: it is copied only if later ones would exceed the limit."""
         self._departures.append((saved, runtime, tier, hold))
         self.nbytes += saved.nbytes
 
@@ -185,7 +185,7 @@ class Waiting:
         if not departures:
             return
         # Copies are no operators of the user's: an active dispatch mode must not see them.
-        with torch._C._DisableTorchDispatch():
+        with disable_dispatch():
             for (runtime, tier, hold), together in itertools.groupby(departures, key=operator.itemgetter(1, 2, 3)):
                 entries = [departure[0] for departure in together]
                 runtime.mover.put(entries, tier, window=self._window(runtime), hold=hold)
@@ -359,19 +359,20 @@ def _by_runtime(
 
 
 def _release(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    family = [tensor] if tensor._base is None else [tensor, tensor._base]
-    # But for theirs, and that of Python's name for the storage, and for Python's name for the tensor: where autograd
-    # saves without hooks, it holds the very tensor, and it holds a leaf that a gradient is wanted of.
-    others = torch._C._storage_Use_Count(storage._cdata) - len(family) - 1
-    others += tensor._use_count() - 1  # type: ignore[attr-defined]
+    base = base_of(tensor)
+    family = [tensor] if base is None else [tensor, base]
+    del base
+    # Without their own, and those of Python's names for the storage and the tensor: where autograd saves without hooks,
+    # it holds the very tensor, and it holds a leaf that a gradient is wanted of.
+    of_storage, of_tensor = holders_of(tensor)
+    others = of_storage - len(family) - 1 + of_tensor - 1
     if others > 0:
         raise UsageError(
-            f"release: got a tensor of shape {list(tensor.shape)} whose memory {others} other tensor(s) or views still "
-            f"see, expected that nothing else does, since none of it would be free; release it where the last of them "
-            f"is gone, or leave it out"
+            f"release: {others} other tensor(s) or views still see the memory of the tensor of shape "
+            f"{list(tensor.shape)}, so it would not be freed. Release it after the last of them is gone, or leave it "
+            f"out."
         )
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), disable_dispatch():
         for each in family:
             each.data = _nonsense(each).expand(each.shape)
 

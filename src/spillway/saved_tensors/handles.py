@@ -27,9 +27,10 @@ from typing import Any, Protocol
 
 import torch
 
+from spillway._torch import disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
 from spillway.runtime.device import Runtime
-from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe
+from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, version_owner
 
 
 class Handle(Protocol):
@@ -59,7 +60,7 @@ class KeptHandle:
             carry_attributes(tensor, self.alias)
             if tensor.is_leaf:
                 self._constant = weakref.ref(tensor)
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = -1 if tensor.is_inference() else version_of(tensor)
         self.saved = saved
 
     def unpack(self) -> torch.Tensor:
@@ -69,7 +70,7 @@ class KeptHandle:
         return self.alias if constant is None or not constant.is_leaf else constant
 
     def is_intact(self) -> bool:
-        return self._version == -1 or self.alias._version == self._version
+        return self._version == -1 or version_of(self.alias) == self._version
 
 
 class AwayHandle:
@@ -83,21 +84,21 @@ class AwayHandle:
         self.saved = saved
         self._traversals = 0
         self.mover = runtime.mover
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._recipe = recipe
         self._tracker = tensor.detach()
         self._tracker.data = runtime.nothing
         carry_attributes(tensor, self._tracker)
 
     def unpack(self) -> torch.Tensor:
-        if self._tracker._version != self._version:
+        if version_of(self._tracker) != self._version:
             check_version(self._tracker, self._version, self._recipe)
         if torch.is_inference_mode_enabled():
             # A tensor made inside has no version counter, and could not share the user's.
             with torch.inference_mode(mode=False):
                 return self.unpack()
-        if torch._C._len_torch_dispatch_stack() > 0:
-            with torch._C._DisableTorchDispatch():
+        if dispatch_modes() > 0:
+            with disable_dispatch():
                 return self._fetch()
         return self._fetch()
 
@@ -116,12 +117,12 @@ class AwayHandle:
         return tensor
 
     def is_intact(self) -> bool:
-        return self._tracker._version == self._version
+        return version_of(self._tracker) == self._version
 
     def __del__(self) -> None:
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if dispatch_modes() > 0:
             # Releasing is no operator: an active dispatch mode must not see it.
-            with torch._C._DisableTorchDispatch():
+            with disable_dispatch():
                 self.mover.forget(self.saved, self._round)
         else:
             self.mover.forget(self.saved, self._round)
@@ -150,9 +151,8 @@ class PartsHandle:
     def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
         # An alias that shares a wrapper's counter shares its parts too. So the owner is checked while it lives; its
         # views keep it alive.
-        base = tensor._base
-        self._owner = weakref.ref(tensor if base is None else base)
-        self._version = tensor._version
+        self._owner = weakref.ref(version_owner(tensor))
+        self._version = version_of(tensor)
         self._type: Any = type(tensor)
         self._parts = parts
         self._context = context
@@ -169,7 +169,7 @@ class PartsHandle:
 
     def is_intact(self) -> bool:
         owner = self._owner()
-        return owner is None or owner._version == self._version
+        return owner is None or version_of(owner) == self._version
 
 
 unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
@@ -224,16 +224,14 @@ def carry_attributes(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Tensor) -> None:
     """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
-    if tracker._version != version:
+    if version_of(tracker) != version:
         size: Any = like.size
         if isinstance(like, torch.Tensor):
             # A nested tensor has no single shape.
-            size = (
-                like._nested_tensor_size().tolist() if like.is_nested and like.layout is torch.strided else like.shape
-            )
+            size = nested_size(like) if like.is_nested and like.layout is torch.strided else like.shape
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "
+            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {version_of(tracker)}; expected version "
             f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
             f"gradient, with torch.autograd.set_detect_anomaly(True)."
         )

@@ -24,7 +24,16 @@ from typing import Protocol
 
 import torch
 
-from spillway._torch import Gathered, flatten, in_backward, is_local_part, is_wrapper, next_node
+from spillway._torch import (
+    Gathered,
+    disable_dispatch,
+    dispatch_modes,
+    flatten,
+    in_backward,
+    is_local_part,
+    is_wrapper,
+    next_node,
+)
 from spillway.policies import Policy
 from spillway.runtime.device import Runtime
 from spillway.runtime.entry import ByteCounters
@@ -175,9 +184,9 @@ class Pass:
         """The hook: the handle that autograd holds for ``tensor``."""
         if in_backward():
             return KeptHandle(tensor)
-        if torch._C._len_torch_dispatch_stack() > 0 and type(tensor) is torch.Tensor:
+        if dispatch_modes() > 0 and type(tensor) is torch.Tensor:
             # Packing is no operator of the user's: dispatch modes (a recorder, a counter) must not see it.
-            with torch._C._DisableTorchDispatch():
+            with disable_dispatch():
                 self.advance()
                 return self._pack(tensor)
         self.advance()

@@ -29,9 +29,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from spillway._torch import Hooks, pop_hooks, push_hooks, top_hooks, why_hooks_are_disabled
+from spillway._torch import Hooks, is_alias_of, pop_hooks, push_hooks, top_hooks, tree_leaves, why_hooks_are_disabled
 from spillway.saved_tensors.handles import Handle, KeptHandle
 from spillway.saved_tensors.hooks import Pass
 from spillway.saved_tensors.identity import SavedStorage
@@ -81,7 +80,7 @@ class Keeping:
                 continue
             for handle in kept:
                 # An object that is no tensor may hold any of them.
-                if type(leaf) is not torch.Tensor or torch._C._is_alias_of(leaf, handle.alias):  # type: ignore[attr-defined]
+                if type(leaf) is not torch.Tensor or is_alias_of(leaf, handle.alias):
                     self._passage.stays(handle)
 
 
