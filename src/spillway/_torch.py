@@ -7,13 +7,13 @@ show that, and an operator may save them:
 
 * ``weight.detach()`` under ``fully_shard``. Its storage shrinks to nothing when the parameters are resharded, at the
   end of the module's forward, and is filled again before backward. A copy under way must not lose its bytes, and they
-  must never come back as a copy. Torch has no public way to recognise it, so FSDP2's own records are read.
+  must never be reloaded as a copy. Torch has no public way to recognise it, so FSDP2's own records are read.
 * ``weight.to_local()`` of a ``DTensor``: a view of the local shard, which is a plain tensor.
 
 NOTE [ Dynamo ]
 
 Below a compiled frame, Dynamo looks at every Python function that runs eagerly, hooks and finalisers too, and would
-compile them. Where it is loaded, it is told once to skip the files of this package. Loading it for that would take
+compile them. If it is loaded, it is told once to skip the files of this package. Loading it for that would take
 seconds. Disabling Dynamo for a call costs more CPU time than many calls here, so that is done only where it is active.
 """
 

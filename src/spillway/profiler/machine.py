@@ -26,8 +26,9 @@ from spillway.errors import BackendError, TierError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.profiler.rates import Drive, measure_drive, measure_link, measure_memory, measure_products
 from spillway.runtime.accelerator import backend_for
+from spillway.runtime.anonymous_file import ALIGNMENT
 from spillway.runtime.backend import Backend
-from spillway.runtime.spill_file import ALIGNMENT, SpillFile
+from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.system import device_name, memory_limit, which_device
 
 _LINK_SHARE, _PRODUCT_SHARE, _MEMORY_SHARE, _DISK_SHARE = 0.3, 0.15, 0.1, 0.35

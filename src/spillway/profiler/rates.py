@@ -22,11 +22,12 @@ import torch
 
 from spillway.errors import TierFullError
 from spillway.planner.hardware import Link
+from spillway.runtime.anonymous_file import ALIGNMENT
 from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.disk import PIECE_BYTES
-from spillway.runtime.spill_file import ALIGNMENT, Extent, SpillFile
+from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:

@@ -224,8 +224,8 @@ class Arena:
                 return block
         if not grows:
             raise TierFullError(
-                f"host memory: got a request for {format_bytes(nbytes)} while a graph is captured, when no memory can be "
-                f"registered. Run a step like it before the capture, in the same session."
+                f"host memory: got a request for {format_bytes(nbytes)} while a graph is captured, which allows no new "
+                f"memory. Run a step like it before the capture, in the same session."
             )
         return self._grow(nbytes, over_cap=over_cap)
 

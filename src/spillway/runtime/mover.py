@@ -176,7 +176,7 @@ class Mover:
             self._offloads.settle(entries)
 
     def fetch(self, entries: Sequence[Entry]) -> None:
-        """Reload the entries that are AWAY, whatever the limit."""
+        """Reload entries in the state AWAY, whatever the limit."""
         with self._in_use() as compute:
             self._prefetches.fetch(entries, compute)
 

@@ -231,8 +231,8 @@ def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Te
             size = nested_size(like) if like.is_nested and like.layout is torch.strided else like.shape
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {version_of(tracker)}; expected version "
-            f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
+            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {version_of(tracker)}; expected "
+            f"version {version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
             f"gradient, with torch.autograd.set_detect_anomaly(True)."
         )
 

@@ -522,7 +522,7 @@ class SavedState:
         self._lock = threading.Lock()
 
     def memory(self, tag: str | None) -> Memory:
-        """What was learned under a tag."""
+        """The learned state of a tag."""
         with self._lock:
             return self._memories.setdefault(tag, Memory())
 
