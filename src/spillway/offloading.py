@@ -42,14 +42,14 @@ _active = _Active()
 @contextmanager
 def within_pass(session: Session, current: Pass) -> Iterator[None]:
     """Inside, this is the calling thread's innermost pass, for checkpointed blocks and groups."""
-    passes = session.of(SavedState).passes
-    passes.enter(current)
+    entered = session.of(SavedState).passes.entered
+    entered.append(current)
     _active.passes.append((session, current))
     try:
         yield
     finally:
         _active.passes.pop()
-        passes.leave()
+        entered.pop()
 
 
 def hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:

@@ -7,7 +7,7 @@ fail every time:
   destination holds poison.
 * **Weak.** A queued copy holds neither its source nor its destination. If one of them has died when the copy is done,
   that is a race.
-* **Ordered.** Each stream keeps a vector clock (Fidge 1988; Mattern 1989): how far into every other stream it has waited.
+* **Ordered.** Each stream keeps a vector clock (Fidge 1988; Mattern 1989): how far into every other one it has waited.
   Every access to bytes that a copy reads or writes is compared with the accesses before it. Two accesses are a race if
   one of them writes and no chain of recorded and awaited events orders them, also if the bytes happen to be right.
 

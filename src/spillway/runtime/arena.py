@@ -107,7 +107,6 @@ class _Slab:
         self.free.give(0, self.nbytes)
 
     def cut(self, nbytes: int) -> Block | None:
-        """A block of the smallest free range that has so many bytes."""
         found = self.free.take(nbytes)
         return None if found is None else Block(self, found[0], nbytes, found[1])
 
@@ -137,7 +136,6 @@ class Arena:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all slabs."""
         return self._slabs_bytes
 
     def allocate(self, nbytes: int, *, over_cap: bool = False, grows: bool = True) -> Block:
@@ -230,7 +228,6 @@ class Arena:
         return self._grow(nbytes, over_cap=over_cap)
 
     def _grow(self, nbytes: int, *, over_cap: bool) -> Block:
-        """A block of a new slab."""
         left = self.capacity - self.reserved_bytes
         if nbytes > left and not over_cap:
             raise TierFullError(

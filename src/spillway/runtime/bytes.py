@@ -33,7 +33,6 @@ class Bytes:
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
         return self.storage.data_ptr() + self.start
 
     def is_there(self) -> bool:
@@ -46,7 +45,6 @@ class Bytes:
         return (ctypes.c_ubyte * self.nbytes).from_address(self.address)
 
     def first(self, nbytes: int) -> Bytes:
-        """The first ``nbytes`` of them."""
         return self if nbytes == self.nbytes else Bytes(self.storage, self.start, nbytes)
 
     def tensor(self) -> torch.Tensor:
@@ -81,7 +79,6 @@ class Cells(NamedTuple):
     dtype: torch.dtype
 
     def tensor(self) -> torch.Tensor:
-        """The elements as a flat tensor."""
         size = self.dtype.itemsize
         return over(self.memory.storage, self.dtype, self.memory.start // size, (self.memory.nbytes // size,), (1,))
 

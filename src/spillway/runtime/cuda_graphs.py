@@ -138,7 +138,6 @@ class CapturedSlots:
         """Keep it: replays will write there again."""
 
     def release(self) -> int:
-        """Free all of them; returns their bytes."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             self._arena.free(block)
@@ -183,5 +182,4 @@ class CapturedRuntime:
         return self._slots.release()
 
     def close(self) -> None:
-        """Stop."""
         self.mover.close()

@@ -101,7 +101,6 @@ class DeviceRuntime:
 
     @property
     def window(self) -> int:
-        """The in-flight limit, in bytes."""
         return self.mover.window
 
     def tier(self, name: str) -> Tier:
@@ -123,7 +122,6 @@ class DeviceRuntime:
         """Nothing has to be waited for."""
 
     def captured(self) -> Runtime:
-        """The runtime for work that is captured into a graph."""
         if self._captured is None:
             streams = dict(zip(("out", "back"), self.mover.streams, strict=True))
             self._captured = parts.captured(

@@ -180,7 +180,6 @@ class DiskTier(Tier):
         self._let_go(piece)
 
     def _let_go(self, piece: _Piece) -> None:
-        """One user less."""
         with self._lock:
             piece.users -= 1
             last = piece.users == 0

@@ -58,11 +58,9 @@ class ByteCounters:
         return ledger
 
     def sizes(self, names: Sequence[str]) -> dict[str, int]:
-        """The counters of these names."""
         return {name: getattr(self, name) for name in names}
 
     def total(self) -> ByteCounters:
-        """The sum of this and all groups."""
         parts = (self, *self.groups.values())
         total = ByteCounters(**{name: sum(getattr(part, name) for part in parts) for name in STEP_BYTES})
         total.notes = self.notes

@@ -347,7 +347,6 @@ class Mover:
                 _let_go_if_asked_by_all(entry)
 
     def _drop(self, entry: Entry) -> None:
-        """Free everything that the entry holds."""
         if entry.state is State.LEAVING:
             self._offloads.drop(entry)
         elif entry.state is State.RETURNING:

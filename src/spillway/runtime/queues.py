@@ -41,7 +41,6 @@ class ComputeStreams:
         self._awaited: Event | None = None
 
     def now(self) -> Stream:
-        """The calling thread's."""
         stream = self._backend.compute()
         if stream not in self._seen:
             # A new dictionary, since `knows` reads it without the lock.
@@ -156,7 +155,6 @@ class OffloadQueue:
                 entry.let_go()
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._leaving.clear()
         self._held.clear()
         self.nbytes = 0

@@ -86,7 +86,6 @@ class Decider:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether neither policy nor groups offload anything."""
         return isinstance(self._policy, Keep) and self._groups.rules is None
 
     def pass_over(self) -> None:

@@ -176,7 +176,6 @@ class Waiting:
 
     @property
     def is_batch(self) -> bool:
-        """Whether they fill a batch."""
         return bool(self._departures) and self.nbytes >= self._departures[-1][1].mover.batch
 
     def send(self) -> None:
@@ -191,24 +190,15 @@ class Waiting:
                 runtime.mover.put(entries, tier, window=self._window(runtime), hold=hold)
 
     def clear(self) -> None:
-        """Keep them."""
         self._departures.clear()
         self.nbytes = 0
 
     def members(self) -> list[tuple[SavedStorage, Runtime]]:
-        """All of them, with their runtimes."""
         return [(saved, runtime) for saved, runtime, _, _ in self._departures]
 
 
 class Group:
-    """One group of a pass.
-
-    Args:
-        name: of the group.
-        place: its place among all groups of the pass.
-        ledger: counts what becomes of what is saved in it.
-        window: bytes that may be LEAVING at once on a device.
-    """
+    """One group of a pass, and its place among all of them."""
 
     def __init__(self, name: str, place: int, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
         self.name = name
@@ -233,7 +223,6 @@ class Group:
             runtime.mover.settle(entries)
 
     def fetch(self) -> None:
-        """Reload its offloaded bytes."""
         for runtime, entries in _by_runtime(self._sent):
             runtime.mover.fetch(entries)
 
@@ -251,7 +240,7 @@ class PassGroups:
     """The groups of one pass.
 
     Args:
-        rules: which of them are kept, and that no other tensor is offloaded; ``None``: the policy decides alone.
+        rules: which groups are kept, and that no other tensor is offloaded; ``None``: the policy decides alone.
         ledger: of the pass.
         window: bytes that may be LEAVING at once on a device.
     """
@@ -260,8 +249,10 @@ class PassGroups:
         self.rules = rules
         self._ledger = ledger
         self._window = window
-        self._open: list[Group] = []
-        self._all: list[Group] = []
+        self.open: list[Group] = []
+        """Groups that have not ended, the innermost last."""
+        self.all: list[Group] = []
+        """Groups that have begun."""
         self._in_flight: dict[str, deque[Group]] = {}
         # Another thread may flush a delayed group.
         self._lock = threading.Lock()
@@ -271,7 +262,7 @@ class PassGroups:
     @property
     def current(self) -> Group | None:
         """The innermost that has not ended."""
-        return self._open[-1] if self._open else None
+        return self.open[-1] if self.open else None
 
     def learn(self, past: Sequence[PastGroup]) -> None:
         """Learn the groups of the pass before."""
@@ -279,10 +270,9 @@ class PassGroups:
         self._staying = self.rules.staying(past) if self.rules is not None else frozenset()
 
     def start(self, name: str) -> Group:
-        """A group begins."""
-        group = Group(name, len(self._all), self._ledger.of_group(name), self._window)
-        self._all.append(group)
-        self._open.append(group)
+        group = Group(name, len(self.all), self._ledger.of_group(name), self._window)
+        self.all.append(group)
+        self.open.append(group)
         return group
 
     def stays(self, group: Group | None) -> bool:
@@ -299,8 +289,8 @@ class PassGroups:
     def end(self, group: Group, *, release: Iterable[torch.Tensor] = (), later: bool = False) -> None:
         """A group ends, and is offloaded unless ``later``."""
         # A group that outlives its pass (a generator's) is not among them after an exception.
-        if group in self._open:
-            self._open.remove(group)
+        if group in self.open:
+            self.open.remove(group)
         group.release(release)
         if not later:
             self.send(group)
@@ -316,35 +306,24 @@ class PassGroups:
                 in_flight.append(group)
         group.send()
 
-    @property
-    def open(self) -> Sequence[Group]:
-        """Those that have not ended, the innermost last."""
-        return self._open
-
-    @property
-    def all(self) -> Sequence[Group]:
-        """Those that have begun."""
-        return self._all
-
     def give_up(self, group: Group) -> None:
         """A group ends, and its waiting tensors are kept."""
-        self._open.remove(group)
+        self.open.remove(group)
         group.waiting.clear()
 
     def abandon(self) -> list[Group]:
         """The pass is over: give up the groups that have not ended, and return them."""
-        abandoned = list(self._open)
+        abandoned = list(self.open)
         for group in abandoned:
             self.give_up(group)
         return abandoned
 
     def find_open(self, name: str) -> Group | None:
         """The first of the name that has not ended."""
-        return next((group for group in self._open if group.name == name), None)
+        return next((group for group in self.open if group.name == name), None)
 
     def past(self) -> list[PastGroup]:
-        """For the next pass."""
-        return [PastGroup(group.name, group.nbytes) for group in self._all]
+        return [PastGroup(group.name, group.nbytes) for group in self.all]
 
 
 def _by_runtime(

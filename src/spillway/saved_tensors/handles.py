@@ -232,8 +232,8 @@ def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Te
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {version_of(tracker)}; expected "
-            f"version {version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
-            f"gradient, with torch.autograd.set_detect_anomaly(True)."
+            f"version {version} instead. Hint: enable anomaly detection to find the operation that failed to compute "
+            f"its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
 
 

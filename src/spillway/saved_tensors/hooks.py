@@ -20,6 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -65,12 +66,12 @@ class Pass:
     """One forward pass through an ``offload`` context: the pack hook and its state.
 
     Args:
-        session: whose runtimes move the bytes.
+        session: its runtimes move the bytes.
         policy: decides; ``None`` offloads everything.
-        memory: what was learned from earlier passes of the same tag.
+        memory: the learned state of the tag.
         min_bytes: smaller tensors are kept, and the policy is not asked.
-        tag: for the policy to read.
-        tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
+        tag: of the context.
+        tier: for :attr:`Decision.OFFLOAD`: ``"auto"``, ``"host"`` or ``"disk"``.
         window: bytes that may be LEAVING at once; a float is a share of the session's limit, ``None`` all of it.
         locator: knows module and operator, if the policy asks for them.
         may_be_disabled: whether later passes may be disabled, if offloading gains nothing.
@@ -119,8 +120,6 @@ class Pass:
         self.was_recomputed = False
         """Whether backward has come to a checkpointed block of the pass."""
 
-    # The state of the pass.
-
     @property
     def was_asked(self) -> bool:
         """Whether backward has asked for a saved tensor."""
@@ -137,7 +136,7 @@ class Pass:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a capture has begun or ended since the pass began: its copies would be queued in the wrong place."""
+        """Whether a capture has begun or ended since the pass began."""
         return any(self._session.runtime(device) is not each.runtime for device, each in self._devices.items())
 
     @property
@@ -153,7 +152,6 @@ class Pass:
         return self._identity.find(storage, *reach(tensor, storage.nbytes()))
 
     def count_kept(self, nbytes: int) -> None:
-        """Count bytes that were saved and kept."""
         group = self.groups.current
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
@@ -181,7 +179,6 @@ class Pass:
     # Packing.
 
     def pack(self, tensor: torch.Tensor) -> Handle:
-        """The hook: the handle that autograd holds for ``tensor``."""
         if in_backward():
             return KeptHandle(tensor)
         if dispatch_modes() > 0 and type(tensor) is torch.Tensor:
@@ -214,7 +211,7 @@ class Pass:
         return self._pack_storage(tensor, tensor.untyped_storage(), decision, recipe)
 
     def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
-        """A hook: like :meth:`pack`, but offloads every saved tensor."""
+        """A hook that offloads every saved tensor."""
         return self.save(tensor, _OFFLOAD)
 
     def keep(self, tensor: torch.Tensor) -> Handle:
@@ -235,13 +232,9 @@ class Pass:
         return self._stays(tensor, storage, start, nbytes)
 
     def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
-        """As :meth:`keep`, in forward, of a tensor that only its maker has seen.
+        """As :meth:`keep`, in forward, of a plain tensor that only its maker has seen, counted as ``nbytes`` before.
 
         Its bytes are not registered, unless the maker returns it (:meth:`stays`).
-
-        Args:
-            tensor: a plain one.
-            nbytes: the bytes counted when such a tensor was kept before.
         """
         if self._signature is None or self._marks.any or self._outputs.any or self.groups.current is not None:
             return self.keep(tensor)
@@ -357,7 +350,6 @@ class Pass:
         return AwayHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
 
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
-        """A handle of new bytes that are kept."""
         self.count_kept(nbytes)
         staying = KeptStorage(storage, start, nbytes)
         self._identity.add(storage, staying)
@@ -375,14 +367,12 @@ class Pass:
             return None
         tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
         if device.runtime.backend.unified and isinstance(tier, HostTier):
-            self.ledger.note("kept on the device, whose memory is the host's own: moving it there would free nothing")
+            self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
             return None
         return tier
 
-    # Begin and end.
-
     def _meet(self, tensor: torch.Tensor) -> _Device:
-        """Set up the device of the first tensor on it."""
+        """Set up a device for the first tensor on it."""
         runtime = self._session.runtime(tensor.device)
         order = AccessOrder(window=runtime.window, on_backward=self._on_backward)
         device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), order)
@@ -438,26 +428,20 @@ class Pass:
                 self._state.predictor(device).add(order)
 
 
+@dataclass(slots=True, eq=False)
 class _Device:
     """The state of a pass on one device."""
 
-    __slots__ = ("order", "runtime", "tier")
-
-    def __init__(self, runtime: Runtime, tier: Tier, order: AccessOrder) -> None:
-        self.runtime = runtime
-        self.tier = tier
-        """The tier of :attr:`Decision.OFFLOAD`."""
-        self.order = order
+    runtime: Runtime
+    tier: Tier
+    """The tier of :attr:`Decision.OFFLOAD`."""
+    order: AccessOrder
 
 
 def _window_on(window: int | float | None, runtime: Runtime) -> int:
-    """The in-flight limit in bytes."""
     if window is None:
         return runtime.window
     return int(window * runtime.window) if isinstance(window, float) else window
-
-
-# The state of a session.
 
 
 class Passes(threading.local):
@@ -468,26 +452,18 @@ class Passes(threading.local):
     """
 
     def __init__(self) -> None:
-        self._entered: list[Pass] = []
+        self.entered: list[Pass] = []
         self.open: Pass | None = None
         """The unscoped pass, if there is one."""
 
-    def enter(self, current: Pass) -> None:
-        """The calling thread enters a pass."""
-        self._entered.append(current)
-
-    def leave(self) -> None:
-        """The calling thread leaves the innermost one."""
-        self._entered.pop()
-
     def under(self, tag: str | None) -> Pass | None:
         """The innermost pass of a tag."""
-        return next((entered for entered in reversed(self._entered) if entered.tag == tag), None)
+        return next((entered for entered in reversed(self.entered) if entered.tag == tag), None)
 
     def current(self, make: Callable[[], Pass]) -> Pass:
         """The innermost pass, or the unscoped one."""
-        if self._entered:
-            return self._entered[-1]
+        if self.entered:
+            return self.entered[-1]
         if self.open is not None and self.open.is_elsewhere:
             # Its waiting tensors stay on the device.
             self.open.end(completed=False)

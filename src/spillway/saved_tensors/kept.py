@@ -94,7 +94,6 @@ class PassthroughBlock:
         """Whether the hooks stay on."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function's output."""
         hooks = top_hooks(True)
         passage = None if hooks is None else getattr(hooks[0], "__self__", None)
         if hooks is None or self._is_seen or not isinstance(passage, Pass) or not passage.keeps_the_rest:

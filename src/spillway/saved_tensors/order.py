@@ -168,7 +168,6 @@ class NextPassPredictor:
             return None if following is None else (following, following_traversal)
 
     def _alike(self, traversal: int) -> Iterator[AccessOrder]:
-        """The passes that wait for a traversal."""
         waiting = (reference() for reference in self._waiting.get(traversal, ()))
         return (each for each in waiting if each is not None and each.is_alive())
 
@@ -281,7 +280,6 @@ class AccessOrder:
 
     @property
     def was_asked(self) -> bool:
-        """Whether backward has asked for an entry."""
         return self._begun > 0
 
     @property
@@ -291,7 +289,6 @@ class AccessOrder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no entry."""
         return not self._entries
 
     def is_alive(self) -> bool:
@@ -367,7 +364,6 @@ class AccessOrder:
         return frozenset(tail)
 
     def _begin(self, traversal: int) -> None:
-        """A traversal begins."""
         if traversal < len(self._traversals):
             # Endless backwards over a retained graph keep only a few traversals.
             self._traversals[traversal] = Traversal(self._expected_in(traversal))
@@ -445,7 +441,6 @@ class Memory:
             return self._turns.get((signature, turn))
 
     def keep(self, signature: Signature, turn: int, order: AccessOrder) -> None:
-        """A pass has ended."""
         with self._lock:
             self._sort()
             self._waiting = [*self._waiting[1 - _SIGNATURES :], (signature, turn, order)]
