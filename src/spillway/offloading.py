@@ -21,9 +21,9 @@ from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.groups import Group, Groups, check_name
 from spillway.saved_tensors.handles import in_replay, pack_kept, unpack
-from spillway.saved_tensors.hooks import Pass, SavedState
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.kept import see_again
-from spillway.saved_tensors.order import Memory
+from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import MIN_BYTES, Session
 from spillway.types import StepStats
 from spillway.units import parse_bytes, parse_share
@@ -33,16 +33,16 @@ class _Active(threading.local):
     """The ``offload`` contexts that the thread is inside of, the innermost last; ``None`` for a disabled one."""
 
     def __init__(self) -> None:
-        self.passes: list[tuple[Session, Pass] | None] = []
+        self.passes: list[tuple[Session, ForwardScope] | None] = []
 
 
 _active = _Active()
 
 
 @contextmanager
-def within_pass(session: Session, current: Pass) -> Iterator[None]:
+def within_scope(session: Session, current: ForwardScope) -> Iterator[None]:
     """Inside, this is the calling thread's innermost pass, for checkpointed blocks and groups."""
-    entered = session.of(SavedState).passes.entered
+    entered = session.of(SavedState).scopes.entered
     entered.append(current)
     _active.passes.append((session, current))
     try:
@@ -154,7 +154,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __enter__(self) -> Self:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        memory = session.of(SavedState).memory(self._tag)
+        memory = self._memory_in(session)
         with ExitStack() as stack:
             if self._has_no_options and memory.gains_nothing() and not session.of(SavedState).marks.any:
                 why = memory.benefit.why_none
@@ -168,10 +168,10 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             self._local.entered.append((stack.pop_all(), session, ledger))
         return self
 
-    def _enter(self, session: Session, memory: Memory, stack: ExitStack) -> ByteCounters:
+    def _enter(self, session: Session, memory: LearnedOrders, stack: ExitStack) -> ByteCounters:
         """Begin a pass that ``stack`` ends; gives its counters."""
         locator = Locator.for_policy(self._policy)
-        current = Pass(
+        current = ForwardScope(
             session,
             self._policy,
             memory,
@@ -189,7 +189,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         if locator is not None:
             stack.enter_context(locator)
         stack.enter_context(hooks)
-        stack.enter_context(within_pass(session, current))
+        stack.enter_context(within_scope(session, current))
         return current.ledger
 
     def __exit__(
@@ -206,13 +206,17 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         session, ledger = self._last
         return session.stats_of(ledger)
 
+    def _memory_in(self, session: Session) -> LearnedOrders:
+        """The learned state of the code inside. An attached model has its own."""
+        return session.of(SavedState).learned(self._tag)
+
 
 class _Entered(threading.local):
     """The contexts that the calling thread has entered with one object, the innermost last."""
 
     def __init__(self) -> None:
         self.entered: list[Any] = []
-        self.last: tuple[Pass, Group] | None = None
+        self.last: tuple[ForwardScope, Group] | None = None
         """The last group that ended."""
 
 
@@ -368,7 +372,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         if self._delay:
             session.delay(lambda: current.groups.send(started))
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Offload the last delayed group that the calling thread ended with this object.
 
         This, :meth:`settle` and :meth:`fetch` control by hand when one group is offloaded and reloaded.
@@ -376,7 +380,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         Example:
             >>> with spillway.group("layer 3", delay=True) as group:  # doctest: +SKIP
             ...     hidden = layer(hidden)
-            >>> group.leave()  # start the copies  # doctest: +SKIP
+            >>> group.offload()  # start the copies  # doctest: +SKIP
             >>> group.settle()  # free the device's memory when they are done  # doctest: +SKIP
             >>> group.fetch()  # reload it now  # doctest: +SKIP
         """

@@ -251,7 +251,7 @@ def test_h35_what_is_let_go_and_when_does_not_depend_on_timing(way: Way, tmp_pat
 
 
 def test_h45_destinations_are_allocated_where_they_are_used(way: Way, events: EventList, tmp_path: Path) -> None:
-    """By the thread that asks, on its own compute stream: not by a stream or a task, in whose pool they would pile up."""
+    """By the thread that asks, on its own compute stream: a stream or a task would pile them up in its pool."""
     backend = SlowBackend("nothing")
     with session_on(backend.serve, way, events, tmp_path) as session:
         Trial(session, events, way)(training_step)

@@ -18,8 +18,8 @@ from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.policies import Ratio
 from spillway.runtime.backend import Stream
-from spillway.saved_tensors.hooks import Pass, SavedState
-from spillway.saved_tensors.order import Memory
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
+from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import Session
 from spillway.units import format_bytes
 
@@ -66,12 +66,12 @@ class TagInfo:
             self._current.decider.offloaded_bytes = 0
 
     @property
-    def _memory(self) -> Memory:
-        return Session.default().of(SavedState).memory(self.tag)
+    def _memory(self) -> LearnedOrders:
+        return Session.default().of(SavedState).learned(self.tag)
 
     @property
-    def _current(self) -> Pass | None:
-        return Session.default().of(SavedState).passes.under(self.tag)
+    def _current(self) -> ForwardScope | None:
+        return Session.default().of(SavedState).scopes.under(self.tag)
 
 
 @dataclass(frozen=True, eq=False)

@@ -146,7 +146,7 @@ class Entry:
         self.round = 0
         """How often it was reloaded."""
 
-    def has_not_left(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether its bytes are on the device since they were saved, or since they were asked for."""
         return self.state in (State.RESIDENT, State.LEAVING)
 

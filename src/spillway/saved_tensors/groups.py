@@ -153,7 +153,7 @@ def check_name(name: object) -> str:
 
 
 # An entry, its runtime and tier, and whether to hold it back. A plain tuple: one is made for every saved tensor.
-_Departure = tuple[SavedStorage, Runtime, Tier, bool]
+_Queued = tuple[SavedStorage, Runtime, Tier, bool]
 
 
 class Waiting:
@@ -165,36 +165,36 @@ class Waiting:
 
     def __init__(self, window: Callable[[Runtime], int]) -> None:
         self._window = window
-        self._departures: list[_Departure] = []
+        self._queued: list[_Queued] = []
         self.nbytes = 0
         """Bytes of all of them."""
 
     def add(self, saved: SavedStorage, runtime: Runtime, tier: Tier, *, hold: bool) -> None:
         """Add one; ``hold``: it is copied only if later ones would exceed the limit."""
-        self._departures.append((saved, runtime, tier, hold))
+        self._queued.append((saved, runtime, tier, hold))
         self.nbytes += saved.nbytes
 
     @property
     def is_batch(self) -> bool:
-        return bool(self._departures) and self.nbytes >= self._departures[-1][1].mover.batch
+        return bool(self._queued) and self.nbytes >= self._queued[-1][1].mover.batch
 
     def send(self) -> None:
         """Offload them now. The caller knows that they have been written."""
-        departures, self._departures, self.nbytes = self._departures, [], 0
-        if not departures:
+        queued, self._queued, self.nbytes = self._queued, [], 0
+        if not queued:
             return
         # Copies are no operators of the user's: an active dispatch mode must not see them.
         with disable_dispatch():
-            for (runtime, tier, hold), together in itertools.groupby(departures, key=operator.itemgetter(1, 2, 3)):
-                entries = [departure[0] for departure in together]
+            for (runtime, tier, hold), together in itertools.groupby(queued, key=operator.itemgetter(1, 2, 3)):
+                entries = [each[0] for each in together]
                 runtime.mover.put(entries, tier, window=self._window(runtime), hold=hold)
 
     def clear(self) -> None:
-        self._departures.clear()
+        self._queued.clear()
         self.nbytes = 0
 
     def members(self) -> list[tuple[SavedStorage, Runtime]]:
-        return [(saved, runtime) for saved, runtime, _, _ in self._departures]
+        return [(saved, runtime) for saved, runtime, _, _ in self._queued]
 
 
 class Group:

@@ -73,7 +73,7 @@ class KeptHandle:
         return self._version == -1 or version_of(self.alias) == self._version
 
 
-class AwayHandle:
+class OffloadedHandle:
     """A handle of an offloaded tensor, whose storage is an entry of the mover."""
 
     __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "mover", "saved")
@@ -107,7 +107,7 @@ class AwayHandle:
         order = saved.order
         if order is not None:
             # Read without the lock: whether it was caught before it left is a hint.
-            order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.has_not_left())
+            order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.is_on_device())
             self._traversals += 1
         storage, made, low, self._round = self.mover.take(saved, self._round, order)
         tensor = self._tracker.detach()

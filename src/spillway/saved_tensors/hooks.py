@@ -41,7 +41,7 @@ from spillway.runtime.entry import ByteCounters
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.saved_tensors.decide import Decider, Locator
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
-from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
+from spillway.saved_tensors.handles import Handle, KeptHandle, ObjectHandle, OffloadedHandle, PartsHandle
 from spillway.saved_tensors.identity import (
     Identity,
     KeptStorage,
@@ -53,7 +53,7 @@ from spillway.saved_tensors.identity import (
     reach,
     why_unmovable,
 )
-from spillway.saved_tensors.order import AccessOrder, Memory, NextPassPredictor, offload_benefit
+from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
 
@@ -62,7 +62,7 @@ _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
-class Pass:
+class ForwardScope:
     """One forward pass through an ``offload`` context: the pack hook and its state.
 
     Args:
@@ -83,7 +83,7 @@ class Pass:
         self,
         session: Session,
         policy: Policy | None,
-        memory: Memory,
+        memory: LearnedOrders,
         *,
         min_bytes: int,
         tag: str | None,
@@ -210,7 +210,7 @@ class Pass:
             return KeptHandle(tensor)
         return self._pack_storage(tensor, tensor.untyped_storage(), decision, recipe)
 
-    def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
+    def pack_offloaded(self, tensor: torch.Tensor) -> Handle:
         """A hook that offloads every saved tensor."""
         return self.save(tensor, _OFFLOAD)
 
@@ -252,11 +252,13 @@ class Pass:
 
     def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
         """A second handle of offloadable bytes, for a tensor known to see them as they were saved; ``None``: not so."""
-        if isinstance(handle, AwayHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
+        if isinstance(handle, OffloadedHandle) and handle.saved.reaches(
+            *reach(tensor, tensor.untyped_storage().nbytes())
+        ):
             # Another pass of this session may have made the first one. One of another session is not shared.
             runtime = self._session.runtime(tensor.device)
             if handle.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
-                return AwayHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
+                return OffloadedHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
         return None
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
@@ -327,7 +329,7 @@ class Pass:
             saved.form = recipe
         self.decider.offloaded_bytes += nbytes
         runtime.mover.see(saved)
-        away = AwayHandle(tensor, saved, recipe, runtime)
+        away = OffloadedHandle(tensor, saved, recipe, runtime)
         order = saved.order = device.order
         saved.place = order.add(saved.reference, nbytes)
         waiting = self.waiting if group is None else group.waiting
@@ -347,7 +349,7 @@ class Pass:
             return None if self._marks.get(storage) else KeptHandle(tensor, known)
         if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
             return None
-        return AwayHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
+        return OffloadedHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
 
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
         self.count_kept(nbytes)
@@ -444,7 +446,7 @@ def _window_on(window: int | float | None, runtime: Runtime) -> int:
     return int(window * runtime.window) if isinstance(window, float) else window
 
 
-class Passes(threading.local):
+class ForwardScopes(threading.local):
     """The passes that the calling thread has entered, the innermost last.
 
     For tensors saved outside of any, an unscoped pass is opened. It ends when backward asks for a tensor of it, or when
@@ -452,15 +454,15 @@ class Passes(threading.local):
     """
 
     def __init__(self) -> None:
-        self.entered: list[Pass] = []
-        self.open: Pass | None = None
+        self.entered: list[ForwardScope] = []
+        self.open: ForwardScope | None = None
         """The unscoped pass, if there is one."""
 
-    def under(self, tag: str | None) -> Pass | None:
+    def under(self, tag: str | None) -> ForwardScope | None:
         """The innermost pass of a tag."""
         return next((entered for entered in reversed(self.entered) if entered.tag == tag), None)
 
-    def current(self, make: Callable[[], Pass]) -> Pass:
+    def current(self, make: Callable[[], ForwardScope]) -> ForwardScope:
         """The innermost pass, or the unscoped one."""
         if self.entered:
             return self.entered[-1]
@@ -492,15 +494,15 @@ class SavedState:
         """Storages that the user marked: True to offload, False to keep."""
         self.outputs: StorageMarks[Output] = StorageMarks()
         """Storages of outputs that can be recomputed."""
-        self.passes = Passes()
-        self._memories: dict[str | None, Memory] = {}
+        self.scopes = ForwardScopes()
+        self._learned: dict[str | None, LearnedOrders] = {}
         self._predictors: dict[torch.device, NextPassPredictor] = {}
         self._lock = threading.Lock()
 
-    def memory(self, tag: str | None) -> Memory:
+    def learned(self, tag: str | None) -> LearnedOrders:
         """The learned state of a tag."""
         with self._lock:
-            return self._memories.setdefault(tag, Memory())
+            return self._learned.setdefault(tag, LearnedOrders())
 
     def predictor(self, device: torch.device) -> NextPassPredictor:
         """Predicts whose backward comes next on a device."""
@@ -508,13 +510,13 @@ class SavedState:
             return self._predictors.setdefault(device, NextPassPredictor())
 
 
-def current_pass(session: Session) -> Pass:
+def current_scope(session: Session) -> ForwardScope:
     """The innermost pass that the calling thread is inside of, or the unscoped one."""
     state = session.of(SavedState)
 
-    def make() -> Pass:
-        made = Pass(session, None, state.memory(None), min_bytes=MIN_BYTES, tag=None, tier="auto")
+    def make() -> ForwardScope:
+        made = ForwardScope(session, None, state.learned(None), min_bytes=MIN_BYTES, tag=None, tier="auto")
         session.unscoped.ledger = made.ledger
         return made
 
-    return state.passes.current(make)
+    return state.scopes.current(make)

@@ -50,8 +50,8 @@ Signature = Hashable
 SHARE = 64
 """Less than one in so many bytes of the device is little."""
 _MULTIPLE = 8  # So many times as much has to be free.
-_SIGNATURES = 64  # Remembered by a Memory.
-_TURNS = 1024  # Remembered by a Memory, of all signatures.
+_SIGNATURES = 64  # Remembered for a tag.
+_TURNS = 1024  # Remembered for a tag, of all signatures.
 _MOST_TRAVERSALS = 8
 _PAST = 512  # Beginnings of traversals that a predictor remembers.
 _LONGEST = 6
@@ -396,7 +396,7 @@ class AccessOrder:
         return (self._entries[sequence[index]]() for index in range(traversal.fetched, count))
 
 
-class Memory:
+class LearnedOrders:
     """The learned state of one tag: the last order of each signature, and whether offloading gains anything.
 
     Old signatures are forgotten. Its length is how many are known.

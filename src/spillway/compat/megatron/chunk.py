@@ -7,11 +7,11 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from spillway.offloading import builds_a_graph, hooks_of, keep_if_counted, within_pass
+from spillway.offloading import builds_a_graph, hooks_of, keep_if_counted, within_scope
 from spillway.policies import Policy, check_tier
 from spillway.saved_tensors.groups import Group, Groups, check_name
 from spillway.saved_tensors.handles import Handle
-from spillway.saved_tensors.hooks import Pass, SavedState
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.order import PastGroup
 from spillway.session import Session
 from spillway.types import StepStats
@@ -48,10 +48,10 @@ class Chunk:
         self.session.check_open()
         self._state = session.of(SavedState)
         self._spares = spares
-        self._pass = Pass(
+        self._pass = ForwardScope(
             session,
             policy,
-            self._state.memory(tag),
+            self._state.learned(tag),
             min_bytes=0,
             tag=tag,
             tier=check_tier(tier),
@@ -80,7 +80,7 @@ class Chunk:
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        with hooks_of(self._pack), within_pass(self.session, self._pass):
+        with hooks_of(self._pack), within_scope(self.session, self._pass):
             yield
 
     def start(self, name: str) -> Group | None:
