@@ -93,8 +93,6 @@ class _Slot:
     """The state of an extent, until its range is free again."""
 
     extent: Extent
-    is_promised: bool = True
-    """Whether its first write is still to come."""
     checksum: int | None = None
     """Checksum of the content; ``None`` while it has none."""
     users: int = 0
@@ -137,8 +135,6 @@ class SpillFile(AnonymousFile):
         self._per_hour = bytes_per_hour
         self._hour: Counter[int] = Counter()
         """Bytes written in the last hour, by bucket."""
-        self._promised = 0
-        """Bytes of extents that were not written yet."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -175,7 +171,6 @@ class SpillFile(AnonymousFile):
                 self._grow(reserved)
             extent = Extent(found[0], nbytes, reserved)
             self._used += reserved
-            self._promised += reserved
             self._live[id(extent)] = _Slot(extent)
         return extent
 
@@ -201,11 +196,10 @@ class SpillFile(AnonymousFile):
             written = checksum(data[: extent.nbytes])
             self._move_all(data, extent.offset, write=True)
             with self._lock:
-                self._withdraw(slot)
                 self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
                 while (oldest := next(iter(self._hour))) < self._first_bucket():
                     del self._hour[oldest]
-            slot.checksum = written
+                slot.checksum = written
 
     def read(self, extent: Extent, buffer: Buffer) -> None:
         """Fill the first ``extent.nbytes`` bytes of ``buffer``, and verify them.
@@ -296,13 +290,6 @@ class SpillFile(AnonymousFile):
             else:
                 self._ranges.give(slot.extent.offset, slot.extent.reserved)
                 self._used -= slot.extent.reserved
-                self._withdraw(slot)
-
-    def _withdraw(self, slot: _Slot) -> None:
-        """The first write is made, or never will be."""
-        if slot.is_promised:
-            slot.is_promised = False
-            self._promised -= slot.extent.reserved
 
     def _first_bucket(self) -> int:
         """The oldest bucket that is not over for an hour: no hour has more than the limit."""
@@ -311,7 +298,9 @@ class SpillFile(AnonymousFile):
     def _check_hour(self, nbytes: int) -> None:
         if self._per_hour is None:
             return
-        spent = self._promised + sum(self._hour[bucket] for bucket in self._hour if bucket >= self._first_bucket())
+        # Extents without content are still to be written.
+        promised = sum(slot.extent.reserved for slot in list(self._live.values()) if slot.checksum is None)
+        spent = promised + sum(self._hour[bucket] for bucket in self._hour if bucket >= self._first_bucket())
         if spent + nbytes > self._per_hour:
             raise TierFullError(
                 f"spill file: got {format_bytes(nbytes)} to write after {format_bytes(spent)} in this hour, expected "
