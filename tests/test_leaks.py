@@ -324,7 +324,7 @@ def test_shapes_that_change_every_step_are_forgotten_in_the_end(session: Session
         with spillway.offload(min_bytes=0, session=session):
             loss = torch.ones(rows, requires_grad=True).exp().sum()
         loss.backward()
-    assert len(session.of(SavedState).memory(None)) <= 64
+    assert len(session.of(SavedState).learned(None)) <= 64
 
 
 # Sessions

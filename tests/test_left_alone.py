@@ -286,7 +286,10 @@ def test_a_region_of_the_users_inside_is_in_the_pass(
             del model.blocks[0].seen[:]
             assert all(map(torch.equal, one_step(model, batch), plain))
             # It is left alone once, and from then on it is known.
-            assert model.blocks[0].seen == ["nobody's" if number == 1 and not drop_output else "ForwardScope", "Pass"]
+            assert model.blocks[0].seen == [
+                "nobody's" if number == 1 and not drop_output else "ForwardScope",
+                "ForwardScope",
+            ]
             assert model.outside == "ForwardScope"
 
 

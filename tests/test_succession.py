@@ -149,7 +149,7 @@ def test_a_graph_that_is_retained_for_many_backwards_leaves_little_behind(graphs
         for _ in range(50):
             for loss in losses:
                 assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], plain)
-        memory = session.of(SavedState).memory(None)
+        memory = session.of(SavedState).learned(None)
         assert memory.total_bytes > 0
         order = next(iter(memory._orders.values()))
         assert len(order._traversals) < 10
@@ -281,7 +281,7 @@ def test_the_tail_of_the_last_micro_batch_is_that_of_no_other() -> None:
             forwards = []
             for _ in range(3):
                 loss = forward()
-                order = next(reversed([each for *_, each in session.of(SavedState).memory(None)._waiting]))
+                order = next(reversed([each for *_, each in session.of(SavedState).learned(None)._waiting]))
                 held.append([order.in_tail(place) for place in range(len(order._entries))])
                 forwards.append(loss)
             for each in forwards:

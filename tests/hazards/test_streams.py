@@ -282,7 +282,7 @@ def test_h45_bytes_prefetched_for_another_compute_lane_are_fetched_again(tmp_pat
                 made.append(made[-1].sin())
         wanted = made[0].clone()
         nodes: list[Any] = [each.grad_fn for each in made]
-        for entry in list(session.of(SavedState).memory(None)._waiting[-1][2]._entries):
+        for entry in list(session.of(SavedState).learned(None)._waiting[-1][2]._entries):
             session.runtime(CPU).mover.settle([found for found in (entry(),) if found is not None])
         del made, entry
         with adversary.stream("one"):
