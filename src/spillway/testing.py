@@ -204,11 +204,7 @@ class AdversaryBackend(Backend):
         return self
 
     def check(self) -> None:
-        """Raise the first race.
-
-        Raises:
-            RaceError: two accesses to the same bytes that no event orders.
-        """
+        """Raise the first race, as a :class:`~spillway.errors.RaceError`."""
         if self.faults:
             raise self.faults[0]
 

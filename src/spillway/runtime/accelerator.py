@@ -52,7 +52,7 @@ from spillway.runtime.backend import (
     TaskEvent,
     be_in_task,
 )
-from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.cpu import CpuBackend, anonymous_pages
 from spillway.runtime.system import near_cpus
 
@@ -227,9 +227,6 @@ class AcceleratorBackend(Backend):
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         return HostTasks(threads, self._use_device, *([begin] if begin else []), name=name)
-
-    def empty(self, form: Form) -> torch.Tensor:
-        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
     def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:
         # The allocator ignores the stream on which it allocated the storage. So this only matters for a storage from a

@@ -66,13 +66,9 @@ class FreeRanges:
         return offset, after
 
     def give(self, offset: int, nbytes: int, after: tuple[Event, ...] = (), *, asks: bool = False) -> None:
-        """Add a range that overlaps no other one.
+        """Add a range that overlaps no other one, and the events to wait for before the next write.
 
-        Args:
-            offset: its first byte.
-            nbytes: how many.
-            after: events to wait for before the next write.
-            asks: whether events may be asked if they have been reached: those that have are forgotten.
+        ``asks``: events may be asked whether they have been reached, and those that have are forgotten.
         """
         ranges = self.ranges
         index = bisect.bisect(ranges, offset, key=lambda item: item[0])
@@ -112,13 +108,7 @@ class _Slab:
 
 
 class Arena:
-    """Cuts blocks from slabs that the backend makes. All methods may be called from any thread.
-
-    Args:
-        make_slab: bytes in, CPU memory out (:meth:`Backend.host_slab`).
-        capacity: most bytes that all slabs together may have.
-        slab_bytes: least size of a slab.
-    """
+    """Cuts blocks from slabs that the backend makes, up to ``capacity`` bytes. May be called from any thread."""
 
     def __init__(
         self, make_slab: Callable[[int], torch.Tensor], *, capacity: int, slab_bytes: int = SLAB_BYTES

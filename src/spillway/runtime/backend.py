@@ -198,9 +198,9 @@ class Backend(ABC):
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         """A new stream for host work. Each of its threads calls ``begin`` first."""
 
-    @abstractmethod
     def empty(self, form: Form) -> torch.Tensor:
         """An unwritten tensor on the device, for the calling thread's compute stream."""
+        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
     def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:  # noqa: B027
         """Called before the runtime releases memory that it did not allocate and that these streams have used."""
@@ -282,13 +282,7 @@ def quiet() -> Iterator[None]:
 
 
 class HostTasks:
-    """A few threads for host work, started with the first task.
-
-    Args:
-        threads: how many.
-        begin: each thread calls these first.
-        name: of the threads.
-    """
+    """A few threads for host work, started with the first task. Each calls the functions ``begin`` first."""
 
     def __init__(self, threads: int, *begin: Callable[[], None], name: str = "task") -> None:
         def start() -> None:

@@ -10,17 +10,14 @@ from collections.abc import Callable
 import torch
 
 from spillway.runtime.backend import Backend, Event, HostQueue, HostTasks, Stream, Task
-from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.process_memory import ResidentPeak, set_malloc
 
 
 def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = True) -> torch.Tensor:
     """Page-aligned zeroed CPU memory, given back to the system when the tensor dies.
 
-    Args:
-        nbytes: how many.
-        huge: ask the system for pages of 2 MiB, where it has such.
-        for_children: whether a forked child gets a copy of what is in it.
+    ``huge`` asks the system for pages of 2 MiB. ``for_children``: a forked child gets a copy.
     """
     # Private: Python's default is shared pages, those of a file in memory, which are four times slower.
     pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -60,12 +57,7 @@ class _CpuStream:
 
 
 class CpuBackend(Backend):
-    """Streams are threads, and compute is the caller.
-
-    Args:
-        device: ``torch.device("cpu")``.
-        threads: how many threads read and write the spill file.
-    """
+    """Streams are threads, and compute is the caller. ``threads`` read and write the spill file."""
 
     alignment = 64
     is_host_memory = True
@@ -115,10 +107,6 @@ class CpuBackend(Backend):
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         return HostTasks(threads, *([begin] if begin else []), name=name)
-
-    def empty(self, form: Form) -> torch.Tensor:
-        # The device is named, since the user's default may be another one.
-        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         return anonymous_pages(nbytes)

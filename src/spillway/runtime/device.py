@@ -69,15 +69,7 @@ parts = cast("Parts", None)
 
 
 class DeviceRuntime:
-    """The runtime of one device.
-
-    Args:
-        backend: the device.
-        file: gives the spill file, when the disk tier is first used.
-        window: the in-flight limit: bytes that may be LEAVING, and bytes that may be RETURNING, at once.
-        host_budget: most bytes of CPU memory.
-        recorder: receives every event.
-    """
+    """The runtime of one device. ``window`` limits the bytes that may be LEAVING, and RETURNING, at once."""
 
     def __init__(
         self,

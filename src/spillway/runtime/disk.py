@@ -55,16 +55,7 @@ class _DiskSlot:
 
 
 class DiskTier(Tier):
-    """Extents of the session's spill file, through blocks of the arena.
-
-    Args:
-        backend: the device.
-        arena: where the blocks are cut from.
-        file: the spill file.
-        out: the stream from the device.
-        back: the stream to the device.
-        staging: most bytes that may wait in blocks for their write.
-    """
+    """Extents of the spill file, through blocks of the arena. At most ``staging`` bytes wait for their write."""
 
     def __init__(
         self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int

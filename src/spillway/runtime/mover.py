@@ -46,10 +46,7 @@ def batch_bytes(window: int) -> int:
 class Mover:
     """Moves the entries of one device. All methods may be called from any thread.
 
-    Args:
-        backend: the device.
-        window: the in-flight limit: bytes that may be LEAVING at once, and bytes that may be prefetched.
-        recorder: receives every event.
+    ``window`` limits the bytes that may be LEAVING at once, and the bytes that may be prefetched.
     """
 
     def __init__(self, backend: Backend, *, window: int, recorder: Recorder | None = None) -> None:
@@ -89,10 +86,8 @@ class Mover:
     def adopt(self, entry: Entry, *, same_content: bool) -> bool:
         """Add a handle to the entry, if that is right; says whether. An entry of another mover cannot be shared.
 
-        Args:
-            entry: the entry.
-            same_content: whether the new handle's tensor is known to have the content of the entry's copy. Without a
-                copy it does not matter: a copy taken later holds what both handles see.
+        ``same_content``: the new handle's tensor is known to have the content of the entry's copy. Without a copy it
+        does not matter: a copy taken later holds what both handles see.
         """
         self._check_process()
         with self._lock:

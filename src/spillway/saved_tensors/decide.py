@@ -41,16 +41,7 @@ _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 
 
 class Decider:
-    """Decides by, in this order: the user's marks, the size, a given decision or the policy, the rules about groups.
-
-    Args:
-        policy: ``None`` offloads everything.
-        groups: of the pass.
-        marks: storages that the user marked.
-        min_bytes: smaller tensors are kept, and the policy is not asked.
-        tag: of the pass, for the policy to read.
-        locator: knows module and operator, if the policy asks for them.
-    """
+    """Decides by, in this order: the user's marks, the size, a given decision or the policy, the rules about groups."""
 
     def __init__(
         self,
@@ -149,10 +140,7 @@ class Decider:
 class Locator:
     """Knows, while it is entered, the running module and operator of the thread. See NOTE [ Module and operator ].
 
-    Args:
-        modules: whether it knows the module.
-        operators: whether it knows the operator.
-        root: the module that paths begin below; ``None``: the first one that is called.
+    Paths begin below ``root``, or below the first module that is called.
     """
 
     def __init__(self, *, modules: bool, operators: bool, root: torch.nn.Module | None = None) -> None:

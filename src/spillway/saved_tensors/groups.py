@@ -157,11 +157,7 @@ _Queued = tuple[SavedStorage, Runtime, Tier, bool]
 
 
 class Waiting:
-    """Entries that will be offloaded together.
-
-    Args:
-        window: bytes that may be LEAVING at once on a device.
-    """
+    """Entries that will be offloaded together, within the in-flight limit ``window``."""
 
     def __init__(self, window: Callable[[Runtime], int]) -> None:
         self._window = window
@@ -237,13 +233,7 @@ class Group:
 
 
 class PassGroups:
-    """The groups of one pass.
-
-    Args:
-        rules: which groups are kept, and that no other tensor is offloaded; ``None``: the policy decides alone.
-        ledger: of the pass.
-        window: bytes that may be LEAVING at once on a device.
-    """
+    """The groups of one pass. Without rules, the policy decides alone."""
 
     def __init__(self, rules: Groups | None, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
         self.rules = rules

@@ -39,24 +39,14 @@ _NUMBERS = frozenset((int, float, bool, str, type(None)))
 
 
 class Keeping:
-    """The kept tensors of one call. See NOTE [ Tensors that only their maker has seen ].
-
-    Args:
-        scope: the pass that the call belongs to.
-    """
+    """The kept tensors of one call. See NOTE [ Tensors that only their maker has seen ]."""
 
     def __init__(self, scope: ForwardScope) -> None:
         self._scope = scope
         self._kept: list[weakref.ref[KeptHandle]] = []
 
     def keep(self, tensor: torch.Tensor, place: int, known: dict[int, int]) -> Handle:
-        """A handle of a plain tensor that the function has made.
-
-        Args:
-            tensor: the saved tensor.
-            place: its place among all that the function saves.
-            known: bytes counted for kept tensors, by place; extended here.
-        """
+        """A handle of a plain tensor that the function has made. ``known`` has byte counts by place, and grows."""
         scope = self._scope
         nbytes = known.get(place)
         if nbytes is None:

@@ -187,11 +187,7 @@ class NextPassPredictor:
 
 
 class Traversal:
-    """One traversal of a pass by a backward.
-
-    Args:
-        expected: the predicted order of places, if there is one.
-    """
+    """One traversal of a pass by a backward, with the predicted order of places, if there is one."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.asked: dict[int, None] = {}
@@ -300,12 +296,9 @@ class AccessOrder:
         return place in self._tail
 
     def ask(self, place: int, traversal: int, *, caught: bool) -> None:
-        """Backward asks for the entry at ``place``.
+        """Backward asks for the entry at ``place``, whose handle has asked ``traversal`` times before.
 
-        Args:
-            place: of the entry.
-            traversal: how often the same handle has asked before.
-            caught: whether the entry was not offloaded yet.
+        ``caught``: the entry was not offloaded yet.
         """
         if self._on_backward is not None:
             # Released first: an order is remembered, and the callback need not be.
