@@ -207,7 +207,9 @@ class Devices(_Matching):
 
 
 class _Combined:
-    """Several policies asked one after the other."""
+    """Several policies asked one after the other, until one keeps, or until one offloads."""
+
+    _ends_at_keep: bool
 
     def __init__(self, *policies: Policy) -> None:
         if not policies:
@@ -225,26 +227,22 @@ class _Combined:
     def wants_operators(self) -> bool:
         return any(map(wants_operators, self.policies))
 
-
-class AllOf(_Combined):
-    """Offload a tensor that all policies offload, to the tier of the last one. Keep the rest."""
-
     def __call__(self, saved: SavedTensor) -> Decision:
         decision = Decision.KEEP
         for policy in self.policies:
             decision = policy(saved)
-            if decision is Decision.KEEP:
+            if (decision is Decision.KEEP) == self._ends_at_keep:
                 break
         return decision
+
+
+class AllOf(_Combined):
+    """Offload a tensor that all policies offload, to the tier of the last one. Keep the rest."""
+
+    _ends_at_keep = True
 
 
 class AnyOf(_Combined):
     """Offload a tensor that one of the policies offloads, to the tier of the first of these. Keep the rest."""
 
-    def __call__(self, saved: SavedTensor) -> Decision:
-        decision = Decision.KEEP
-        for policy in self.policies:
-            decision = policy(saved)
-            if decision is not Decision.KEEP:
-                break
-        return decision
+    _ends_at_keep = False
