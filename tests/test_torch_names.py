@@ -99,9 +99,10 @@ def test_conjugate_and_negative_bits_can_be_set() -> None:
     assert torch.equal(real.resolve_neg(), -torch.ones(2))
 
 
-def test_buffers_are_declared() -> None:
-    assert _torch.is_declared_buffer(torch.nn.Buffer(torch.ones(1)))
-    assert not _torch.is_declared_buffer(torch.ones(1))
+def test_parameters_and_buffers_are_declared() -> None:
+    assert _torch.is_declared(torch.nn.Buffer(torch.ones(1)))
+    assert _torch.is_declared(torch.nn.Parameter(torch.ones(1)))
+    assert not _torch.is_declared(torch.ones(1))
 
 
 def test_holders_of_a_tensor_are_counted() -> None:

@@ -235,8 +235,11 @@ set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
 """Set a tensor's negative bit, in place."""
 
 
-def is_declared_buffer(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a ``torch.nn.Buffer``."""
+def is_declared(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a ``torch.nn.Parameter`` or a ``torch.nn.Buffer``."""
+    # `isinstance` asks a metaclass, which costs a microsecond, and a plain tensor is no parameter.
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+        return True
     return bool(getattr(tensor, "_is_buffer", False))
 
 

@@ -341,7 +341,7 @@ class PrefetchQueue:
 
     @labelled("fetch")
     def _fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
-        made = [self._backend.empty(entry.form or Flat((entry.nbytes,))) for entry in entries]
+        made = [self._backend.empty(Flat((entry.nbytes,)) if entry.form is None else entry.form) for entry in entries]
         # The allocator may have given bytes that queued work on the compute stream still uses.
         self._backend.wait(self._back, self._backend.record(compute))
         first = 0

@@ -27,10 +27,10 @@ from typing import Any, Protocol
 
 import torch
 
-from spillway._torch import disable_dispatch, dispatch_modes, nested_size, version_of
+from spillway._torch import base_of, disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
 from spillway.runtime.device import Runtime
-from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, version_owner
+from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe
 
 
 class Handle(Protocol):
@@ -151,7 +151,8 @@ class PartsHandle:
     def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
         # An alias that shares a wrapper's counter shares its parts too. So the owner is checked while it lives; its
         # views keep it alive.
-        self._owner = weakref.ref(version_owner(tensor))
+        base = base_of(tensor)
+        self._owner = weakref.ref(tensor if base is None else base)
         self._version = version_of(tensor)
         self._type: Any = type(tensor)
         self._parts = parts

@@ -30,7 +30,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from spillway._torch import base_of, is_declared_buffer, set_conj, set_neg, storage_number, storage_parts, version_of
+from spillway._torch import base_of, is_declared, set_conj, set_neg, storage_number, storage_parts, version_of
 from spillway.runtime.bytes import over
 from spillway.runtime.entry import ByteCounters, Entry
 from spillway.saved_tensors.order import AccessOrder
@@ -168,14 +168,7 @@ def version_owner(tensor: torch.Tensor) -> torch.Tensor:
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter or buffer, or a view of one."""
     base = base_of(tensor)
-    return _is_declared(tensor) or (base is not None and _is_declared(base))
-
-
-def _is_declared(tensor: torch.Tensor) -> bool:
-    # `isinstance` asks a metaclass, which costs a microsecond, and a plain tensor is no parameter.
-    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
-        return True
-    return is_declared_buffer(tensor)
+    return is_declared(tensor) or (base is not None and is_declared(base))
 
 
 def why_unmovable(tensor: torch.Tensor) -> str | None:
