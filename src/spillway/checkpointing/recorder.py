@@ -392,7 +392,7 @@ class Values:
 
     def _memory(self, tensor: torch.Tensor) -> Any:
         try:
-            memory = tensor.untyped_storage()
+            memory: Any = tensor.untyped_storage()
             # A wrapper may have a storage of its own, which is empty: its operators use tensors that no one sees here.
             if type(tensor) in PLAIN or isinstance(tensor, FakeTensor) or has_bits(tensor):
                 return memory
