@@ -210,6 +210,8 @@ class FailsInBackward(torch.autograd.Function):
 class SlowBackend(CpuBackend):
     """Each copy of one lane comes late; allocations are counted. All goes over lanes, as on an accelerator."""
 
+    direct_disk = False
+
     def __init__(self, late: str, seconds: float = 0.002) -> None:
         super().__init__(CPU)
         self._late = late

@@ -181,13 +181,15 @@ class AdversaryBackend(Backend):
 
     Args:
         device: the device of the tensors.
+        direct_disk: let the disk tier write from and read into the tensors' own memory.
     """
 
     alignment = 64
     poisons = True
 
-    def __init__(self, device: torch.device | None = None) -> None:
+    def __init__(self, device: torch.device | None = None, *, direct_disk: bool = False) -> None:
         super().__init__(device if device is not None else torch.device("cpu"))
+        self.direct_disk = direct_disk
         self.faults: list[RaceError] = []
         """Races found so far. A finaliser, which cannot raise, adds to them as well."""
         self._lock = threading.RLock()
@@ -196,6 +198,7 @@ class AdversaryBackend(Backend):
         self._host = _Line("host")
         self._streams: list[_Line] = []
         self._captures = itertools.count(1)
+        self._starts: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
         self._history: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
 
@@ -336,6 +339,15 @@ class AdversaryBackend(Backend):
             self._hand_out(whole)
             return memory
 
+    def alias(self, block: Bytes) -> torch.Tensor:
+        with self._lock:
+            self._hand_out(block)
+            memory = super().alias(block)
+            # Both storages are the same bytes, and have one history.
+            self._history[memory.untyped_storage()] = self._history[block.storage]
+            self._starts[memory.untyped_storage()] = block.start
+            return memory
+
     def host_slab(self, nbytes: int) -> torch.Tensor:
         self._check_captures("new host memory")
         return anonymous_pages(nbytes).fill_(POISON)
@@ -397,7 +409,8 @@ class AdversaryBackend(Backend):
     def _access(self, line: _Line, memory: Bytes, *, write: bool, what: str) -> None:
         storage = memory.storage
         history = self._history.setdefault(storage, [])
-        start, end = memory.start, memory.start + memory.nbytes
+        start = memory.start + self._starts.get(storage, 0)
+        end = start + memory.nbytes
         if not history and not write:
             # Not made by the runtime: compute wrote it, at the latest just before the runtime was called.
             compute = self._compute()

@@ -49,6 +49,8 @@ MIB = 1 << 20
 class Gate(CpuBackend):
     """The CPU's backend, with streams that can be stopped. Everything goes over them, as on an accelerator."""
 
+    direct_disk = False
+
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
         self.open = {"out": threading.Event(), "back": threading.Event()}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 import spillway
-from spillway.runtime.bytes import Bytes, Flat
+from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 
 Step = tuple[torch.Tensor, list[torch.Tensor]]
@@ -48,19 +48,21 @@ def expect_same(got: Step, wanted: Step) -> None:
 
 
 @contextlib.contextmanager
-def adversary_session(**options: object) -> Iterator[tuple[AdversaryBackend, spillway.Session]]:
+def adversary_session(
+    *, direct_disk: bool = False, **options: object
+) -> Iterator[tuple[AdversaryBackend, spillway.Session]]:
     """A session under the adversary, checked at the end."""
-    adversary = AdversaryBackend()
+    adversary = AdversaryBackend(direct_disk=direct_disk)
     with spillway.Session(backend=adversary.serve, **options) as session:  # type: ignore[arg-type]
         yield adversary, session
     adversary.check()
 
 
-def steps_in_a_row(tier: str, window: int) -> None:
+def steps_in_a_row(tier: str, window: int, *, direct_disk: bool = False) -> None:
     """Three steps: nothing is known in the first, order and tail are in the others."""
     model, batch = make_model(), torch.randn(32, 32)
     wanted = step(model, batch, contextlib.nullcontext())
-    with adversary_session(window=window) as (_, session):
+    with adversary_session(direct_disk=direct_disk, window=window) as (_, session):
         for _ in range(3):
             expect_same(
                 step(model, batch, spillway.offload(min_bytes=0, session=session, tier=tier)),
@@ -70,11 +72,11 @@ def steps_in_a_row(tier: str, window: int) -> None:
         assert session.used_bytes == (0, 0)
 
 
-def streams_of_the_caller(tier: str) -> None:
+def streams_of_the_caller(tier: str, *, direct_disk: bool = False) -> None:
     """Forward on one stream and backward on another, so that a slot is reused by a stream that never waited."""
     model, batch = make_model(), torch.randn(32, 32)
     wanted = step(model, batch, contextlib.nullcontext())
-    with adversary_session(window=0) as (adversary, session):
+    with adversary_session(direct_disk=direct_disk, window=0) as (adversary, session):
         for name in ("compute", "side", "compute", "side"):
             model.zero_grad()
             with adversary.stream(name), spillway.offload(min_bytes=0, session=session, tier=tier):
@@ -85,24 +87,24 @@ def streams_of_the_caller(tier: str) -> None:
             expect_same((loss.detach(), [p.grad.clone() for p in model.parameters()]), wanted)
 
 
-def a_longer_pass_than_learned(tier: str) -> None:
+def a_longer_pass_than_learned(tier: str, *, direct_disk: bool = False) -> None:
     """A tail that was held back has to leave after all, because the window is smaller now."""
     model, batch = make_model(), torch.randn(32, 32)
     wanted = step(model, batch, contextlib.nullcontext())
-    with adversary_session() as (_, session):
+    with adversary_session(direct_disk=direct_disk) as (_, session):
         for window in (1 << 30, 4096, 4096):
             expect_same(
                 step(model, batch, spillway.offload(min_bytes=0, session=session, tier=tier, window=window)), wanted
             )
 
 
-def two_graphs_at_once(tier: str) -> None:
+def two_graphs_at_once(tier: str, *, direct_disk: bool = False) -> None:
     """Two forwards, then their backwards, the first one first, over slots that the last round has left."""
     model, batches = make_model(), torch.randn(2, 32, 32)
     wanted = []
     for batch in batches:
         wanted.append(step(model, batch, contextlib.nullcontext()))
-    with adversary_session(window=8192) as (_, session):
+    with adversary_session(direct_disk=direct_disk, window=8192) as (_, session):
         for _ in range(2):
             losses = []
             for batch in batches:
@@ -114,11 +116,11 @@ def two_graphs_at_once(tier: str) -> None:
                 expect_same((loss.detach(), [p.grad.clone() for p in model.parameters()]), want)
 
 
-def graphs_that_are_dropped(tier: str) -> None:
+def graphs_that_are_dropped(tier: str, *, direct_disk: bool = False) -> None:
     """Entries die while they leave and while they return, and their bytes go to others."""
     model, batch = make_model(), torch.randn(32, 32)
     wanted = step(model, batch, contextlib.nullcontext())
-    with adversary_session(window=16384) as (_, session):
+    with adversary_session(direct_disk=direct_disk, window=16384) as (_, session):
         for _ in range(3):
             with spillway.offload(min_bytes=0, session=session, tier=tier):
                 loss = model(batch).square().mean()
@@ -128,20 +130,20 @@ def graphs_that_are_dropped(tier: str) -> None:
             expect_same(step(model, batch, spillway.offload(min_bytes=0, session=session, tier=tier)), wanted)
 
 
-def memory_that_is_trimmed(tier: str) -> None:
+def memory_that_is_trimmed(tier: str, *, direct_disk: bool = False) -> None:
     """Host memory goes back to the system as soon as its last entry has died."""
     model, batch = make_model(), torch.randn(32, 32)
     wanted = step(model, batch, contextlib.nullcontext())
-    with adversary_session(window=8192) as (_, session):
+    with adversary_session(direct_disk=direct_disk, window=8192) as (_, session):
         for _ in range(2):
             expect_same(step(model, batch, spillway.offload(min_bytes=0, session=session, tier=tier)), wanted)
             session.synchronize()
             assert session.trim() > 0
 
 
-def a_slot_given_back_while_its_copy_back_is_queued(tier: str) -> None:
+def a_slot_given_back_while_its_copy_back_is_queued(tier: str, *, direct_disk: bool = False) -> None:
     """By the tier alone, without the mover, whose own order would hide it: the next owner's bytes come too early."""
-    with adversary_session() as (adversary, session):
+    with adversary_session(direct_disk=direct_disk) as (adversary, session):
         runtime = session.runtime(torch.device("cpu"))
         out, back = runtime.mover.streams
         place = runtime.tier(tier)
@@ -150,7 +152,7 @@ def a_slot_given_back_while_its_copy_back_is_queued(tier: str) -> None:
         compute = adversary.compute()
         adversary.wait(out, adversary.record(compute))
         adversary.wait(compute, place.store((slot,), (Bytes.of(first),))[0])
-        destination = adversary.empty(Flat((4096,)))
+        destination = place.destination(slot, 4096, None)
         adversary.wait(back, adversary.record(compute))
         (loaded,) = place.load((slot,), (Bytes.of(destination),))
         if hasattr(loaded, "run"):
@@ -166,8 +168,8 @@ def a_slot_given_back_while_its_copy_back_is_queued(tier: str) -> None:
 
 
 SCENARIOS: list[Callable[[], None]] = [
-    functools.partial(scenario, tier, *arguments)
-    for tier in ("host", "disk")
+    functools.partial(scenario, tier, *arguments, direct_disk=direct)
+    for tier, direct in (("host", False), ("disk", False), ("disk", True))
     for scenario, arguments in (
         (steps_in_a_row, (0,)),
         (steps_in_a_row, (16384,)),

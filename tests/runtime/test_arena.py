@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from spillway.errors import TierFullError
 from spillway.runtime.arena import PAGE, Arena, Block, FreeRanges, pages
-from spillway.runtime.bytes import Bytes, Flat
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.tiers import HostTier
 from spillway.testing import AdversaryBackend
@@ -109,7 +109,7 @@ def test_a_block_of_two_ranges_waits_for_what_uses_either(read: int, last: int) 
     compute = adversary.compute()
     adversary.wait(out, adversary.record(compute))
     adversary.wait(compute, tier.store(slots, sources)[0])
-    destination = adversary.empty(Flat((PAGE,)))
+    destination = tier.destination(slots[read], PAGE, None)
     adversary.wait(back, adversary.record(compute))
     (loaded,) = tier.load([slots[read]], [Bytes.of(destination)])
     tier.release(slots[1 - last])

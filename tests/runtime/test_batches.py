@@ -121,6 +121,8 @@ def test_a_lane_that_only_shares_what_another_saved_is_waited_for() -> None:
 class LateBack(CpuBackend):
     """Copies back are slow, and hold their ends no more than a device's would."""
 
+    direct_disk = False
+
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"), threads=4)
         self.into_the_dead = 0

@@ -9,9 +9,16 @@ import torch
 
 import spillway
 from spillway.runtime import disk
+from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
 
 PIECE = 8192
+
+
+class Staged(CpuBackend):
+    """Goes through host memory, as an accelerator does."""
+
+    direct_disk = False
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +43,7 @@ def gradient(session: spillway.Session | None, elements: int) -> torch.Tensor:
 @pytest.mark.parametrize("window", [0, 3 * PIECE])
 def test_pieces_of_all_lengths(tmp_path: Path, elements: int, window: int) -> None:
     options = {"spill_directory": tmp_path, "allow_memory_filesystem": True, "window": window}
-    with spillway.Session(**options) as session:  # type: ignore[arg-type]
+    with spillway.Session(backend=Staged, **options) as session:  # type: ignore[arg-type]
         for _ in range(2):
             assert torch.equal(gradient(session, elements), gradient(None, elements))
         session.synchronize()
@@ -56,7 +63,7 @@ def test_pieces_under_the_adversary(tmp_path: Path) -> None:
 
 def test_a_storage_larger_than_the_host_budget_goes_piece_by_piece(tmp_path: Path) -> None:
     options = {"spill_directory": tmp_path, "allow_memory_filesystem": True, "window": 0}
-    with spillway.Session(host_budget=2 * PIECE, **options) as session:  # type: ignore[arg-type]
+    with spillway.Session(backend=Staged, host_budget=2 * PIECE, **options) as session:  # type: ignore[arg-type]
         context = spillway.offload(session=session, tier="disk", min_bytes=0)
         leaf = torch.randn(8 * PIECE, requires_grad=True)
         with context:

@@ -71,20 +71,22 @@ def test_a_buffer_that_is_too_short_is_refused_with_both_lengths(tmp_path: Path)
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize("nbytes", [1, 63, 4095, 4096, 4097, 8191, 8192, 12345, 40960])
-def test_a_buffer_may_end_anywhere(tmp_path: Path, nbytes: int, direct: bool) -> None:
-    """Whole pages move straight, the rest through a page of its own. Bytes around it do not change."""
+@pytest.mark.parametrize("phase", [0, 1, 64, 4032, 4095])
+@pytest.mark.parametrize("nbytes", [1, 63, 64, 65, 4095, 4096, 4097, 8191, 8192, 12345, 40960])
+def test_bytes_that_begin_anywhere_come_back(tmp_path: Path, phase: int, nbytes: int, direct: bool) -> None:
+    """Whole pages move straight, the edges through a page of their own; nothing around them changes."""
     content = random.Random(nbytes).randbytes(nbytes)
     whole = page_aligned(b"", reserved=64 * 1024)
     with opened(tmp_path, calls=StrictDirect() if direct else Plain()) as file:
-        before, extent, behind = put(file, b"b" * 4096), file.allocate(nbytes), put(file, b"a" * 4096)
-        buffer = whole[:nbytes]
+        before, extent, behind = put(file, b"b" * 4096), file.allocate(nbytes, phase=phase), put(file, b"a" * 4096)
+        buffer = whole[phase : phase + nbytes]
         buffer[:] = content
         file.write(extent, buffer)
         whole[:] = bytes([7]) * len(whole)
         file.read(extent, buffer)
         assert bytes(buffer) == content
-        assert set(whole[nbytes:]) == {7}
+        assert bytes(whole[:phase]) == bytes([7]) * phase
+        assert set(whole[phase + nbytes :]) == {7}
         assert get(file, before) == b"b" * 4096
         assert get(file, behind) == b"a" * 4096
 
@@ -104,9 +106,9 @@ def test_an_unaligned_buffer_is_refused_under_direct_io_and_taken_otherwise(tmp_
     with opened(tmp_path, calls=StrictDirect()) as file:
         assert file.direct
         extent = file.allocate(4096)
-        with pytest.raises(UsageError, match=r"address 0x\w+, expected a multiple of 4096"):
+        with pytest.raises(UsageError, match=r"address 0x\w+, expected one 0 bytes behind a multiple of 4096"):
             file.write(extent, buffer)
-        with pytest.raises(UsageError, match=r"address 0x\w+, expected a multiple of 4096"):
+        with pytest.raises(UsageError, match=r"address 0x\w+, expected one 0 bytes behind a multiple of 4096"):
             file.read(extent, buffer)
     with opened(tmp_path, calls=Plain()) as file:
         assert not file.direct

@@ -54,6 +54,7 @@ def test_all_waits_are_found() -> None:
         "PrefetchQueue",
         "HostTier",
         "DiskTier",
+        "DirectDiskTier",
         "Arena",
     }
 

@@ -213,7 +213,7 @@ class MemoryStore(StateStore):
 
     def add(self, held: HostParameter) -> None:
         """Add a parameter. Its memory is made at its first step. On the CPU it may be the parameter's own."""
-        held.in_place = held.context.transfers.backend.is_host_memory and not held.has_master
+        held.in_place = held.context.transfers.backend.direct_disk and not held.has_master
 
     def prepare(self, held: Iterable[HostParameter]) -> None:
         """Memory is made when a parameter is stepped."""

@@ -7,8 +7,8 @@ device, disk or machine are chosen here.
 from spillway.runtime import device
 from spillway.runtime.accelerator import backend_for
 from spillway.runtime.cuda_graphs import CapturedRuntime
-from spillway.runtime.disk import DiskTier
+from spillway.runtime.disk import DirectDiskTier, DiskTier
 from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.system import host_budget
 
-device.parts = device.Parts(backend_for, CapturedRuntime, DiskTier, SpillFile, host_budget)
+device.parts = device.Parts(backend_for, CapturedRuntime, DiskTier, DirectDiskTier, SpillFile, host_budget)

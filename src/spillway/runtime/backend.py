@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
 import functools
 import threading
 import time
@@ -149,8 +150,8 @@ class Backend(ABC):
     """Every address from the device's allocator is a multiple of this."""
     malloc: str = ""
     """How the C library's ``malloc`` is configured, if it allocates the device's memory."""
-    is_host_memory: bool = False
-    """Whether the device's memory is CPU memory."""
+    direct_disk: bool = False
+    """Whether the device's memory is CPU memory, which files can be written from and read into."""
     poisons: bool = False
     """Whether a read of unwritten memory must be noticed: for a backend that checks."""
     unified: bool = False
@@ -232,6 +233,12 @@ class Backend(ABC):
     def record_captured(self, stream: Stream) -> Event:
         """An event on a stream that is part of a capture."""
         return self.record(stream)
+
+    def alias(self, block: Bytes) -> torch.Tensor:
+        """CPU memory as a storage of its own, for the calling thread's compute stream. It keeps the memory alive."""
+        memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
+        memory.storage = block.storage  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027
         """Called before host code reads or writes a block itself, for a backend that checks."""

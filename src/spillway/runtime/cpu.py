@@ -60,7 +60,7 @@ class CpuBackend(Backend):
     """Streams are threads, and compute is the caller. ``threads`` read and write the spill file."""
 
     alignment = 64
-    is_host_memory = True
+    direct_disk = True
 
     def __init__(self, device: torch.device, *, threads: int = 2) -> None:
         super().__init__(device)

@@ -61,6 +61,7 @@ class Parts:
     backend_for: Callable[..., Backend]
     captured: Callable[..., GraphRuntime]
     disk_tier: Callable[..., Tier]
+    direct_disk_tier: Callable[..., Tier]
     disk: Callable[..., Disk]
     host_budget: Callable[[], int]
 
@@ -106,7 +107,8 @@ class DeviceRuntime:
                 tier = HostTier(self.backend, self.arena, out=out, back=back)
             else:
                 file = self.spill_file()
-                tier = parts.disk_tier(self.backend, self.arena, file, out=out, back=back, staging=self.window)
+                make = parts.direct_disk_tier if self.backend.direct_disk else parts.disk_tier
+                tier = make(self.backend, self.arena, file, out=out, back=back, staging=self.window)
             self._tiers[name] = tier
         return tier
 
@@ -140,7 +142,7 @@ class DeviceRuntime:
     def trim(self) -> int:
         """Give unused CPU memory back to the system; returns its bytes."""
         with self.mover.exclusive():
-            return self.arena.trim()
+            return self.arena.trim() + sum(tier.trim() for tier in set(self._tiers.values()))
 
     def close(self) -> None:
         """Stop. Offloaded bytes are lost."""

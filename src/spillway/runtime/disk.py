@@ -1,9 +1,14 @@
-"""The disk tier: bytes go through page-aligned CPU memory to the spill file, and back.
+"""The disk tier, in two variants: staged through CPU memory, and directly from and into a tensor's own memory.
 
-On the way out, the ``out`` stream copies a storage to a block of the arena, and a task writes the block. On the way
-back, a task reads into a block, and the ``back`` stream copies it. The bytes that wait in blocks for their write are
-limited: above the limit, ``reserve`` and ``store`` block the caller. Otherwise a slow disk would become a CPU-memory
-tier without a cap. A large storage is cut into pieces, which several threads write and read at once.
+*Staged*, for an accelerator. The ``out`` stream copies a storage to a page-aligned block of the arena, and a task
+writes the block. On the way back, a task reads into a block, and the ``back`` stream copies it. The bytes that wait in
+blocks for their write are limited: above the limit, ``reserve`` and ``store`` block the caller. Otherwise a slow disk
+would become a CPU-memory tier without a cap. A large storage is cut into pieces, which several threads move at once.
+
+*Direct*, for the CPU, where blocks would count towards a budget of resident memory. The file is written from the
+storage itself, which is released when its write is done. It is read into memory that then belongs to the tensor: a
+block of the tier's own arena, given back when that storage dies. Bytes lie at the same distance from a page in the file
+as in memory, so all but the two edges move without a copy.
 
 An entry, its write and its reads each use the extent, and the last of them frees it. If it were freed with its write
 still queued, the late write would overwrite the next owner's bytes.
@@ -11,14 +16,18 @@ still queued, the late write would overwrite the next owner's bytes.
 
 from __future__ import annotations
 
+import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import torch
+
 from spillway.errors import TierError, TierFullError, TransferError
-from spillway.runtime.arena import Arena, Block, pages
+from spillway.runtime.arena import PAGE, Arena, Block, pages
 from spillway.runtime.backend import Backend, Event, Stream, quiet
-from spillway.runtime.bytes import Bytes
+from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.runtime.tiers import Slot, Tier
 from spillway.units import format_bytes
@@ -77,8 +86,7 @@ class DiskTier(Tier):
         done = False
         try:
             for part in _cut(source):
-                with quiet():
-                    pieces.append(_Piece(part.nbytes, self._file.allocate(part.nbytes)))
+                pieces.append(self._allocate(part.nbytes))  # noqa: PERF401  (after a failure, those before are freed)
             # The other blocks follow as writes end. Without the first, none would ever be free.
             pieces[0].block = self._stage(pieces[0].nbytes)
             done = True
@@ -164,6 +172,10 @@ class DiskTier(Tier):
         while self._writes:
             self._settle()
 
+    def _allocate(self, nbytes: int, *, phase: int = 0) -> _Piece:
+        with quiet():
+            return _Piece(nbytes, self._file.allocate(nbytes, phase=phase))
+
     def _release(self, piece: _Piece) -> None:
         if piece.written is None and piece.block is not None:
             self._arena.free(piece.block)
@@ -226,8 +238,8 @@ class DiskTier(Tier):
         """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
         piece = self._writes.popleft()
         assert piece.written is not None
-        assert piece.block is not None
-        self._writing_bytes -= piece.block.nbytes
+        if piece.block is not None:
+            self._writing_bytes -= piece.block.nbytes
         try:
             piece.written.synchronize()
         except TierError as error:
@@ -241,6 +253,74 @@ def _cut(whole: Bytes) -> list[Bytes]:
     """Pieces of equal length, but for the last."""
     starts = range(0, whole.nbytes, PIECE_BYTES)
     return [Bytes(whole.storage, whole.start + start, min(PIECE_BYTES, whole.nbytes - start)) for start in starts]
+
+
+class DirectDiskTier(DiskTier):
+    """Extents of the spill file, from and into the tensors' own memory: for :attr:`Backend.direct_disk`."""
+
+    def __init__(
+        self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int
+    ) -> None:
+        super().__init__(backend, arena, file, out=out, back=back, staging=staging)
+        # This is the device's own memory, as from its allocator: the CPU-memory budget does not apply.
+        self._memory = Arena(backend.host_slab, capacity=sys.maxsize)
+
+    def reserve(self, source: Bytes) -> _DiskSlot:
+        # A failed write is reported where its storage was to be released: the storage is still there.
+        while self._writes and _is_done(self._writes[0]):
+            self._writes.popleft()
+        return _DiskSlot(source.nbytes, [self._allocate(source.nbytes, phase=source.address % PAGE)])
+
+    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+        ready = self._backend.record(self._out)
+        return [self._write(slot, source, ready) for slot, source in zip(slots, sources, strict=True)]
+
+    def _write(self, slot: Slot, source: Bytes, ready: Event) -> Event:
+        piece = _only_piece(slot)
+        # No byte of it yet. But a checking backend must see the source as it is now, not when the task runs.
+        self._backend.host_access(source.first(0), write=False)
+
+        def write() -> None:
+            ready.synchronize()
+            if not piece.released:
+                self._backend.host_access(source, write=False)
+                # The user may write to it unseen, through an alias with its own version counter (`.data`).
+                self._file.write(piece.extent, source.buffer(), shared=True)
+
+        piece.written = self._start(piece, write)
+        self._writes.append(piece)
+        return piece.written
+
+    def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
+        phase = _only_piece(slot).extent.phase
+        block = self._memory.allocate(phase + nbytes)
+        memory = self._backend.alias(Bytes(block.storage, block.start + phase, nbytes))
+        weakref.finalize(memory.untyped_storage(), self._memory.free, block).atexit = False
+        return memory
+
+    def trim(self) -> int:
+        return self._memory.trim()
+
+    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+        ready = self._backend.record(self._back)
+        return [self._read(slot, place, ready) for slot, place in zip(slots, destinations, strict=True)]
+
+    def _read(self, slot: Slot, destination: Bytes, ready: Event) -> Event:
+        piece = _only_piece(slot)
+
+        def read() -> None:
+            # The write is done: the storage was not released before.
+            ready.synchronize()
+            self._backend.host_access(destination, write=True)
+            self._file.read(piece.extent, destination.buffer())
+
+        return self._start(piece, read)
+
+
+def _only_piece(slot: Slot) -> _Piece:
+    assert isinstance(slot, _DiskSlot)
+    (piece,) = slot.pieces
+    return piece
 
 
 def _is_done(piece: _Piece) -> bool:

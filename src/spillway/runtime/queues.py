@@ -20,7 +20,7 @@ import torch
 
 from spillway.errors import TierError, TierFullError
 from spillway.runtime.backend import Backend, Event, Stalls, Stream, labelled
-from spillway.runtime.bytes import Bytes, Flat, Form
+from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.tiers import Slot, Tier
 from spillway.types import EventKind
@@ -341,7 +341,11 @@ class PrefetchQueue:
 
     @labelled("fetch")
     def _fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
-        made = [self._backend.empty(Flat((entry.nbytes,)) if entry.form is None else entry.form) for entry in entries]
+        made = []
+        for entry in entries:
+            assert entry.tier is not None
+            assert entry.slot is not None
+            made.append(entry.tier.destination(entry.slot, entry.nbytes, entry.form))
         # The allocator may have given bytes that queued work on the compute stream still uses.
         self._backend.wait(self._back, self._backend.record(compute))
         first = 0

@@ -30,6 +30,7 @@ block that was lost, doubled, shifted or swapped. It does not find words that ch
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 from collections import Counter, deque
@@ -85,7 +86,9 @@ class Extent:
     nbytes: int
     """Bytes that count."""
     reserved: int
-    """Bytes that it takes in the file: ``nbytes`` rounded up to :data:`ALIGNMENT`."""
+    """Bytes that it takes in the file: ``phase + nbytes`` rounded up to :data:`ALIGNMENT`."""
+    phase: int = 0
+    """Distance of the first byte from ``offset``: the same as its distance from a page in memory."""
 
 
 @dataclass(slots=True)
@@ -153,23 +156,23 @@ class SpillFile(AnonymousFile):
                     self._settle()
         return self._used
 
-    def allocate(self, nbytes: int) -> Extent:
+    def allocate(self, nbytes: int, *, phase: int = 0) -> Extent:
         """Reserve a place for ``nbytes`` bytes, at least one.
 
-        Raises ``TierFullError`` if the capacity, the disk or the hour's limit is exhausted, and ``SpillPathError`` if
-        the directory is gone.
+        ``phase`` is the distance of its buffers from the page before them. Raises ``TierFullError`` if the capacity,
+        the disk or the hour's limit is exhausted, and ``SpillPathError`` if the directory is gone.
         """
         if nbytes < 1:
             raise SizeError(f"extent: got {nbytes} bytes, expected at least 1; what is empty needs no place on a disk")
         self._check_owner()
-        reserved = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        reserved = -(-(phase + nbytes) // ALIGNMENT) * ALIGNMENT
         with self._lock:
             self._check_open()
             self._settle()
             self._check_hour(reserved)
             while (found := self._ranges.take(reserved)) is None:
                 self._grow(reserved)
-            extent = Extent(found[0], nbytes, reserved)
+            extent = Extent(found[0], nbytes, reserved, phase)
             self._used += reserved
             self._live[id(extent)] = _Slot(extent)
         return extent
@@ -184,17 +187,21 @@ class SpillFile(AnonymousFile):
             raise UsageError(self._unknown(extent))
         self._freed.append(slot)
 
-    def write(self, extent: Extent, buffer: Buffer) -> None:
+    def write(self, extent: Extent, buffer: Buffer, *, shared: bool = False) -> None:
         """Write the first ``extent.nbytes`` bytes of ``buffer``. After an error the extent is empty.
 
-        The buffer is contiguous and, if :attr:`direct`, begins at a page. Raises ``TransferError``, or
-        ``TierFullError`` on a full disk where ``allocate`` could not reserve.
+        The buffer is contiguous and, if :attr:`direct`, begins ``extent.phase`` behind a page. If it is ``shared``,
+        other code may write to it meanwhile: then it is written until it is found unchanged. Raises ``TransferError``,
+        or ``TierFullError`` on a full disk where ``allocate`` could not reserve.
         """
         with self._transfer(extent) as slot:
             data = self._bytes_of(buffer, extent)
             slot.checksum = None  # The old bytes are lost, whatever happens now.
             written = checksum(data[: extent.nbytes])
-            self._move_all(data, extent.offset, write=True)
+            self._move_all(data, extent, write=True)
+            while shared and (now := checksum(data[: extent.nbytes])) != written:
+                written = now
+                self._move_all(data, extent, write=True)
             with self._lock:
                 self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
                 while (oldest := next(iter(self._hour))) < self._first_bucket():
@@ -215,7 +222,7 @@ class SpillFile(AnonymousFile):
                     f"spill file: got a read of {extent}, which is empty, as no write to it has succeeded; do not drop "
                     f"a tensor before its write has returned"
                 )
-            self._move_all(data, extent.offset, write=False)
+            self._move_all(data, extent, write=False)
             got = checksum(data[: extent.nbytes])
             if got != expected:
                 raise CorruptError(
@@ -331,22 +338,31 @@ class SpillFile(AnonymousFile):
             raise UsageError(
                 f"spill file: got a buffer of {len(data)} bytes for {extent}, expected at least {extent.nbytes}"
             )
-        if self.direct and (address := data.ctypes.data) % ALIGNMENT:
+        if self.direct and (address := data.ctypes.data) % ALIGNMENT != extent.phase:
             raise UsageError(
-                f"spill file: got a buffer at address {address:#x}, expected a multiple of {ALIGNMENT}, since "
-                f"{self.directory} is used with O_DIRECT"
+                f"spill file: got a buffer at address {address:#x}, expected one {extent.phase} bytes behind a "
+                f"multiple of {ALIGNMENT}, since {self.directory} is used with O_DIRECT; allocate the extent with the "
+                f"phase of its buffers"
             )
-        return data[: extent.reserved]
+        return data[: extent.reserved - extent.phase]
 
-    def _move_all(self, data: NDArray[np.uint8], offset: int, *, write: bool) -> None:
-        """Whole blocks move straight from or into the buffer, the rest through a page."""
-        whole = len(data) - (len(data) % ALIGNMENT if self.direct else 0)
-        self._move(data.data[:whole], offset, write=write)
-        rest = data.data[whole:]
-        if rest:
-            page = aligned_page()
+    def _move_all(self, data: NDArray[np.uint8], extent: Extent, *, write: bool) -> None:
+        """Whole blocks move straight from or into the buffer, the edges before and behind them through a page."""
+        begin = extent.offset + extent.phase
+        end = len(data) if len(data) == extent.reserved - extent.phase else extent.nbytes
+        cuts = [0, end]
+        if self.direct:
+            head = min(-extent.phase % ALIGNMENT, end)
+            cuts = [0, head, end - (end - head) % ALIGNMENT, end]
+        for first, last in itertools.pairwise(cuts):
+            piece, offset = data.data[first:last], begin + first
+            if not (self.direct and len(piece) % ALIGNMENT):
+                self._move(piece, offset, write=write)
+                continue
+            page, inside = aligned_page(), offset % ALIGNMENT
+            place = page[inside : inside + len(piece)]
             if write:
-                page[: len(rest)] = rest
-            self._move(page, offset + whole, write=write)
+                place[:] = piece
+            self._move(page, offset - inside, write=write)
             if not write:
-                rest[:] = page[: len(rest)]
+                piece[:] = place

@@ -11,9 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Backend, Event, Stream
-from spillway.runtime.bytes import Bytes
+from spillway.runtime.bytes import Bytes, Flat, Form
 
 
 class Slot(Protocol):
@@ -37,9 +39,13 @@ class Tier(ABC):
     def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
         """Queue the copies out. After its event a source is no longer needed."""
 
+    def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
+        """A tensor over ``nbytes`` bytes of the device to load the slot into, in ``form`` where possible."""
+        return self._backend.empty(form if form is not None else Flat((nbytes,)))
+
     @abstractmethod
     def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
-        """Queue the copies back, into memory of the device. After its event a destination is written."""
+        """Queue the copies back, into tensors of :meth:`destination`. After its event a destination is written."""
 
     def cancel(self, slot: Slot) -> None:  # noqa: B027  (a copy is quick)
         """The slot will not be loaded, so work queued for it can be skipped."""
@@ -50,6 +56,10 @@ class Tier(ABC):
 
     def synchronize(self) -> None:  # noqa: B027  (nothing to wait for by default)
         """Wait for every write that is under way."""
+
+    def trim(self) -> int:
+        """Give unused memory of the tier back to the system; returns its bytes."""
+        return 0
 
 
 class Slots(Protocol):
