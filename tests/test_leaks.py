@@ -261,7 +261,7 @@ def test_a_tensor_that_backward_was_given_may_outlive_the_graph(session: Session
 def sizes(session: Session) -> dict[str, int]:
     """Everything of a session that could grow."""
     session.synchronize()
-    memories = session.of(SavedState)._memories
+    memories = session.of(SavedState)._learned
     counts = {
         "identity": len(session.of(SavedState).identity),
         "marks": len(session.of(SavedState).marks._marks),
