@@ -176,8 +176,6 @@ class ForwardScope:
         runtime = self._session.runtime(device) if known is None else known.runtime
         return runtime.backend.is_capturing()
 
-    # Packing.
-
     def pack(self, tensor: torch.Tensor) -> Handle:
         if in_backward():
             return KeptHandle(tensor)
