@@ -62,7 +62,11 @@ class Gate(CpuBackend):
 
     def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
         gate = next(self.open[name] for name, known in self._named.items() if known is stream)
-        stream.submit(lambda: None if gate.wait(20) else None)  # type: ignore[attr-defined]
+
+        def stop() -> None:
+            gate.wait(20)
+
+        stream.submit(stop)  # type: ignore[attr-defined]
         super().copy(stream, destination, source)
 
 
