@@ -44,7 +44,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 import spillway
 from spillway.policies import Keep, Modules, Offload, Operators
-from spillway.runtime.backend import Event, Lane, Task
+from spillway.runtime.backend import Event, Stream, Task
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
 
@@ -69,19 +69,19 @@ class IdleBackend(CpuBackend):
 
     _reached = Reached()
 
-    def compute(self) -> Lane:
+    def compute(self) -> Stream:
         return self._reached
 
-    def lane(self, name: str) -> Lane:
+    def new_stream(self, name: str) -> Stream:
         return Reached()
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Stream) -> Event:
         return self._reached
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, lane: Stream, event: Event) -> None:
         return None
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+    def copy(self, lane: Stream, destination: Bytes, source: Bytes) -> None:
         return None
 
     def run(self, task: Task) -> Event:

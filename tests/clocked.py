@@ -25,7 +25,7 @@ from spillway.checkpointing.schema import facts_of
 from spillway.planner.hardware import seconds_of
 from spillway.planner.planner import USABLE
 from spillway.profiler.target_kernels import effort_of
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Stalls, Task
+from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stalls, Stream, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
 
@@ -103,39 +103,39 @@ class ClockedBackend(Backend):
         with Costs():  # type: ignore[no-untyped-call]
             yield
 
-    def compute(self) -> Lane:
+    def compute(self) -> Stream:
         return self.clock
 
-    def lane(self, name: str) -> Lane:
+    def new_stream(self, name: str) -> Stream:
         return Clock(name)
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, lane: Stream) -> Event:
         assert isinstance(lane, Clock)
         return Instant(lane.now, self.clock)
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, lane: Stream, event: Event) -> None:
         assert isinstance(lane, Clock)
         for each in event.events if isinstance(event, Several) else (event,):
             assert isinstance(each, Instant)
             lane.now = max(lane.now, each.at)
 
-    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
+    def timed_wait(self, lane: Stream, event: Event, stalls: Stalls) -> None:
         before = self.clock.now
         self.wait(lane, event)
         stalls.known_seconds += self.clock.now - before
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+    def copy(self, lane: Stream, destination: Bytes, source: Bytes) -> None:
         assert isinstance(lane, Clock)
         lane.now += source.nbytes / self._rates[lane.name]
         ctypes.memmove(destination.address, source.address, source.nbytes)
 
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+    def convert(self, lane: Stream, destination: Cells, source: Cells) -> None:
         raise NotImplementedError
 
     def run(self, task: Task) -> Event:
         raise NotImplementedError
 
-    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+    def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         raise NotImplementedError
 
     def empty(self, form: Form) -> torch.Tensor:

@@ -123,7 +123,7 @@ def assert_nothing_left(session: spillway.Session) -> None:
     assert len(session.of(SavedState).identity) == 0
     for runtime in session._runtimes.values():
         counts = runtime.mover.counts()
-        assert counts.pop("compute lanes") >= 0
+        assert counts.pop("compute streams") >= 0
         assert not any(counts.values()), counts
     assert_no_hook()
 
@@ -139,7 +139,7 @@ def quiesce(runtime: DeviceRuntime) -> None:
     # Tasks start in the order in which they came: when all threads have met, none is at work on an older one.
     for event in [runtime.backend.run(meet) for _ in range(threads)]:
         event.synchronize()
-    for lane in runtime.mover.lanes:
+    for lane in runtime.mover.streams:
         runtime.backend.record(lane).synchronize()
     with runtime.mover.exclusive():
         pass  # whoever lets go reads what finalisers left to be done

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.runtime.backend import Lane
+from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import CpuBackend
 from spillway.saved_tensors.hooks import SavedState
@@ -158,7 +158,7 @@ def assert_nothing_left(session: spillway.Session) -> None:
     for runtime in session._runtimes.values():
         # Bytes that are counted as under way for ever would close the window for everything that comes later.
         counts = runtime.mover.counts()
-        assert counts.pop("compute lanes") >= 0
+        assert counts.pop("compute streams") >= 0
         assert not any(counts.values()), counts
 
 
@@ -216,24 +216,24 @@ class SlowBackend(CpuBackend):
         super().__init__(CPU)
         self._late = late
         self._seconds = seconds
-        self._named: dict[Lane, str] = {}
+        self._named: dict[Stream, str] = {}
         self.slabs: list[int] = []
         self.allocating_threads: set[int] = set()
 
     def serve(self, device: torch.device) -> CpuBackend:
         return self
 
-    def lane(self, name: str) -> Lane:
-        lane = super().lane(name)
+    def new_stream(self, name: str) -> Stream:
+        lane = super().new_stream(name)
         self._named[lane] = name
         return lane
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+    def copy(self, lane: Stream, destination: Bytes, source: Bytes) -> None:
         if self._named[lane] == self._late:
             lane.submit(lambda: time.sleep(self._seconds))  # type: ignore[attr-defined]
         super().copy(lane, destination, source)
 
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+    def convert(self, lane: Stream, destination: Cells, source: Cells) -> None:
         if self._named[lane] == self._late:
             lane.submit(lambda: time.sleep(self._seconds))  # type: ignore[attr-defined]
         super().convert(lane, destination, source)

@@ -190,7 +190,7 @@ def test_without_a_step_before_everything_stays_and_that_is_said(adversary: Adve
         with adversary.capturing():
             captured = step(net, context)
         assert context.stats().offloaded_bytes == 0
-        assert "earlier steps" in context.stats().notes[0]
+        assert "before the capture" in context.stats().notes[0]
         assert all(map(torch.equal, captured, step(net, context)))
 
 

@@ -263,7 +263,7 @@ def test_what_was_fetched_ahead_is_not_waited_for_to_the_last() -> None:
     sizes = [1 << 20, 1 << 20, 4 << 20]
     backend = ClockedBackend(HARDWARE)
     mover = Mover(backend, window=sum(sizes))
-    tier = HostTier(backend, Arena(backend.host_slab, capacity=1 << 26), out=mover.lanes[0], back=mover.lanes[1])
+    tier = HostTier(backend, Arena(backend.host_slab, capacity=1 << 26), out=mover.streams[0], back=mover.streams[1])
     ledger = ByteCounters()
     entries = [
         Entry(number, torch.zeros(size, dtype=torch.uint8).untyped_storage(), 0, size, ledger)

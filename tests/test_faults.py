@@ -100,7 +100,9 @@ class Bench:
         self.directory = directory
         # No window: what backward needs must come back, except for what was saved last.
         self.session = spillway.Session(**{"window": 0, "spill_directory": directory, **options})
-        self.session._file = SpillFile(directory, capacity=self.session._file_options[1], calls=self.disk)
+        self.session._file = SpillFile(
+            directory, capacity=self.session._make_file.keywords["capacity"], calls=self.disk
+        )
         self.model = small_model()
         self.x = small_batch()
         self.plain = step(self.model, self.x)

@@ -538,12 +538,12 @@ def test_by_hand(session: spillway.Session, events: EventList) -> None:
     plain = torch.autograd.grad(x.exp().sin().exp().sum(), x)[0]
     kinds = lambda: [event.kind for event in events.events]  # noqa: E731
     one = spillway.group("one", delay=True)
-    one.leave()
+    one.offload()
     with grouped(session):
         with one:
             y = x.exp().sin().exp()
         assert kinds() == []
-        one.leave()
+        one.offload()
         left = kinds().count(EventKind.LEAVE)
         assert left == 2
         one.settle()

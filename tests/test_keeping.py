@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from spillway.recomputing import call_checkpointed
-from spillway.saved_tensors.hooks import current_pass
+from spillway.saved_tensors.hooks import current_scope
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.selectors import Planned
 from spillway.testing import AdversaryBackend
@@ -220,9 +220,9 @@ def test_what_leaves_is_gone_when_its_operator_has_run() -> None:
 
     def function(x: Tensor) -> Tensor:
         y = x.sin().exp()
-        waiting.append(current_pass(session).waiting.nbytes)
+        waiting.append(current_scope(session).waiting.nbytes)
         z = y.exp()
-        waiting.append(current_pass(session).waiting.nbytes)
+        waiting.append(current_scope(session).waiting.nbytes)
         return z
 
     decisions = {0: ("aten::sin.default", Decision.OFFLOAD_DISK), 1: ("aten::exp.default", Decision.OFFLOAD_DISK)}

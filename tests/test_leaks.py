@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from spillway import Session
 from spillway.saved_tensors import identity
-from spillway.saved_tensors.hooks import Pass, SavedState
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from steps import KiB, MiB, assert_no_hook, assert_nothing_left, failing, open_files, small_batch, small_model, step
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
@@ -198,14 +198,14 @@ def test_nothing_is_left_after(session: Session, tier: str, use: Callable[[spill
 
 
 def test_a_pass_needs_no_collector(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[weakref.ref[Pass]] = []
-    begin = Pass.__init__
+    made: list[weakref.ref[ForwardScope]] = []
+    begin = ForwardScope.__init__
 
-    def init(self: Pass, *args: object, **options: object) -> None:
+    def init(self: ForwardScope, *args: object, **options: object) -> None:
         made.append(weakref.ref(self))
         begin(self, *args, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Pass, "__init__", init)
+    monkeypatch.setattr(ForwardScope, "__init__", init)
     gc.collect()
     gc.disable()
     try:
@@ -261,7 +261,7 @@ def test_a_tensor_that_backward_was_given_may_outlive_the_graph(session: Session
 def sizes(session: Session) -> dict[str, int]:
     """Everything of a session that could grow."""
     session.synchronize()
-    memories = session.of(SavedState)._memories
+    memories = session.of(SavedState)._learned
     counts = {
         "identity": len(session.of(SavedState).identity),
         "marks": len(session.of(SavedState).marks._marks),
@@ -324,7 +324,7 @@ def test_shapes_that_change_every_step_are_forgotten_in_the_end(session: Session
         with spillway.offload(min_bytes=0, session=session):
             loss = torch.ones(rows, requires_grad=True).exp().sum()
         loss.backward()
-    assert len(session.of(SavedState).memory(None)) <= 64
+    assert len(session.of(SavedState).learned(None)) <= 64
 
 
 # Sessions

@@ -105,9 +105,9 @@ def test_but_in_the_first_call_no_hooks_are_around_them_and_those_of_the_pass_ar
             for block in model.blocks:
                 block.seen.clear()
             assert all(map(torch.equal, one_step(model, batch), plain))
-            assert model.blocks[0].seen == model.blocks[2].seen == ["nobody's" if number else "Pass"]
+            assert model.blocks[0].seen == model.blocks[2].seen == ["nobody's" if number else "ForwardScope"]
             assert model.blocks[1].seen[0] != "nobody's"
-            assert model.outside == "Pass"
+            assert model.outside == "ForwardScope"
             kept.add(attached.stats().kept_bytes)
         # What is not seen is counted all the same.
         assert len(kept) == 1
@@ -151,8 +151,8 @@ def test_what_a_block_and_its_neighbour_save_is_one(sends: str, batch: Tensor, s
             for block in model.blocks:
                 block.seen.clear()
             assert all(map(torch.equal, one_step(model, batch), plain))
-            assert model.blocks[0].seen == ["Pass"]
-            assert sends == "the region after" or model.blocks[2].seen == ["Pass"]
+            assert model.blocks[0].seen == ["ForwardScope"]
+            assert sends == "the region after" or model.blocks[2].seen == ["ForwardScope"]
             stats = attached.stats()
             # Of the region before, what it gives, once: later on it is asked for before it could leave.
             away = 0 if sends == "the region after" else batch.nbytes
@@ -168,7 +168,7 @@ def test_an_error_inside_leaves_the_hooks_where_they_were(model: Model, batch: T
         model.blocks[0].inside = fail
         with spillway.offload(policy=spillway.policies.Keep(), session=session):
             failing(ValueError, lambda: model(batch), match="told to")
-            assert around() == "Pass"
+            assert around() == "ForwardScope"
         failing(ValueError, lambda: model(batch), match="told to")
         assert model.blocks[0].seen[-1] == "nobody's"
         assert top_hooks(True) is None
@@ -190,7 +190,7 @@ def test_the_users_own_hooks_around_the_model_see_no_more_of_it_than_before(
         with saved_tensors_hooks(hook, hook):
             loss = model(batch)
         assert not packed
-        assert model.blocks[0].seen[-1] == "Pass"
+        assert model.blocks[0].seen[-1] == "ForwardScope"
         loss.square().mean().backward()
         found = [parameter.grad for parameter in model.parameters()]
         model.zero_grad()
@@ -215,10 +215,10 @@ def test_what_is_marked_inside_is_seen_from_there_on(model: Model, batch: Tensor
         del model.blocks[0].seen[:]
         model.blocks[0].inside = mark
         assert all(map(torch.equal, one_step(model, batch), plain))
-        assert model.blocks[0].seen == ["nobody's", "NoneType", "NoneType", "Pass"]
+        assert model.blocks[0].seen == ["nobody's", "NoneType", "NoneType", "ForwardScope"]
         assert attached.stats().offloaded_bytes >= batch.nbytes
         assert all(map(torch.equal, one_step(model, batch), plain))
-        assert model.blocks[0].seen[4] == "Pass"
+        assert model.blocks[0].seen[4] == "ForwardScope"
 
 
 def test_a_group_of_the_users_inside_is_counted(model: Model, batch: Tensor, session: Session) -> None:
@@ -245,7 +245,7 @@ def test_hooks_that_are_left_in_the_next_block_stay_above_those_of_the_pass(
         model.blocks[0].inside = lambda x: hooks.__enter__()
         model.blocks[2].inside = lambda x: hooks.__exit__()
         assert all(map(torch.equal, one_step(model, batch), plain))
-        assert model.outside == "Pass"
+        assert model.outside == "ForwardScope"
 
 
 def test_where_hooks_are_disabled_inside_they_are_back_behind_it(model: Model, batch: Tensor, session: Session) -> None:
@@ -258,7 +258,7 @@ def test_where_hooks_are_disabled_inside_they_are_back_behind_it(model: Model, b
         one_step(model, batch)
         model.blocks[0].inside = disable
         assert all(map(torch.equal, one_step(model, batch), plain))
-        assert model.outside == "Pass"
+        assert model.outside == "ForwardScope"
         model.blocks[0].inside = lambda x: None
         assert all(map(torch.equal, one_step(model, batch), plain))
 
@@ -286,8 +286,11 @@ def test_a_region_of_the_users_inside_is_in_the_pass(
             del model.blocks[0].seen[:]
             assert all(map(torch.equal, one_step(model, batch), plain))
             # It is left alone once, and from then on it is known.
-            assert model.blocks[0].seen == ["nobody's" if number == 1 and not drop_output else "Pass", "Pass"]
-            assert model.outside == "Pass"
+            assert model.blocks[0].seen == [
+                "nobody's" if number == 1 and not drop_output else "ForwardScope",
+                "ForwardScope",
+            ]
+            assert model.outside == "ForwardScope"
 
 
 def test_what_is_written_in_place_is_autograds_own_error(model: Model, batch: Tensor, session: Session) -> None:

@@ -465,7 +465,7 @@ def test_modules_by_pattern(session: Session) -> None:
     context = spillway.offload(policy=Modules("1*"), min_bytes=0, session=session)
     for _ in range(2):
         assert step(model, x, context) == plain
-        in_block = [line for line in spillway.saved_tensors(model, x) if line.module.startswith("1")]
+        in_block = [line for line in spillway.list_saved_tensors(model, x) if line.module.startswith("1")]
         stats = context.stats()
         assert stats.saved_bytes - stats.kept_bytes == sum(line.nbytes for line in in_block)
         assert stats.kept_bytes > 0
@@ -600,7 +600,7 @@ def test_a_mark_ends_with_its_storage(session: Session) -> None:
 
 def test_saved_tensors_lists_what_offload_moves(session: Session) -> None:
     model, x = small_model(), small_batch()
-    lines = spillway.saved_tensors(model, x)
+    lines = spillway.list_saved_tensors(model, x)
     assert_no_hook()
     context = spillway.offload(min_bytes=0, session=session)
     with context:
@@ -620,7 +620,7 @@ def test_saved_tensors_counts_a_storage_once() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.sin() + x.t().cos()
 
-    first, second = spillway.saved_tensors(Twice(), torch.ones(3, 3, requires_grad=True))
+    first, second = spillway.list_saved_tensors(Twice(), torch.ones(3, 3, requires_grad=True))
     assert (first.nbytes, first.moves, second.nbytes, second.moves) == (36, True, 0, True)
     assert second.reason == "shares its bytes with one above"
 
@@ -635,20 +635,20 @@ def test_saved_tensors_says_why_a_tensor_stays() -> None:
             sparse = torch.eye(3).to_sparse()
             return torch.sparse.mm(sparse, x) * self.table
 
-    reasons = {line.reason for line in spillway.saved_tensors(Odd(), torch.ones(3, 3, requires_grad=True))}
+    reasons = {line.reason for line in spillway.list_saved_tensors(Odd(), torch.ones(3, 3, requires_grad=True))}
     assert any("sparse" in reason for reason in reasons)
     assert "an alias of a parameter or buffer" in reasons
 
 
 def test_saved_tensors_works_under_no_grad_and_survives_a_model_that_raises() -> None:
     with torch.no_grad():
-        assert spillway.saved_tensors(small_model(), small_batch())
+        assert spillway.list_saved_tensors(small_model(), small_batch())
 
     class Raises(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             raise KeyError("here")
 
-    failing(KeyError, lambda: spillway.saved_tensors(Raises(), torch.ones(1)))
+    failing(KeyError, lambda: spillway.list_saved_tensors(Raises(), torch.ones(1)))
     assert_no_hook()
 
 

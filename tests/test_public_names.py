@@ -67,7 +67,7 @@ PUBLIC = {
     "offload",
     "offload_tensor",
     "policies",
-    "saved_tensors",
+    "list_saved_tensors",
     "attach",
     "bind_to_device",
     "cross_entropy",
@@ -95,7 +95,7 @@ gc.freeze()
 middle = time.process_time()
 before = set(sys.modules)
 import spillway
-spillway.offload, spillway.attach, spillway.recompute, spillway.saved_tensors
+spillway.offload, spillway.attach, spillway.recompute, spillway.list_saved_tensors
 end = time.process_time()
 print(json.dumps({"torch": middle - start, "spillway": end - middle, "new": sorted(set(sys.modules) - before)}))
 """
@@ -167,6 +167,9 @@ try:
     spillway.accumulator
 except AttributeError as error:
     assert str(error) == "module 'spillway' has no attribute 'accumulator'", error
+from types import ModuleType
+hidden = [name for name in spillway.__all__ if isinstance(getattr(spillway, name), ModuleType)]
+assert hidden == ["policies"], hidden
 """
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)
 

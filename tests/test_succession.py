@@ -32,7 +32,7 @@ def guesses(order: Sequence[tuple[str, int, int]], steps: int = 3) -> list[bool]
 
     Each of ``order`` is a tag, the place of its pass among those of the tag, and a lap.
     """
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     right: list[bool] = []
     for _ in range(steps):
         passes = {(tag, place): Pass(tag) for tag, place, _ in sorted(order)}
@@ -68,7 +68,7 @@ def test_a_schedule_that_repeats_is_foreseen(order: list[tuple[str, int, int]]) 
 
 @given(st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 4)), unique=True, max_size=8))
 def test_whoever_is_foreseen_waits(order: list[tuple[str, int]]) -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     for _ in range(2):
         waiting = {(tag, place): Pass(tag) for tag, place in sorted(order)}
         for each in waiting.values():
@@ -84,7 +84,7 @@ def test_whoever_is_foreseen_waits(order: list[tuple[str, int]]) -> None:
 
 
 def test_nobody_is_foreseen_who_does_not_wait() -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     for _ in range(3):
         one = Pass("a")
         predictor.add(one)
@@ -94,7 +94,7 @@ def test_nobody_is_foreseen_who_does_not_wait() -> None:
 
 
 def test_passes_are_not_kept_alive() -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     one, other = Pass("a"), Pass("a")
     predictor.add(one)
     predictor.add(other)
@@ -120,7 +120,7 @@ def test_what_is_asked_for_each_tensor_does_not_grow_with_the_passes_that_wait()
 
     counts = []
     for count in (10, 1000):
-        predictor: NextPassPredictor[Counted] = NextPassPredictor()
+        predictor: NextPassPredictor = NextPassPredictor()
         for _ in range(2):
             passes = [Counted("a") for _ in range(count)]
             for each in passes:
@@ -149,7 +149,7 @@ def test_a_graph_that_is_retained_for_many_backwards_leaves_little_behind(graphs
         for _ in range(50):
             for loss in losses:
                 assert torch.equal(torch.autograd.grad(loss, x, retain_graph=True)[0], plain)
-        memory = session.of(SavedState).memory(None)
+        memory = session.of(SavedState).learned(None)
         assert memory.total_bytes > 0
         order = next(iter(memory._orders.values()))
         assert len(order._traversals) < 10
@@ -195,7 +195,7 @@ def test_what_was_fetched_of_the_next_pass_is_not_named_again() -> None:
         nonlocal looks
         looks += 1
 
-    predictor: NextPassPredictor[AccessOrder] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
     for step in range(2):
         orders = [AccessOrder(predictor=predictor) for _ in range(2)]
         for order in orders:
@@ -218,7 +218,7 @@ def test_what_was_fetched_of_the_next_pass_is_not_named_again() -> None:
 
 
 def test_a_turn_is_how_many_passes_have_ended_since_none_waited() -> None:
-    predictor: NextPassPredictor[Pass] = NextPassPredictor()
+    predictor: NextPassPredictor = NextPassPredictor()
 
     def forward() -> tuple[int, Pass]:
         turn, made = predictor.turn(), Pass("a")
@@ -281,7 +281,7 @@ def test_the_tail_of_the_last_micro_batch_is_that_of_no_other() -> None:
             forwards = []
             for _ in range(3):
                 loss = forward()
-                order = next(reversed([each for *_, each in session.of(SavedState).memory(None)._waiting]))
+                order = next(reversed([each for *_, each in session.of(SavedState).learned(None)._waiting]))
                 held.append([order.in_tail(place) for place in range(len(order._entries))])
                 forwards.append(loss)
             for each in forwards:

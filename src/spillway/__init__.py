@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from spillway.planning import longest, plan, profile, simulate
     from spillway.recomputing import Recompute, recompute
     from spillway.runtime.binding import Affinity, bind_to_device
-    from spillway.saved_tensors.decide import saved_tensors
+    from spillway.saved_tensors.decide import list_saved_tensors
     from spillway.saved_tensors.groups import Groups
     from spillway.selectors import OperatorCall, saved_by, within
     from spillway.session import Session
@@ -111,6 +111,7 @@ __all__ = [
     "group",
     "keep",
     "keep_tensor",
+    "list_saved_tensors",
     "longest",
     "offload",
     "offload_tensor",
@@ -119,7 +120,6 @@ __all__ = [
     "profile",
     "recompute",
     "saved_by",
-    "saved_tensors",
     "simulate",
     "split_equals_whole",
     "summary",
@@ -131,7 +131,7 @@ _MODULES = {
     "attaching": ["Attached", "attach"],
     "runtime.binding": ["Affinity", "bind_to_device"],
     "planning": ["longest", "plan", "profile", "simulate"],
-    "saved_tensors.decide": ["saved_tensors"],
+    "saved_tensors.decide": ["list_saved_tensors"],
     "saved_tensors.groups": ["Groups"],
     "losses": ["cross_entropy"],
     "offloading": ["group", "keep", "keep_tensor", "offload", "offload_tensor"],

@@ -426,3 +426,45 @@ def composite(overload: Any, *args: Any, **kwargs: Any) -> Any:
 def end_library(library: torch.library.Library) -> None:
     """Take a library's kernels out of torch's table again."""
     library._destroy()  # type: ignore[no-untyped-call]
+
+
+# runtime
+
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch records the calling thread."""
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are active in the calling thread."""
+stream_handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""The driver's handle of the calling thread's current stream on a CUDA device, by its number."""
+current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+"""The number of the calling thread's current CUDA device."""
+storage_number: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""A number that no other living storage has."""
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Whether two tensors share a storage."""
+set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
+"""Set a tensor's conjugate bit, in place."""
+set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
+"""Set a tensor's negative bit, in place."""
+
+
+def is_declared(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a ``torch.nn.Parameter`` or a ``torch.nn.Buffer``."""
+    # `isinstance` asks a metaclass, which costs a microsecond, and a plain tensor is no parameter.
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+        return True
+    return bool(getattr(tensor, "_is_buffer", False))
+
+
+def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many tensors and names hold the tensor's storage, and how many hold the tensor itself.
+
+    Both count a call's own references: one for the storage's Python object, one for the tensor's.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[attr-defined]
+
+
+def nested_size(tensor: torch.Tensor) -> list[list[int]]:
+    """The sizes of the parts of a strided nested tensor."""
+    return tensor._nested_tensor_size().tolist()

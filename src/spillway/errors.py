@@ -1,27 +1,27 @@
 """Everything that Spillway raises on purpose.
 
-::
+The tree of classes, each with its other base:
 
-    SpillwayError
-    ├── UsageError (ValueError)            an argument that cannot be meant
-    │   ├── SizeError                      "12 parsecs" where a size belongs
-    │   └── PolicyError                    a policy answered with something that is no decision
-    ├── UnsupportedError (RuntimeError)    a place where Spillway cannot work: torch too old, torch.func
-    │   └── BackendError                   a device that no backend serves
-    ├── SessionError (RuntimeError)        a session that is closed, or that belongs to another process
-    ├── RecomputeError (RuntimeError)      a region that cannot be run again with the same outcome
-    ├── InplaceError (RuntimeError)        a saved tensor was changed in place: autograd's own message
-    ├── BudgetError (RuntimeError)         no choice of what to keep, send and compute again fits the budget
-    ├── SplitError (AssertionError)        micro-batches whose gradients are not those of the whole batch
-    ├── RaceError (RuntimeError)           an access without a happens-before edge (the checking backend only)
-    └── TierError (RuntimeError)           bytes that could not be stored or brought back
-        ├── TierFullError                  the cap, or the device behind the tier, is full
-        ├── SpillPathError                 a path where no spill file can be made
-        ├── TransferError                  a copy, a read or a write failed
-        └── CorruptError                   what came back is not what was stored
+- ``SpillwayError``
+    - ``UsageError`` (``ValueError``): an invalid argument
+        - ``SizeError``: "12 parsecs" in place of a size
+        - ``PolicyError``: a policy returned no decision
+    - ``UnsupportedError`` (``RuntimeError``): torch is too old, or the code runs inside ``torch.func``
+        - ``BackendError``: a device that no backend serves
+    - ``SessionError`` (``RuntimeError``): a session that is closed, or that belongs to another process
+    - ``RecomputeError`` (``RuntimeError``): a recomputation that differs from the first computation
+    - ``InplaceError`` (``RuntimeError``): a saved tensor was changed in place; autograd's own message
+    - ``BudgetError`` (``RuntimeError``): no plan fits the budget
+    - ``SplitError`` (``AssertionError``): micro-batches whose gradients are not those of the whole batch
+    - ``RaceError`` (``RuntimeError``): two accesses without an order (the checking backend only)
+    - ``TierError`` (``RuntimeError``): bytes that could not be stored or reloaded
+        - ``TierFullError``: a budget or the disk is full
+        - ``SpillPathError``: a path where no spill file can be made
+        - ``TransferError``: a copy, a read or a write failed
+        - ``CorruptError``: the reloaded bytes are not the stored ones
 
-Every message says what was got, what was expected and what to do. Nothing here is ever raised and then only logged:
-it reaches the caller at the step that needed the bytes.
+A message says what happened, why it cannot work, and what to do. Spillway never logs an error and goes on: it raises
+it at the step that needed the bytes.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ import functools
 
 
 def printable(text: str) -> str:
-    r"""A text in which characters that a terminal obeys, or does not show, stand as Python writes them.
+    r"""The text with control and invisible characters escaped, as Python writes them.
 
-    Names of modules, files and groups come from others: an escape sequence in one could repaint the terminal.
+    Users name modules, files and groups: an escape sequence in one could repaint the terminal.
 
     Example:
         >>> printable("layers.\x1b[2J0")
@@ -42,9 +42,9 @@ def printable(text: str) -> str:
 
 
 class SpillwayError(Exception):
-    """The root: ``except spillway.SpillwayError`` catches what Spillway raises on purpose, and nothing else.
+    """The root: ``except spillway.SpillwayError`` catches all that Spillway raises on purpose, and nothing else.
 
-    As text it has no characters that a terminal obeys, but for the ends of its lines: see :func:`printable`.
+    Its text has no control characters but the ends of its lines: see :func:`printable`.
     """
 
     def __str__(self) -> str:
@@ -52,7 +52,7 @@ class SpillwayError(Exception):
 
 
 class UsageError(SpillwayError, ValueError):
-    """An argument that cannot be meant."""
+    """An invalid argument."""
 
 
 class SizeError(UsageError):
@@ -60,11 +60,11 @@ class SizeError(UsageError):
 
 
 class PolicyError(UsageError):
-    """A policy answered with something that is no :class:`~spillway.types.Decision`."""
+    """A policy returned something other than a :class:`~spillway.types.Decision`."""
 
 
 class UnsupportedError(SpillwayError, RuntimeError):
-    """A place where Spillway cannot work: too old a torch, inside ``torch.func`` transforms."""
+    """Spillway cannot work here: torch is too old, or the code runs inside ``torch.func`` transforms."""
 
 
 class BackendError(UnsupportedError):
@@ -76,23 +76,23 @@ class SessionError(SpillwayError, RuntimeError):
 
 
 class RecomputeError(SpillwayError, RuntimeError):
-    """A recomputed region that cannot be run again with the same outcome."""
+    """A recomputation differs from the first computation, or cannot be made."""
 
 
 class InplaceError(SpillwayError, RuntimeError):
-    """A tensor that backward needs was changed in place after it was saved.
+    """A tensor that backward needs was changed in place after autograd saved it.
 
-    It is a ``RuntimeError`` with autograd's own words, since this is autograd's own check: saved-tensor hooks switch
-    it off, and Spillway makes it again.
+    It is a ``RuntimeError`` with autograd's own words, since this is autograd's own check. Saved-tensor hooks disable
+    that check, and Spillway makes it again.
     """
 
 
 class BudgetError(SpillwayError, RuntimeError):
-    """No choice of what to keep, to send and to compute again fits the budgets.
+    """No plan fits the budget.
 
     Args:
-        message: what was got, what was expected, what to do.
-        budget: bytes that may be allocated on the device at most.
+        message: the text.
+        budget: most bytes that may be allocated on the device.
         least: bytes of the smallest peak that was found.
     """
 
@@ -110,15 +110,15 @@ class SplitError(SpillwayError, AssertionError):
 
 
 class RaceError(SpillwayError, RuntimeError):
-    """Two accesses to the same bytes with nothing that orders them; raised by the adversary backend only."""
+    """Two accesses to the same bytes that no event orders; raised by the adversary backend only."""
 
 
 class TierError(SpillwayError, RuntimeError):
-    """Bytes that could not be stored or brought back."""
+    """Bytes could not be stored or reloaded."""
 
 
 class TierFullError(TierError):
-    """The byte cap of a tier, or the device behind it, is full."""
+    """A tier's budget, or the disk, is full."""
 
 
 class SpillPathError(TierError):
@@ -130,4 +130,4 @@ class TransferError(TierError):
 
 
 class CorruptError(TierError):
-    """What came back from a tier is not what was stored there."""
+    """The reloaded bytes are not the stored ones."""

@@ -1,12 +1,12 @@
-"""The public contexts: ``offload``, ``keep``, ``group``, and marks on single tensors.
+"""The public contexts ``offload``, ``keep`` and ``group``, and marks on single tensors.
 
-They push saved-tensor hooks and pop them, whatever happens in between. Learned state belongs to the session, by tag.
+The contexts push saved-tensor hooks and pop them. Learned state belongs to the session, by tag.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Self
@@ -15,16 +15,15 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import in_backward, keep_out, refuse_transforms, top_hooks
-from spillway.checkpointing.function import in_replay
 from spillway.errors import UsageError
-from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
+from spillway.policies import Policy, Ratio, check_tier
 from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.groups import Group, Groups, check_name
-from spillway.saved_tensors.handles import Handle, pack_kept, unpack
-from spillway.saved_tensors.hooks import Pass, SavedState
+from spillway.saved_tensors.handles import in_replay, pack_kept, unpack
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.kept import see_again
-from spillway.saved_tensors.order import Memory, PastGroup
+from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import MIN_BYTES, Session
 from spillway.types import StepStats
 from spillway.units import parse_bytes, parse_share
@@ -34,33 +33,33 @@ class _Active(threading.local):
     """The ``offload`` contexts that the thread is inside of, the innermost last; ``None`` for a disabled one."""
 
     def __init__(self) -> None:
-        self.passes: list[tuple[Session, Pass] | None] = []
+        self.passes: list[tuple[Session, ForwardScope] | None] = []
 
 
 _active = _Active()
 
 
 @contextmanager
-def _within(session: Session, current: Pass) -> Iterator[None]:
+def within_scope(session: Session, current: ForwardScope) -> Iterator[None]:
     """Inside, this is the calling thread's innermost pass, for checkpointed blocks and groups."""
-    passes = session.of(SavedState).passes
-    passes.enter(current)
+    entered = session.of(SavedState).scopes.entered
+    entered.append(current)
     _active.passes.append((session, current))
     try:
         yield
     finally:
         _active.passes.pop()
-        passes.leave()
+        entered.pop()
 
 
-def _hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
+def hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
     """A context: autograd calls ``pack`` with each saved tensor, and unpacks the handle that it returns."""
     refuse_transforms()
     keep_out()
     return saved_tensors_hooks(pack, unpack)
 
 
-def _builds_a_graph() -> bool:
+def builds_a_graph() -> bool:
     """Whether saved tensors belong to a forward that can be offloaded."""
     return torch.is_grad_enabled() and not in_backward() and not in_replay()
 
@@ -73,14 +72,15 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     ``tag``. Backward may run inside or outside. Gradients are bit for bit those without it.
 
     These tensors are kept: parameters and buffers and their views, tensors that cannot be rebuilt exactly (sparse,
-    quantised, nested), and tensors saved inside a backward (a checkpoint's replay). ``spillway.saved_tensors`` lists
-    the others.
+    quantised, nested), and tensors saved inside a backward (a checkpoint's replay).
+    :func:`spillway.list_saved_tensors` names the others.
+
+    Without ratio, policy, groups, size, tier and window, a context is disabled if offloading gains nothing: if a
+    forward pass saves less than a 64th of an accelerator's memory and enough is free. ``stats().notes`` says so.
 
     Args:
         ratio: offload the first tensors of a pass, up to this share of its bytes, from 0 to 1. The first pass under a
             tag offloads all and counts them (an evaluation, whose graph is dropped, does not count). ``None``: all.
-            A context without ratio, policy, size, tier or window is disabled where it gains nothing: where a pass saves
-            less than a 64th of an accelerator's memory and there is room. ``stats().notes`` says so.
         tag: names the code inside, for learned state: one for each model. ``None`` is a tag like any other.
         min_bytes: keep smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB, below which a copy does not
             reach the PCIe bandwidth.
@@ -125,8 +125,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             raise UsageError(f"groups: got {groups!r}, expected a spillway.Groups or None")
         if groups is not None and groups.patterns:
             raise UsageError(
-                f"groups: got patterns of modules, {dict(groups.patterns)!r}, expected rules only, since what is saved "
-                f"inside of `with spillway.group(name)` is a group here; give patterns to spillway.attach"
+                f"groups: got patterns of modules, {dict(groups.patterns)!r}, expected rules only. Here the code names "
+                f"groups, by `with spillway.group(name)`. Give patterns to spillway.attach."
             )
         if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
@@ -168,11 +168,10 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             self._local.entered.append((stack.pop_all(), session, ledger))
         return self
 
-    def _enter(self, session: Session, memory: Memory, stack: ExitStack) -> ByteCounters:
+    def _enter(self, session: Session, memory: LearnedOrders, stack: ExitStack) -> ByteCounters:
         """Begin a pass that ``stack`` ends; gives its counters."""
-        modules, operators = wants_modules(self._policy), wants_operators(self._policy)
-        locator = Locator(modules=modules, operators=operators) if modules or operators else None
-        current = Pass(
+        locator = Locator.for_policy(self._policy)
+        current = ForwardScope(
             session,
             self._policy,
             memory,
@@ -181,16 +180,16 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             tier=self._tier,
             window=self._window,
             locator=locator,
-            may_stand_aside=self._has_no_options,
+            may_be_disabled=self._has_no_options,
             on_backward=self._on_backward,
             groups=self._groups,
         )
-        hooks = _hooks_of(pack_kept if in_backward() or in_replay() else current.pack)
+        hooks = hooks_of(pack_kept if in_backward() or in_replay() else current.pack)
         stack.push(lambda kind, *_: current.end(completed=kind is None))
         if locator is not None:
             stack.enter_context(locator)
         stack.enter_context(hooks)
-        stack.enter_context(_within(session, current))
+        stack.enter_context(within_scope(session, current))
         return current.ledger
 
     def __exit__(
@@ -207,9 +206,9 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         session, ledger = self._last
         return session.stats_of(ledger)
 
-    def _memory_in(self, session: Session) -> Memory:
-        """The learned state of the code inside."""
-        return session.of(SavedState).memory(self._tag)
+    def _memory_in(self, session: Session) -> LearnedOrders:
+        """The learned state of the code inside. An attached model has its own."""
+        return session.of(SavedState).learned(self._tag)
 
 
 class _Entered(threading.local):
@@ -217,7 +216,7 @@ class _Entered(threading.local):
 
     def __init__(self) -> None:
         self.entered: list[Any] = []
-        self.last: tuple[Pass, Group] | None = None
+        self.last: tuple[ForwardScope, Group] | None = None
         """The last group that ended."""
 
 
@@ -240,7 +239,7 @@ class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
         self._local = _Entered()
 
     def __enter__(self) -> None:
-        hooks = _hooks_of(pack_kept)
+        hooks = hooks_of(pack_kept)
         hooks.__enter__()
         self._local.entered.append(hooks)
 
@@ -249,10 +248,7 @@ class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
 
 
 def keep_if_counted() -> AbstractContextManager[None]:
-    """A context for code whose tensors are kept.
-
-    Hooks around it, which may count saved tensors, see as many as usual.
-    """
+    """A context for code whose tensors are kept. Hooks around it that count saved tensors see as many as usual."""
     return keep() if top_hooks(True) is not None else nullcontext()
 
 
@@ -260,7 +256,7 @@ def keep_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> torc
     """Keep everything that autograd saves of this tensor's storage, as long as the storage lives.
 
     Args:
-        tensor: any tensor, or view: its whole storage is meant.
+        tensor: any tensor or view. The mark is on its whole storage.
         session: ``None``: the default one.
 
     Returns:
@@ -280,7 +276,7 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
     model offloads marked tensors and nothing else.
 
     Args:
-        tensor: any tensor, or view: its whole storage is meant.
+        tensor: any tensor or view. The mark is on its whole storage.
         session: ``None``: the default one.
 
     Returns:
@@ -296,9 +292,9 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
     """
     if not _active.passes and torch.is_grad_enabled():
         raise UsageError(
-            "offload_tensor: got a call outside of any spillway.offload context, expected one around the code that "
-            "saves the tensor, since nothing else sees what is saved; write `with "
-            "spillway.offload(policy=spillway.policies.Keep()):` around the model to offload marked tensors only"
+            "offload_tensor was called outside of any spillway.offload context, so Spillway does not see what autograd "
+            "saves. To offload marked tensors only, write `with spillway.offload(policy=spillway.policies.Keep()):` "
+            "around the model."
         )
     _mark(tensor, session, offload=True)
     return tensor
@@ -348,7 +344,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         self._local = _Entered()
 
     def __enter__(self) -> Self:
-        found = _active.passes[-1] if _active.passes and _builds_a_graph() else None
+        found = _active.passes[-1] if _active.passes and builds_a_graph() else None
         if found is None or not found[0].enabled:
             self._local.entered.append(None)
             return self
@@ -376,7 +372,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         if self._delay:
             session.delay(lambda: current.groups.send(started))
 
-    def leave(self) -> None:
+    def offload(self) -> None:
         """Offload the last delayed group that the calling thread ended with this object.
 
         This, :meth:`settle` and :meth:`fetch` control by hand when one group is offloaded and reloaded.
@@ -384,7 +380,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         Example:
             >>> with spillway.group("layer 3", delay=True) as group:  # doctest: +SKIP
             ...     hidden = layer(hidden)
-            >>> group.leave()  # start the copies  # doctest: +SKIP
+            >>> group.offload()  # start the copies  # doctest: +SKIP
             >>> group.settle()  # free the device's memory when they are done  # doctest: +SKIP
             >>> group.fetch()  # reload it now  # doctest: +SKIP
         """
@@ -418,147 +414,3 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         entered = self._local.entered[-1]
         if entered is not None:
             entered[3].extend(tensors)
-
-
-class Chunk:
-    """A pass in pieces, for code whose groups begin in one call and end in another: a micro-batch's forward, say.
-
-    Only tensors saved inside of :meth:`inside` belong to it. It is entered for a few operators at a time. In between,
-    no hooks are installed. Learned state belongs to the session, by tag.
-
-    Args:
-        tag: names the code, for learned state.
-        groups: rules about groups; no other tensors are offloaded.
-        policy: is asked about tensors saved in groups. ``None``: all of them are offloaded.
-        tier: ``"host"``, ``"disk"``, or ``"auto"``, as for :class:`~spillway.offload`.
-        spares: called with each saved tensor, the very object: its storage is kept if this is true.
-        on_backward: called when backward asks for the first offloaded tensor.
-        session: ``None``: the default one.
-
-    Raises:
-        UsageError: an invalid argument.
-        SessionError: if the session cannot be used here.
-
-    Example:
-        >>> chunk = Chunk(tag="stage 0", groups=spillway.Groups())  # doctest: +SKIP
-        >>> chunk.start("attention")  # doctest: +SKIP
-        >>> with chunk.inside():  # doctest: +SKIP
-        ...     hidden = attention(hidden)
-        >>> chunk.commit("attention")  # doctest: +SKIP
-        >>> chunk.end()  # doctest: +SKIP
-    """
-
-    def __init__(
-        self,
-        *,
-        tag: str,
-        groups: Groups,
-        policy: Policy | None = None,
-        tier: str = "auto",
-        spares: Callable[[torch.Tensor], bool] | None = None,
-        on_backward: Callable[[], object] | None = None,
-        session: Session | None = None,
-    ) -> None:
-        if wants_modules(policy) or wants_operators(policy):
-            raise UsageError(f"policy: got {policy!r}, expected one that asks for no module or operator")
-        self.session = Session.default() if session is None else session
-        self.session.check_open()
-        self.tag = tag
-        self._state = self.session.of(SavedState)
-        self._spares = spares
-        self._pass = Pass(
-            self.session,
-            policy,
-            self._state.memory(tag),
-            min_bytes=0,
-            tag=tag,
-            tier=check_tier(tier),
-            window=None,
-            locator=None,
-            on_backward=on_backward,
-            groups=groups,
-        )
-        self._has_failed = False
-
-    @property
-    def groups(self) -> Sequence[Group]:
-        """The groups that have begun, in order."""
-        return self._pass.groups.all
-
-    @property
-    def is_live(self) -> bool:
-        """Whether tensors saved now may be offloaded: not in a backward, without gradients, or if disabled."""
-        return self.session.enabled and _builds_a_graph()
-
-    def is_spared(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage was marked to be kept."""
-        return self._state.marks.get(storage) is False
-
-    def inside(self) -> AbstractContextManager[None]:
-        """A context: tensors saved inside belong to the innermost group that has begun and not ended."""
-        return self._inside() if self.is_live else keep_if_counted()
-
-    @contextmanager
-    def _inside(self) -> Iterator[None]:
-        with _hooks_of(self._pack), _within(self.session, self._pass):
-            yield
-
-    def start(self, name: str) -> Group | None:
-        """A group begins; ``None`` where nothing may be offloaded now.
-
-        Raises:
-            UsageError: for an invalid name.
-        """
-        check_name(name)
-        return self._pass.groups.start(name) if self.is_live else None
-
-    def commit(self, name: str, *, release: Iterable[torch.Tensor] = (), delay: bool = False) -> bool:
-        """The first open group of that name ends, and is offloaded if the rules do not keep it.
-
-        Args:
-            name: of the group.
-            release: tensors whose memory is to be freed then, as for :class:`~spillway.group`.
-            delay: do not offload it now, but at the next :meth:`Session.flush_groups`.
-
-        Returns:
-            Whether there was one. If nothing may be offloaded now, it is not changed.
-        """
-        group = self._pass.groups.find_open(name) if _builds_a_graph() else None
-        if group is None:
-            return False
-        if not self.session.enabled:
-            self._pass.groups.give_up(group)
-            return True
-        self._pass.groups.end(group, release=release, later=delay)
-        if delay:
-            self.session.delay(lambda: self._pass.groups.send(group))
-        return True
-
-    def fail(self, group: Group | None) -> None:
-        """An exception was raised in the group: its tensors are kept, and nothing is learned of the chunk."""
-        self._has_failed = True
-        if group is not None and group in self._pass.groups.open:
-            self._pass.groups.give_up(group)
-
-    def stays(self, group: Group) -> bool:
-        """Whether the rules keep the group."""
-        return self._pass.groups.stays(group)
-
-    def past(self) -> list[PastGroup]:
-        """Its groups so far, for :meth:`Groups.staying`."""
-        return self._pass.groups.past()
-
-    def end(self) -> None:
-        """The forward is over. Groups that were not committed are kept, and :meth:`stats` notes it."""
-        for group in self._pass.groups.abandon():
-            self._pass.ledger.note(f"group {group.name!r} was started and not committed: it stayed")
-        self._pass.end(completed=not self._has_failed)
-
-    def stats(self) -> StepStats:
-        """Bytes and seconds so far, of its backward too."""
-        return self.session.stats_of(self._pass.ledger)
-
-    def _pack(self, tensor: torch.Tensor) -> Handle:
-        if self._spares is not None and self._spares(tensor):
-            self._state.marks.set(tensor, False)
-        return self._pass.pack(tensor)

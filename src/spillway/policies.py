@@ -1,14 +1,14 @@
-"""Policies: from what is known of a saved tensor to a decision.
+"""Policies: pure functions from the facts about a saved tensor to a decision.
 
-A policy is any callable from :class:`~spillway.types.SavedTensor` to :class:`~spillway.types.Decision`. Those here
-are frozen values and pure functions: what a pass has done so far is in the record that they read.
+A policy is any callable from :class:`~spillway.types.SavedTensor` to :class:`~spillway.types.Decision`. The policies
+here are frozen values. The record that they read says what the forward pass has offloaded so far.
 
-A policy whose answer depends on the module that saves has an attribute ``wants_modules = True``, one that depends on
-the operator ``wants_operators = True``. Both cost time (``spillway/saved_tensors/decide.py`` says how much), so neither
-is looked up without. Parameters are never asked about.
+A policy that depends on the module has an attribute ``wants_modules = True``, one that depends on the operator
+``wants_operators = True``. Looking either up costs time, so Spillway does so only for such policies. Policies are never
+asked about parameters.
 
 Example:
-    Offload what the MLPs save, and of the rest half of the bytes::
+    Offload the tensors that the MLPs save, and half of the other bytes::
 
         policy = Modules("*.mlp*", Offload(), Ratio(0.5))
         with spillway.offload(policy=policy):
@@ -75,11 +75,11 @@ class Offload:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Offload the first tensors of a pass, up to a ratio of all the bytes that such a pass saves.
+    """Offload the first tensors of a forward pass, up to a ratio of all the bytes that such a pass saves.
 
-    The first pass that has a backward offloads everything, and counts. Afterwards a tensor leaves if what left before
-    it in the pass, and it, are together at most ``ratio`` of the count; one that does not fit stays, and a smaller one
-    after it may still go. (The method of haiscale's ``CPUOffload``.)
+    The first pass that has a backward offloads everything, and counts the bytes. After that a tensor is offloaded if
+    the bytes offloaded before it and its own are together at most ``ratio`` of the count. A tensor that does not fit is
+    kept, and a smaller one after it may still be offloaded. (The method of haiscale's ``CPUOffload``.)
 
     Args:
         ratio: from 0 to 1.
@@ -102,9 +102,7 @@ class Ratio:
 
 @dataclass(frozen=True)
 class FirstBytes:
-    """Offload the first tensors of a pass, up to so many bytes; one that does not fit stays.
-
-    Where :class:`Ratio` has to have counted a pass, this is the same from the first one on.
+    """Offload the first tensors of a forward pass, up to so many bytes. Unlike :class:`Ratio`, it counts no pass first.
 
     Args:
         nbytes: bytes, or a size like ``"256MiB"``.
@@ -123,7 +121,7 @@ class FirstBytes:
 
 @dataclass(frozen=True)
 class MinBytes:
-    """Offload what has at least so many bytes: a copy of fewer costs more than it gives.
+    """Offload tensors of at least so many bytes.
 
     Args:
         nbytes: bytes, or a size like ``"1MiB"``.
@@ -140,7 +138,30 @@ class MinBytes:
 
 
 @dataclass(frozen=True)
-class Modules:
+class _Matching:
+    """One policy for tensors whose name matches a pattern, another for the rest."""
+
+    pattern: str
+    then: Policy = Offload()
+    otherwise: Policy = Keep()
+
+    @property
+    def wants_modules(self) -> bool:
+        return wants_modules(self.then) or wants_modules(self.otherwise)
+
+    @property
+    def wants_operators(self) -> bool:
+        return wants_operators(self.then) or wants_operators(self.otherwise)
+
+    def name(self, saved: SavedTensor) -> str:
+        raise NotImplementedError
+
+    def __call__(self, saved: SavedTensor) -> Decision:
+        matches = fnmatch.fnmatchcase(self.name(saved), self.pattern)
+        return self.then(saved) if matches else self.otherwise(saved)
+
+
+class Modules(_Matching):
     """One policy for tensors saved in modules whose dotted path matches a pattern, another for the rest.
 
     Args:
@@ -149,22 +170,13 @@ class Modules:
         otherwise: for the others.
     """
 
-    pattern: str
-    then: Policy = Offload()
-    otherwise: Policy = Keep()
     wants_modules = True
 
-    @property
-    def wants_operators(self) -> bool:
-        return wants_operators(self.then) or wants_operators(self.otherwise)
-
-    def __call__(self, saved: SavedTensor) -> Decision:
-        matches = fnmatch.fnmatchcase(saved.module or "", self.pattern)
-        return self.then(saved) if matches else self.otherwise(saved)
+    def name(self, saved: SavedTensor) -> str:
+        return saved.module or ""
 
 
-@dataclass(frozen=True)
-class Operators:
+class Operators(_Matching):
     """One policy for tensors saved by torch functions whose name matches a pattern, another for the rest.
 
     Args:
@@ -173,25 +185,16 @@ class Operators:
         otherwise: for the others.
     """
 
-    pattern: str
-    then: Policy = Offload()
-    otherwise: Policy = Keep()
     wants_operators = True
 
-    @property
-    def wants_modules(self) -> bool:
-        return wants_modules(self.then) or wants_modules(self.otherwise)
-
-    def __call__(self, saved: SavedTensor) -> Decision:
-        matches = fnmatch.fnmatchcase(saved.operator or "", self.pattern)
-        return self.then(saved) if matches else self.otherwise(saved)
+    def name(self, saved: SavedTensor) -> str:
+        return saved.operator or ""
 
 
-@dataclass(frozen=True)
-class Devices:
+class Devices(_Matching):
     """One policy for tensors on devices whose name matches a pattern, another for the rest.
 
-    ``Devices("cpu", Keep(), Offload())`` leaves the CPU's tensors alone where a model is on an accelerator.
+    ``Devices("cpu", Keep(), Offload())`` keeps the CPU's tensors where a model is on an accelerator.
 
     Args:
         pattern: as in a shell, for names like ``"cpu"`` and ``"cuda:0"``: ``"cuda*"``.
@@ -199,25 +202,14 @@ class Devices:
         otherwise: for the others.
     """
 
-    pattern: str
-    then: Policy = Offload()
-    otherwise: Policy = Keep()
-
-    @property
-    def wants_modules(self) -> bool:
-        return wants_modules(self.then) or wants_modules(self.otherwise)
-
-    @property
-    def wants_operators(self) -> bool:
-        return wants_operators(self.then) or wants_operators(self.otherwise)
-
-    def __call__(self, saved: SavedTensor) -> Decision:
-        matches = fnmatch.fnmatchcase(str(saved.device), self.pattern)
-        return self.then(saved) if matches else self.otherwise(saved)
+    def name(self, saved: SavedTensor) -> str:
+        return str(saved.device)
 
 
 class _Combined:
-    """Several policies asked one after the other."""
+    """Several policies asked one after the other, until one keeps, or until one offloads."""
+
+    _ends_at_keep: bool
 
     def __init__(self, *policies: Policy) -> None:
         if not policies:
@@ -235,26 +227,22 @@ class _Combined:
     def wants_operators(self) -> bool:
         return any(map(wants_operators, self.policies))
 
-
-class AllOf(_Combined):
-    """Offload what all of them would offload, as the last says; keep the rest."""
-
     def __call__(self, saved: SavedTensor) -> Decision:
         decision = Decision.KEEP
         for policy in self.policies:
             decision = policy(saved)
-            if decision is Decision.KEEP:
+            if (decision is Decision.KEEP) == self._ends_at_keep:
                 break
         return decision
+
+
+class AllOf(_Combined):
+    """Offload a tensor that all policies offload, to the tier of the last one. Keep the rest."""
+
+    _ends_at_keep = True
 
 
 class AnyOf(_Combined):
-    """Offload what one of them would offload, as the first of those says; keep the rest."""
+    """Offload a tensor that one of the policies offloads, to the tier of the first of these. Keep the rest."""
 
-    def __call__(self, saved: SavedTensor) -> Decision:
-        decision = Decision.KEEP
-        for policy in self.policies:
-            decision = policy(saved)
-            if decision is not Decision.KEEP:
-                break
-        return decision
+    _ends_at_keep = False

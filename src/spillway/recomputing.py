@@ -17,7 +17,7 @@ from spillway._torch import in_backward, keep_out, refuse_transforms, untraced
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.collector import shapes_of
-from spillway.checkpointing.function import Arguments, ReplayedFunction, in_replay
+from spillway.checkpointing.function import Arguments, ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
@@ -28,7 +28,8 @@ from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
-from spillway.saved_tensors.hooks import Pass, SavedState, current_pass
+from spillway.saved_tensors.handles import in_replay
+from spillway.saved_tensors.hooks import ForwardScope, SavedState, current_scope
 from spillway.saved_tensors.kept import see_again
 from spillway.selectors import Choices, Planned, Selector
 from spillway.session import Session
@@ -261,7 +262,7 @@ def _call_checkpointed(
             return first()
         again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
         inputs = Decision.KEEP if how.choices.inputs is not None else None
-        scope, checks = current_pass(owner), owner.of(PendingChecks)
+        scope, checks = current_scope(owner), owner.of(PendingChecks)
         trusted, draws = LearnedCalls.trusted(), how.preserve_rng_state
         setup = CallSetup(again, state, trusted, scope, inputs, checks, _label(function), draws)
         return _replayable(how, setup).run(first, tensors)
@@ -269,7 +270,7 @@ def _call_checkpointed(
     session.check_open()
     see_again()
     choices = how.choices
-    scope = current_pass(session)
+    scope = current_scope(session)
     is_foreign, is_scoped = hooks_around()
     if how.drop_output and not is_scoped:
         raise UsageError(
@@ -344,7 +345,7 @@ call_checkpointed_untraced = untraced(_call_checkpointed)
 def hooks_around() -> tuple[bool, bool]:
     """Whether other saved-tensor hooks are around, and whether ours are."""
     hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
-    is_ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), Pass)
+    is_ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), ForwardScope)
     return hooks is not None and not is_ours, is_ours
 
 
@@ -384,7 +385,7 @@ def _replayable(how: Recompute, setup: CallSetup, **options: Any) -> Checkpointe
     return CheckpointedCall(setup, stops_early=how.early_stop, **options)
 
 
-def _partition(how: Recompute, scope: Pass, *, is_foreign: bool) -> Partition | None:
+def _partition(how: Recompute, scope: ForwardScope, *, is_foreign: bool) -> Partition | None:
     """The split of the inputs over ranks, if this call splits them."""
     if how.partition is None or how.partition.ranks == 1 or in_backward():
         return None

@@ -18,11 +18,10 @@ from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
 import torch
 
 from spillway.errors import RecomputeError, SessionError, UsageError
+from spillway.runtime import device as runtime_of
 from spillway.runtime.backend import quiet
-from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime, backend_for
-from spillway.runtime.entry import ByteCounters
-from spillway.runtime.spill_file import SpillFile
-from spillway.runtime.system import local_ranks, memory_limit
+from spillway.runtime.device import DeviceRuntime, Disk, MakeBackend, Runtime
+from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
 
@@ -30,9 +29,6 @@ _Kind = TypeVar("_Kind")
 
 MIN_BYTES = 1 << 20
 """A copy of fewer bytes does not reach the PCIe bandwidth."""
-
-HOST_SHARE = 0.7
-"""The default budget, as a share of the CPU memory that the process may use: the program needs some itself."""
 _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
 
@@ -62,17 +58,17 @@ class Session:
             them; see :func:`spillway.integrations.fsdp.local_share`).
         disk_budget: most bytes in the spill file of this process. ``None``: as much as the file system has.
         disk_bytes_per_hour: most bytes written to the spill file in an hour, for the sake of the drive. ``None``: any.
-        spill_directory: where the spill file is. ``None``: ``$SPILLWAY_DIR``, or the first of the system's temporary
-            directory, ``/var/tmp`` and the working directory that is not held in memory.
+        spill_directory: the directory of the spill file. ``None``: ``$SPILLWAY_DIR``, or the first of the system's
+            temporary directory, ``/var/tmp`` and the working directory that is not held in memory.
         allow_memory_filesystem: accept a ``spill_directory`` on tmpfs, which is CPU memory and saves none.
-        streams: streams of an accelerator to copy on, for the lanes ``"out"`` and ``"back"``: ``{"out": stream}``. Your
-            own work on them is waited for, too. Other devices get their own streams.
+        streams: streams of an accelerator to copy on: ``{"out": stream, "back": stream}``, or one of them. Your own
+            work on them is waited for, too. Other devices get their own streams.
         recorder: called with every :class:`~spillway.types.Event`.
         backend: makes the backend of a device, instead of Spillway's own.
 
     Raises:
-        SizeError: a size that is none.
-        SpillPathError: a ``spill_directory`` where no spill file can be made.
+        SizeError: an invalid size.
+        SpillPathError: a ``spill_directory`` in which no spill file can be made.
 
     Example:
         >>> with spillway.Session(host_budget="64GiB") as session:  # doctest: +SKIP
@@ -101,22 +97,30 @@ class Session:
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         _check_streams(streams, backend)
+        parts = runtime_of.parts
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
         self.unscoped = _Unscoped()
-        """The counters of what the calling thread saved outside of any ``offload`` context."""
+        """The counters of tensors that the calling thread saved outside of any ``offload`` context."""
+        self.window = _size(window, "window")
+        """The in-flight limit that was given; ``None``: the default of each device."""
+        self._host_budget = _size(host_budget, "host_budget")
+        if self._host_budget is None:
+            self._host_budget = parts.host_budget()
+        self._make_file = functools.partial(
+            parts.disk,
+            spill_directory,
+            capacity=_size(disk_budget, "disk_budget"),
+            bytes_per_hour=_size(disk_bytes_per_hour, "disk_bytes_per_hour"),
+            allow_memory_filesystem=allow_memory_filesystem,
+        )
+        self._file: Disk | None = None if spill_directory is None else self._make_file()
+        self._recorder = recorder
+        self._make_backend = backend if backend is not None else functools.partial(parts.backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
         self._ends_at_exit = False
         """For the default session, which is rarely closed."""
         self._delayed: deque[Callable[[], None]] = deque()
-        self._window = None if window is None else parse_bytes(window, what="window")
-        self._host_budget = _host_budget() if host_budget is None else parse_bytes(host_budget, what="host_budget")
-        capacity = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
-        per_hour = None if disk_bytes_per_hour is None else parse_bytes(disk_bytes_per_hour, what="disk_bytes_per_hour")
-        self._file_options = (spill_directory, capacity, per_hour, allow_memory_filesystem)
-        self._file: SpillFile | None = None if spill_directory is None else self._make_file()
-        self._recorder = recorder
-        self._make_backend = backend if backend is not None else functools.partial(backend_for, streams=streams)
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -124,15 +128,15 @@ class Session:
 
     @classmethod
     def default(cls) -> Session:
-        """The session used where none is given. A forked child gets its own."""
+        """The session used where no other is given. A forked child gets its own."""
         with cls._default_lock:
-            if cls._default is None or cls._default._closed or cls._default._process != os.getpid():
+            if cls._default is None or cls._default.closed:
                 cls._default = cls()
                 cls._default._ends_at_exit = True
             return cls._default
 
     def use_as_default(self) -> None:
-        """Make this the session used where none is given."""
+        """Make this the session used where no other is given."""
         self.check_open()
         with Session._default_lock:
             Session._default = self
@@ -174,11 +178,6 @@ class Session:
                         atexit.register(state.end)
         return cast("_Kind", state)
 
-    @property
-    def window(self) -> int | None:
-        """The in-flight limit that was given; ``None``: the default of each device."""
-        return self._window
-
     def host_room(self, device: torch.device) -> int:
         """Bytes of CPU memory that are left of a device's budget."""
         self.runtime(device)
@@ -211,7 +210,7 @@ class Session:
             return host, 0 if self._file is None else self._file.used_bytes
 
     def stats(self) -> StepStats:
-        """Bytes and seconds of what checkpointed functions of this thread saved outside of any ``offload`` context.
+        """Bytes and seconds of checkpointed functions that this thread ran outside of any ``offload`` context.
 
         They count the last forward and its backward so far. Tensors saved after a backward began belong to the next.
         """
@@ -221,26 +220,13 @@ class Session:
     def stats_of(self, ledger: ByteCounters) -> StepStats:
         """The counters of a pass, and the bytes that the session has reserved by now."""
         groups = tuple(
-            GroupStats(
-                name,
-                saved_bytes=part.saved_bytes,
-                kept_bytes=part.kept_bytes,
-                offloaded_bytes=part.offloaded_bytes,
-                reloaded_bytes=part.reloaded_bytes,
-                reused_bytes=part.reused_bytes,
-                stall_seconds=part.out.seconds() + part.back.seconds(),
-            )
+            GroupStats(name, **part.sizes(GROUP_BYTES), stall_seconds=part.out.seconds() + part.back.seconds())
             for name, part in ledger.groups.items()
         )
         ledger = ledger.total()
         out, back = ledger.out.seconds(), ledger.back.seconds()
         return StepStats(
-            saved_bytes=ledger.saved_bytes,
-            kept_bytes=ledger.kept_bytes,
-            offloaded_bytes=ledger.offloaded_bytes,
-            reloaded_bytes=ledger.reloaded_bytes,
-            reused_bytes=ledger.reused_bytes,
-            recomputed_bytes=ledger.recomputed_bytes,
+            **ledger.sizes(STEP_BYTES),
             host_bytes=self.host_bytes,
             disk_bytes=self.disk_bytes,
             stall_seconds=out + back,
@@ -276,11 +262,7 @@ class Session:
             runtime.synchronize()
 
     def trim(self, device: torch.device | None = None) -> int:
-        """Give unused CPU memory back to the system; returns its bytes.
-
-        Args:
-            device: only the memory of this device's tier. ``None``: of all.
-        """
+        """Give unused CPU memory of all tiers, or of one device's, back to the system; returns its bytes."""
         runtimes = self._runtimes if device is None else {device: self._runtimes.get(device)}
         return sum(runtime.trim() for runtime in runtimes.values() if runtime is not None)
 
@@ -328,8 +310,8 @@ class Session:
             raise SessionError("got a closed session, expected an open one; make a new Session")
         if self._process != os.getpid():
             raise SessionError(
-                f"got the session of process {self._process} in process {os.getpid()}, expected one made here; lanes "
-                f"and spill files do not survive a fork: make a new Session in the child"
+                f"got the session of process {self._process} in process {os.getpid()}, expected one made here. Copy "
+                f"streams and spill files do not survive a fork. Make a new Session in the child."
             )
 
     def __enter__(self) -> Session:
@@ -346,9 +328,10 @@ class Session:
             error.add_note(str(late))
 
     def _make_runtime(self, device: torch.device) -> DeviceRuntime:
-        window = self._window
+        window = self.window
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
+        assert self._host_budget is not None
         return DeviceRuntime(
             self._make_backend(device),
             self._spill_file,
@@ -357,15 +340,15 @@ class Session:
             recorder=self._recorder,
         )
 
-    def _spill_file(self) -> SpillFile:
+    def _spill_file(self) -> Disk:
         with self._lock:
             if self._file is None:
                 self._file = self._make_file()
             return self._file
 
-    def _make_file(self) -> SpillFile:
-        directory, capacity, per_hour, allow = self._file_options
-        return SpillFile(directory, capacity=capacity, bytes_per_hour=per_hour, allow_memory_filesystem=allow)
+
+def _size(size: int | str | None, what: str) -> int | None:
+    return None if size is None else parse_bytes(size, what=what)
 
 
 def _check_streams(streams: object, backend: object) -> None:
@@ -376,8 +359,3 @@ def _check_streams(streams: object, backend: object) -> None:
     given = streams.items() if isinstance(streams, Mapping) else [(None, None)]
     if not all(name in ("out", "back") and isinstance(stream, torch.Stream) for name, stream in given):
         raise UsageError(f"streams: got {streams!r}, expected torch streams by the names 'out' and 'back'")
-
-
-def _host_budget() -> int:
-    """The default cap on CPU memory: a share of what the process may use, divided by the ranks on the machine."""
-    return int(memory_limit() * HOST_SHARE) // local_ranks()

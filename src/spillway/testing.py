@@ -7,13 +7,13 @@ fail every time:
   destination holds poison.
 * **Weak.** A queued copy holds neither its source nor its destination. If one of them has died when the copy is done,
   that is a race.
-* **Ordered.** Each lane keeps a vector clock (Fidge 1988; Mattern 1989): how far into every other lane it has waited.
+* **Ordered.** Each stream keeps a vector clock (Fidge 1988; Mattern 1989): how far into every other one it has waited.
   Every access to bytes that a copy reads or writes is compared with the accesses before it. Two accesses are a race if
   one of them writes and no chain of recorded and awaited events orders them, also if the bytes happen to be right.
 
-The compute lane behaves like an accelerator's: it runs behind the CPU. So work that the CPU queued earlier may not be
-done, and the CPU knows of an event only after waiting for it. The backend does not see work on the compute lane. Each
-time the runtime asks for that lane, the backend supposes that compute has written anything since. CPU threads hand
+The compute stream behaves like an accelerator's: it runs behind the CPU. So work that the CPU queued earlier may not be
+done, and the CPU knows of an event only after waiting for it. The backend does not see work on the compute stream. Each
+time the runtime asks for that stream, the backend supposes that compute has written anything since. CPU threads hand
 memory over under locks, and count as one line.
 
 Example:
@@ -41,7 +41,7 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Task, TaskEnd, finish, raise_again
+from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stream, Task, TaskEnd, finish, raise_again
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.cpu import anonymous_pages
 
@@ -52,7 +52,7 @@ _Clock = dict[int, int]
 
 
 class _Line:
-    """A lane or the CPU: it does its work in order."""
+    """A stream or the CPU: it does its work in order."""
 
     _numbers = itertools.count()
 
@@ -136,8 +136,8 @@ class _Job:
             raise_again(self._error)
 
 
-class _JobLane:
-    """A host lane: a job runs when it is waited for; with one thread, after all that were queued before it."""
+class _JobQueue:
+    """A host queue: a job runs when it is waited for; with one thread, after all that were queued before it."""
 
     def __init__(self, adversary: AdversaryBackend, threads: int) -> None:
         self._adversary = adversary
@@ -193,10 +193,10 @@ class AdversaryBackend(Backend):
         self.faults: list[RaceError] = []
         """Races found so far. A finaliser, which cannot raise, adds to them as well."""
         self._lock = threading.RLock()
-        self._streams: dict[str, _Line] = {}
+        self._computes: dict[str, _Line] = {}
         self._stream = threading.local()
         self._host = _Line("host")
-        self._lanes: list[_Line] = []
+        self._streams: list[_Line] = []
         self._captures = itertools.count(1)
         self._starts: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
         self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
@@ -207,17 +207,13 @@ class AdversaryBackend(Backend):
         return self
 
     def check(self) -> None:
-        """Raise the first race.
-
-        Raises:
-            RaceError: two accesses to the same bytes that no event orders.
-        """
+        """Raise the first race, as a :class:`~spillway.errors.RaceError`."""
         if self.faults:
             raise self.faults[0]
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """Inside, the calling thread has another compute lane, as under ``torch.cuda.stream``."""
+        """Inside, the calling thread has another compute stream, as under ``torch.cuda.stream``."""
         before = getattr(self._stream, "name", "compute")
         self._stream.name = name
         try:
@@ -227,7 +223,7 @@ class AdversaryBackend(Backend):
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Inside, the calling thread's compute lane is captured into a graph, by the rules of CUDA's graphs.
+        """Inside, the calling thread's compute stream is captured into a graph, by the rules of CUDA's graphs.
 
         No graph is replayed. Operations that a capture does not allow are found.
         """
@@ -239,11 +235,13 @@ class AdversaryBackend(Backend):
         finally:
             with self._lock:
                 number, compute.capture = compute.capture, None
-                for lane in self._lanes:
-                    if lane.capture == number:
-                        lane.capture = None
-                        if compute.clock.get(lane.number, -1) < lane.busy:
-                            self._fault(f"a capture ended while compute had not waited for all that is on {lane.name}")
+                for stream in self._streams:
+                    if stream.capture == number:
+                        stream.capture = None
+                        if compute.clock.get(stream.number, -1) < stream.busy:
+                            self._fault(
+                                f"a capture ended while compute had not waited for all that is on {stream.name}"
+                            )
 
     # The backend's own methods.
 
@@ -253,60 +251,60 @@ class AdversaryBackend(Backend):
     def capture(self) -> int | None:
         return self._compute().capture
 
-    def capture_of(self, lane: Lane) -> int | None:
-        return self._line(lane).capture
+    def capture_of(self, stream: Stream) -> int | None:
+        return self._line(stream).capture
 
-    def compute(self) -> Lane:
+    def compute(self) -> Stream:
         with self._lock:
             line = self._compute()
             line.time += 1
             return line
 
-    def lane(self, name: str) -> Lane:
-        self._lanes.append(_Line(name))
-        return self._lanes[-1]
+    def new_stream(self, name: str) -> Stream:
+        self._streams.append(_Line(name))
+        return self._streams[-1]
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, stream: Stream) -> Event:
         with self._lock:
-            line = self._line(lane)
+            line = self._line(stream)
             line.join(self._host.clock)
-            point = _Point(self, line, line.snapshot(), reached=line in self._streams.values())
+            point = _Point(self, line, line.snapshot(), reached=line in self._computes.values())
             if not point.reached:
                 line.queue.append(lambda: setattr(point, "reached", True))
             return point
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         with self._lock:
-            line = self._line(lane)
+            line = self._line(stream)
             if isinstance(event, Several):
-                event.each(lambda one: self.wait(lane, one))
+                event.each(lambda one: self.wait(stream, one))
                 return
             if isinstance(event, _Job):
                 event.run()
                 if event.inner is not None:
-                    self.wait(lane, event.inner)
+                    self.wait(stream, event.inner)
                 return
             assert isinstance(event, _Point)
             if event.capture != line.capture:
-                if event.capture is None or line not in self._lanes:
+                if event.capture is None or line not in self._streams:
                     self._fault(f"{line.name} waits for an event of {event.line.name} that its capture has no part in")
                 line.capture = event.capture
             line.join(event.clock)
-            if line in self._streams.values():
+            if line in self._computes.values():
                 self._reach(event)
             else:
                 point = event
                 line.queue.append(lambda: self._reach(point))
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        self.convert(lane, Cells(destination, torch.uint8), Cells(source, torch.uint8))
+    def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
+        self.convert(stream, Cells(destination, torch.uint8), Cells(source, torch.uint8))
 
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+    def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
         # A queued copy holds no memory.
         types = destination.dtype, source.dtype
         target, origin = _weak(destination.memory), _weak(source.memory)
         with self._lock:
-            line = self._line(lane)
+            line = self._line(stream)
             # All that the CPU has done or waited for comes before all that it queues from now on.
             line.join(self._host.snapshot())
             line.busy = line.time
@@ -328,9 +326,9 @@ class AdversaryBackend(Backend):
     def run(self, task: Task) -> Event:
         return self._new_job(task)
 
-    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+    def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         # Jobs run in the threads that wait for them: there is none to begin in.
-        return _JobLane(self, threads)
+        return _JobQueue(self, threads)
 
     def empty(self, form: Form) -> torch.Tensor:
         with self._lock:
@@ -377,7 +375,7 @@ class AdversaryBackend(Backend):
                     except (RuntimeError, OSError):
                         # No caller waited for this failed task.
                         continue
-            for line in self._lanes:
+            for line in self._streams:
                 while line.queue:
                     line.queue.popleft()()
 
@@ -390,13 +388,13 @@ class AdversaryBackend(Backend):
 
     # Below, the lock is held.
 
-    def _line(self, lane: Lane) -> _Line:
-        assert isinstance(lane, _Line)
-        return lane
+    def _line(self, stream: Stream) -> _Line:
+        assert isinstance(stream, _Line)
+        return stream
 
     def _compute(self) -> _Line:
         name = getattr(self._stream, "name", "compute")
-        return self._streams.setdefault(name, _Line(name))
+        return self._computes.setdefault(name, _Line(name))
 
     def _reach(self, point: _Point) -> None:
         while not point.reached:

@@ -17,45 +17,40 @@ import torch
 
 
 class Decision(enum.Enum):
-    """What becomes of one saved tensor, or of one operator's output."""
+    """The decision about one saved tensor, or about one operator's output."""
 
     KEEP = "keep"
-    """It stays where it is."""
     OFFLOAD = "offload"
-    """It leaves for the tier that the context was given."""
+    """To the tier that the context was given."""
     OFFLOAD_HOST = "offload-host"
-    """It leaves for host memory."""
+    """To CPU memory."""
     OFFLOAD_DISK = "offload-disk"
-    """It leaves for the disk."""
     RECOMPUTE = "recompute"
-    """It is dropped and computed again in backward. Only for what a recomputed region computes."""
+    """Dropped, and recomputed in backward. Only for outputs inside a checkpointed block or function."""
 
 
 class SavedTensor(NamedTuple):
-    """What is known of a tensor at the moment autograd saves it: all that a policy decides from.
+    """The facts about a tensor at the moment autograd saves it: a policy's only input.
 
     A named tuple rather than a frozen dataclass, because one is made for every saved tensor and a tuple is made four
     times faster.
     """
 
     nbytes: int
-    """Bytes that would leave: of the whole storage, or of the part of it that the tensor reaches."""
+    """Bytes that would be offloaded: of the whole storage, or of the part of it that the tensor reaches."""
     shape: torch.Size
-    """Its shape."""
     dtype: torch.dtype
-    """Its dtype."""
     device: torch.device
-    """Where it is."""
     position: int
-    """Its place among the distinct storages saved in this pass, from 0."""
+    """Its place among the distinct storages saved in this forward pass, from 0."""
     tag: str | None
     """The tag of the ``offload`` context."""
     offloaded_bytes: int
-    """Bytes that left in this pass so far."""
+    """Bytes that this pass has offloaded so far."""
     total_bytes: int | None
     """Bytes that the last pass like this one saved, or ``None`` in the first."""
     module: str | None = None
-    """Dotted path of the module whose forward saved it, if the policy asked for locations (else ``None``)."""
+    """Dotted path of the module whose forward saved it, if the policy asked for modules (else ``None``)."""
     operator: str | None = None
     """Name of the torch function that saved it, if the policy asked for operators (else ``None``)."""
     part_of: type[torch.Tensor] | None = None
@@ -66,10 +61,10 @@ class SavedTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SavedTensorReport:
-    """One line of :func:`spillway.saved_tensors`: what autograd would save, and what would become of it."""
+    """One line of :func:`spillway.list_saved_tensors`: a tensor that autograd would save."""
 
     nbytes: int
-    """Bytes that would leave. 0 for an alias of bytes that are listed already."""
+    """Bytes that would be offloaded. 0 for an alias of bytes that are listed already."""
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
@@ -78,29 +73,22 @@ class SavedTensorReport:
     operator: str
     """The torch function that saved it, as ``torch.nn.functional.linear``."""
     moves: bool
-    """Whether Spillway would move it."""
+    """Whether Spillway would offload it."""
     reason: str
     """Why, or why not."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStats:
-    """Bytes and seconds of the groups of one name in a finished pass. As in :class:`StepStats`, and counted there."""
+    """Bytes and seconds of the groups of one name in a finished pass. :class:`StepStats` explains and includes them."""
 
     name: str
-    """Of the groups."""
     saved_bytes: int = 0
-    """Distinct bytes that autograd saved in them first."""
     kept_bytes: int = 0
-    """Of these, what stayed."""
     offloaded_bytes: int = 0
-    """Of these, what left."""
     reloaded_bytes: int = 0
-    """What came back."""
     reused_bytes: int = 0
-    """What had not left yet when backward asked for it."""
     stall_seconds: float = 0.0
-    """Time that compute waited for them, out and back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,40 +99,40 @@ class StepStats:
     """
 
     saved_bytes: int = 0
-    """Distinct bytes that autograd saved, parameters left out."""
+    """Distinct bytes that autograd saved, without parameters."""
     kept_bytes: int = 0
-    """Of these, what stayed by decision, or because no tier could take it."""
+    """Saved bytes that were kept, by decision or because a tier was full."""
     offloaded_bytes: int = 0
-    """Of these, what left."""
+    """Saved bytes that were offloaded."""
     reloaded_bytes: int = 0
-    """What came back."""
+    """Bytes that were copied back for backward."""
     reused_bytes: int = 0
-    """What had not left yet, or was still alive for another reason, when backward asked for it."""
+    """Bytes that backward used without a copy back: still on their way out, or alive for another reason."""
     recomputed_bytes: int = 0
-    """What was computed again in backward."""
+    """Bytes that were recomputed in backward."""
     host_bytes: int = 0
-    """Host memory reserved by the session, in use or free for use."""
+    """CPU memory that the session has reserved, in use or free."""
     disk_bytes: int = 0
-    """Disk space reserved by the session, in use or free for use."""
+    """Disk space that the session has reserved, in use or free."""
     stall_seconds: float = 0.0
-    """Time that compute waited for a lane: the two below together."""
+    """Time that compute stalled for copies: the two below together."""
     out_stall_seconds: float = 0.0
-    """Time that compute waited for room in the window out, by the device's own clock where it has one."""
+    """Time that compute stalled at the in-flight limit, by the device's own clock if it has one."""
     back_stall_seconds: float = 0.0
-    """Time that compute waited for what it had asked for."""
+    """Time that compute stalled for a tensor that backward asked for."""
     peak_bytes: int = 0
     """Peak of the device's allocated bytes, or of the process's resident bytes on the CPU, since the process began or
     since the peak was last reset."""
     notes: tuple[str, ...] = ()
-    """What was done otherwise than asked, and why: a tier that was full, a device where nothing is to be gained."""
+    """Differences from the options, and why: a tier that was full, a device where offloading gains nothing."""
     malloc: str = ""
-    """How the C library's ``malloc`` is set, where the session works in CPU memory; empty elsewhere."""
+    """How the C library's ``malloc`` is set, if the session works in CPU memory."""
     groups: tuple[GroupStats, ...] = ()
-    """What was saved in groups, by their names, in the order in which they came."""
+    """Statistics of groups, in the order in which their names came."""
 
     @classmethod
     def together(cls, passes: Iterable[StepStats]) -> StepStats:
-        """Those of several passes as of one: of a step's micro-batches, say. What the session has counts once.
+        """The statistics of several passes as of one, such as a step's micro-batches. Session-wide values count once.
 
         Example:
             >>> StepStats.together([StepStats(saved_bytes=1), StepStats(saved_bytes=2)]).saved_bytes
@@ -163,30 +151,6 @@ class StepStats:
         return cls(**total)
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerStats:
-    """Bytes and seconds of one step of an :class:`~spillway.OffloadedOptimizer`."""
-
-    stepped_on_host: int = 0
-    """Elements of the parameters that the host stepped."""
-    streamed: int = 0
-    """Elements that the device stepped with state that came for that."""
-    host_seconds: float = 0.0
-    """How long the host worked at it, waits for gradients not counted."""
-    stall_seconds: float = 0.0
-    """Time that the device waited, for gradients to leave and for parameters to come."""
-    sent_bytes: int = 0
-    """What left the device from the end of the step before to the end of this one."""
-    received_bytes: int = 0
-    """What came back."""
-    host_bytes: int = 0
-    """Pinned host memory reserved by the session, in use or free for use."""
-    read_bytes: int = 0
-    """Bytes of state read from the spill file."""
-    written_bytes: int = 0
-    """Bytes of state written there."""
-
-
 _OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes", "malloc"}
 
 
@@ -201,35 +165,59 @@ def _groups_together(groups: Iterable[GroupStats]) -> tuple[GroupStats, ...]:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class OptimizerStats:
+    """Bytes and seconds of one step of an :class:`~spillway.OffloadedOptimizer`."""
+
+    stepped_on_host: int = 0
+    """Elements of the parameters that the CPU stepped."""
+    streamed: int = 0
+    """Elements that the GPU stepped with state that was copied in for the step."""
+    host_seconds: float = 0.0
+    """Time of the CPU's work, without its stalls for gradients."""
+    stall_seconds: float = 0.0
+    """Time that the GPU stalled for copies of gradients and parameters."""
+    sent_bytes: int = 0
+    """Bytes copied from the GPU between the ends of the last step and of this one."""
+    received_bytes: int = 0
+    """Bytes copied to the GPU."""
+    host_bytes: int = 0
+    """Pinned CPU memory that the session has reserved, in use or free."""
+    read_bytes: int = 0
+    """Bytes of state read from the spill file."""
+    written_bytes: int = 0
+    """Bytes of state written to the spill file."""
+
+
 class EventKind(enum.Enum):
-    """What happened to a storage."""
+    """An event of one storage."""
 
     LEAVE = "leave"
     """Its copy out was queued."""
     RELEASE = "release"
-    """Its bytes on the device were let go: it is away."""
+    """Its bytes on the device were released."""
     RETURN = "return"
     """Its copy back was queued."""
     TAKE = "take"
-    """It was handed to backward after its copy back."""
+    """Backward got it after its copy back."""
     REUSE = "reuse"
-    """It was handed to backward without a copy back: it had not left, or was still alive."""
+    """Backward got it without a copy back."""
     DROP = "drop"
-    """Its last handle died, and all that it held was given back."""
+    """Its last handle died, and all that it held was released."""
     REFUSE = "refuse"
-    """No tier could take it: it stays."""
+    """No tier could take it: it is kept."""
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One thing that happened to one storage."""
+    """An event of one storage."""
 
     kind: EventKind
     entry: int
     """A number that names the storage, unique within its session."""
     nbytes: int
     seconds: float = field(default_factory=time.perf_counter, compare=False)
-    """When, on the clock of ``time.perf_counter``."""
+    """The time, on the clock of ``time.perf_counter``."""
 
 
 Recorder = Callable[[Event], None]
@@ -237,7 +225,7 @@ Recorder = Callable[[Event], None]
 
 @dataclass(slots=True)
 class EventList:
-    """A recorder that keeps all it hears, in order.
+    """A recorder that keeps all events, in order.
 
     Example:
         >>> events = EventList()
@@ -250,5 +238,5 @@ class EventList:
         self.events.append(event)
 
     def schedule(self) -> list[tuple[str, int]]:
-        """Kinds and storages alone: what tests compare."""
+        """Kinds and storages alone."""
         return [(event.kind.value, event.entry) for event in self.events]

@@ -1,8 +1,7 @@
-"""Bytes and seconds, to and from what people write.
+"""Bytes and seconds, to and from text.
 
-``parse_bytes("24GiB") == 24 * 2**30`` and ``format_bytes(24 * 2**30) == "24.0 GiB"``. Both families of units are
-understood, and mean what the standard says: ``GiB`` is 2**30 bytes, ``GB`` is 10**9. A letter alone, ``"24G"``, is the
-binary unit, as Slurm, Docker and ``ls -h`` have it.
+``parse_bytes("24GiB") == 24 * 2**30`` and ``format_bytes(24 * 2**30) == "24.0 GiB"``. ``GiB`` is 2**30 bytes, ``GB`` is
+10**9. A letter alone, ``"24G"``, is the binary unit, as Slurm, Docker and ``ls -h`` have it.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ for _power, _letter in enumerate("kmgtp", start=1):
 _SIZE = re.compile(r"\s*(\d+(?:_\d+)*(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 _SHARE = re.compile(r"\s*(\d+(?:\.\d*)?)\s*%\s*")
 _MOST_SHARE = 10.0
-"""Of what a step needs that keeps everything. A larger one was meant as something else."""
+"""A larger share of the peak without Spillway was meant as something else."""
 _FRACTION = re.compile(r"\s*(\d+\.\d*|\.\d+)\s*")
-"""A number that is no whole one, with no unit."""
+"""A decimal fraction without a unit."""
 
 
 def parse_bytes(size: int | str, *, what: str = "size") -> int:
     """A size as a number of bytes.
 
     Args:
-        size: bytes as an ``int``, or a number with a unit: ``"512"``, ``"1.5 GiB"``, ``"200MB"``, ``"24G"``. A
-            fraction of a byte is rounded up.
+        size: bytes as an ``int``, or a number with a unit: ``"1.5 GiB"``, ``"200MB"``, ``"24G"``. A fraction of a byte
+            is rounded up.
         what: the name of the argument, for the message.
 
     Raises:
@@ -55,14 +54,7 @@ def parse_bytes(size: int | str, *, what: str = "size") -> int:
 
 
 def parse_share(size: int | str, *, what: str = "size") -> int | float:
-    """A size as a number of bytes, or a share of something, ``"40%"``, as a float: 0.4.
-
-    Args:
-        size: as :func:`parse_bytes` has it, or a string with a percent sign; more than all is a share too.
-        what: the name of the argument, for the message.
-
-    Raises:
-        SizeError: if ``size`` is neither.
+    """A size as a number of bytes, or a share, ``"40%"``, as a float: 0.4. It may exceed 100%.
 
     Example:
         >>> parse_share("40%"), parse_share("1KiB")
@@ -73,14 +65,15 @@ def parse_share(size: int | str, *, what: str = "size") -> int | float:
 
 
 def read_budget(budget: int | float | str, *, what: str = "budget") -> int | float:
-    """A budget as bytes, an int, or as a share of what a step needs that keeps everything, a float.
+    """A budget as bytes, an int, or as a share of the peak of a step that keeps everything, a float.
 
     Args:
-        budget: bytes or a size, as :func:`parse_bytes` has them; or a share: a float, ``"50%"`` or ``"0.5"``.
+        budget: bytes or a size, as for :func:`parse_bytes`; or a share: a float, ``"50%"`` or ``"0.5"``. Integers and
+            strings like ``"2K"`` are bytes.
         what: the name of the argument, for the message.
 
     Raises:
-        SizeError: for anything else, and for a float above 10: bytes are whole numbers.
+        SizeError: if ``budget`` is none of these, or a share above 10.
 
     Example:
         >>> read_budget("60%"), read_budget("2K")
@@ -93,8 +86,8 @@ def read_budget(budget: int | float | str, *, what: str = "budget") -> int | flo
         return parse_bytes(share, what=what)
     if not 0 <= share <= _MOST_SHARE:
         raise SizeError(
-            f"{what}: got {budget!r}, expected a share between 0 and {_MOST_SHARE:.0f} of what a step needs that keeps "
-            f"everything, or bytes as an int"
+            f"{what}: got {budget!r}, expected bytes as an int, or a share between 0 and {_MOST_SHARE:.0f} of the peak "
+            f"of a step that keeps everything"
         )
     return share
 

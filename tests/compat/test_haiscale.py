@@ -324,7 +324,7 @@ def test_h5_every_tag_shows_the_lane_on_which_copies_leave_the_current_device(
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: device.index)
     with Session(backend=AdversaryBackend().serve) as session:
         monkeypatch.setattr(Session, "_default", session)
-        out, back = session.runtime(device).mover.lanes
+        out, back = session.runtime(device).mover.streams
         assert TagInfo("encoder").stream is TagInfo("decoder").stream is out is not back
 
 

@@ -1050,7 +1050,7 @@ def test_chunks_and_groups_can_be_read(here: Home) -> None:
 
 
 def test_the_streams_are_the_sessions_lanes(here: Home) -> None:
-    lanes = here.session.runtime(torch.device("cpu")).mover.lanes
+    lanes = here.session.runtime(torch.device("cpu")).mover.streams
     assert (here.manager.d2h_stream, here.manager.h2d_stream) == lanes
     assert here.manager.cpu_tensor_pool is here.manager.cpu_tensor_pool
     taken = here.manager.cpu_tensor_pool.allocate((3,))
@@ -1106,7 +1106,7 @@ def as_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
 def test_records_record_their_event_and_wait_for_their_lane(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with as_accelerator(tmp_path, monkeypatch) as (home, adversary):
         waits: list[Any] = []
-        lanes = home.session.runtime(torch.device("cpu")).mover.lanes
+        lanes = home.session.runtime(torch.device("cpu")).mover.streams
         monkeypatch.setattr(adversary, "wait", lambda lane, event: waits.append((lane, event.line)))
         compute, event = adversary.compute(), Noted()
         Interface.forward_record(event)

@@ -87,7 +87,7 @@ def test_slow_lanes_change_nothing(model: torch.nn.Module, batch: torch.Tensor, 
     wanted = step(model, batch, contextlib.nullcontext())
     with spillway.Session(window=4 * MIB) as session:
         backend = session.runtime(batch.device).backend
-        lane = dict(zip(("out", "back"), session.runtime(batch.device).mover.lanes, strict=True))[slow]
+        lane = dict(zip(("out", "back"), session.runtime(batch.device).mover.streams, strict=True))[slow]
         copy = backend.copy
 
         def late_copy(on: object, destination: Bytes, source: Bytes) -> None:
@@ -324,6 +324,6 @@ def test_copies_go_by_streams_of_the_users(device: torch.device) -> None:
     with spillway.Session(window=0, streams=streams) as session:
         with spillway.offload(session=session, min_bytes=0):
             loss = x.exp().sin().sum()
-        assert session.runtime(device).mover.lanes == (streams["out"], streams["back"])
+        assert session.runtime(device).mover.streams == (streams["out"], streams["back"])
         (ours,) = torch.autograd.grad(loss, x)
     assert torch.equal(ours, plain)

@@ -23,10 +23,9 @@ from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.errors import RecomputeError
-from spillway.runtime.accelerator import AcceleratorBackend
-from spillway.runtime.backend import Lane
+from spillway.runtime.accelerator import AcceleratorBackend, backend_for
+from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.device import backend_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -60,7 +59,7 @@ def session() -> Iterator[spillway.Session]:
 class LateBackend(AcceleratorBackend):
     """Every copy starts milliseconds after it could."""
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+    def copy(self, lane: Stream, destination: Bytes, source: Bytes) -> None:
         with lane:  # type: ignore[attr-defined]
             torch.cuda._sleep(1_000_000)
         super().copy(lane, destination, source)

@@ -18,6 +18,31 @@ def way(request: pytest.FixtureRequest) -> Way:
     return way
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Pairwise: each value of a test's other parameters meets each tier and each window, but not each pair of them.
+
+    ``make test-all`` runs the whole product.
+    """
+    if "not long" not in config.option.markexpr:
+        return
+    places: dict[object, dict[str, int]] = {}
+    kept, left_out = [], []
+    for item in items:
+        way = item.callspec.params.get("way") if hasattr(item, "callspec") else None
+        others = item.callspec.id.replace(str(way), "").strip("-") if isinstance(way, Way) else ""
+        if Path(__file__).parent in item.path.parents and others:
+            known = places.setdefault((item.path, item.originalname), {})  # type: ignore[attr-defined]
+            place = known.setdefault(others, len(known))
+            is_on_diagonal = (way.tier == WAYS[0].tier) == (way.window == WAYS[0].window)
+            if is_on_diagonal == bool(place % 2):
+                left_out.append(item)
+                continue
+        kept.append(item)
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = kept
+
+
 _failed = pytest.StashKey[bool]()
 
 

@@ -13,10 +13,9 @@ from torch.nn import functional
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.runtime.accelerator import AcceleratorBackend
-from spillway.runtime.backend import Lane
+from spillway.runtime.accelerator import AcceleratorBackend, backend_for
+from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.device import backend_for
 from support import Context, Trial, Way, assert_identical, assert_nothing_left, grads, run
 
 pytestmark = [
@@ -43,13 +42,13 @@ class LateBackend(AcceleratorBackend):
         self.late: dict[str, Callable[[], float]] = {}
         """Milliseconds before each copy of a lane."""
         self.slabs: list[int] = []
-        self._names: list[tuple[Lane, str]] = []
+        self._names: list[tuple[Stream, str]] = []
 
-    def lane(self, name: str) -> Lane:
-        self._names.append((super().lane(name), name))
+    def new_stream(self, name: str) -> Stream:
+        self._names.append((super().new_stream(name), name))
         return self._names[-1][0]
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+    def copy(self, lane: Stream, destination: Bytes, source: Bytes) -> None:
         name = next(name for known, name in self._names if known is lane)
         if name in self.late:
             with lane:  # type: ignore[attr-defined]

@@ -44,7 +44,7 @@ def test_h19_the_same_alias_is_handed_back(trial: Trial, use: str) -> None:
     handles: list[Any] = []
     context = trial.offload()
     with context:
-        current = trial.session.of(SavedState).passes.under(None)
+        current = trial.session.of(SavedState).scopes.under(None)
         assert current is not None
         for view in (weight, weight.t(), weight[3:7], weight.view(-1)[None].expand(5, -1)):
             handles.append(current.pack(view))

@@ -105,7 +105,7 @@ def test_h31_vmap_without_gradients_inside_of_offload(trial: Trial) -> None:
 
 @pytest.mark.parametrize("shared", ["one-object", "object-each"])
 def test_h32_threads_train_under_one_session(session: spillway.Session, way: Way, shared: str) -> None:
-    """Each thread has its own model, and its own seed; session, lanes, tiers and what is learned are shared."""
+    """Each thread has its own model, and its own seed; session, streams, tiers and what is learned are shared."""
     count, steps = 4, 5
 
     def train(number: int, context: Context) -> list[torch.Tensor]:

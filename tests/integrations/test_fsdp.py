@@ -17,7 +17,7 @@ from integrations.training import LENGTH, ROWS, TOKENS, WAYS, WIDTH, Block, Deta
 from spillway._torch import Gathered
 from spillway.integrations.fsdp import local_share
 from spillway.saved_tensors.handles import KeptHandle, unpack
-from spillway.saved_tensors.hooks import current_pass
+from spillway.saved_tensors.hooks import current_scope
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -108,7 +108,7 @@ def detached_case(name: str) -> None:
         return handle
 
     with spillway.Session(window=0) as session, spillway.offload(session=session, min_bytes=0):
-        current = current_pass(session)
+        current = current_scope(session)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             loss = module(torch.arange(8)[None]).sum()
         weights = [handle for shape, handle in packed if shape == (WIDTH, 2 * WIDTH)]

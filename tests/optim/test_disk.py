@@ -130,7 +130,7 @@ def test_what_could_not_be_written_stays_and_is_used_from_there(where: spillway.
     Loop(steps=6, dtype=BF16).run_in_float(plain, AdamW, {"lr": 1e-2, "fused": True})
     raised = []
     runtime: Any = where.runtime(torch.device("cpu"))
-    runtime.mover.resize(1 << 20)
+    runtime.mover.claim(runtime, 1 << 20)
     optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **SETTINGS)
 
     def fail(step: int, *_: object) -> None:
@@ -239,7 +239,7 @@ def test_a_directory_without_a_spill_file_is_said_when_the_optimizer_is_made(tmp
         where._file.close()
         where._file = None
         (tmp_path / "gone").mkdir()
-        where._file_options = (tmp_path / "gone", None, None, True)
+        where._make_file = lambda: SpillFile(tmp_path / "gone", allow_memory_filesystem=True)
         (tmp_path / "gone").rmdir()
         with pytest.raises(spillway.SpillPathError):
             OffloadedOptimizer(net().parameters(), SGD, session=where, tier="disk", lr=0.1)

@@ -19,7 +19,7 @@ from spillway import OffloadedOptimizer
 from spillway.errors import RaceError
 from spillway.optim.transfers import Transfers
 from spillway.runtime.arena import PAGE
-from spillway.runtime.backend import Lane
+from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
@@ -231,9 +231,9 @@ def test_gradients_are_handed_back_to_the_stream_that_made_them() -> None:
     class Notes(CpuBackend):
         def __init__(self) -> None:
             super().__init__(torch.device("cpu"))
-            self.handed: list[tuple[int, list[Lane]]] = []
+            self.handed: list[tuple[int, list[Stream]]] = []
 
-        def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:
+        def hand_back(self, memory: Bytes, lanes: Iterable[Stream]) -> None:
             self.handed.append((memory.nbytes, list(lanes)))
 
     backend = Notes()

@@ -13,7 +13,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
-from spillway.checkpointing.function import in_replay
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.program import Decisions
 from spillway.checkpointing.recorder import Observer
@@ -21,6 +20,7 @@ from spillway.checkpointing.schema import facts_of
 from spillway.planner.profile import BlockCall, BlockProfile, OperatorProfile, Outside, Profile, ReplayRule, Value
 from spillway.profiler.probe import CallObserver, Probe
 from spillway.recomputing import Recompute, call_checkpointed
+from spillway.saved_tensors.handles import in_replay
 from spillway.selectors import full_name
 from spillway.types import Decision
 

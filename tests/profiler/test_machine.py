@@ -29,7 +29,7 @@ from spillway.profiler.machine import (
     rate_of,
     read_kept,
 )
-from spillway.runtime.backend import Lane
+from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.system import memory_limit
@@ -122,14 +122,14 @@ class Watched(CpuBackend):
     def __init__(self) -> None:
         super().__init__(CPU)
         self.slabs: set[int] = set()
-        self.copies: list[tuple[Lane, bool, bool]] = []
+        self.copies: list[tuple[Stream, bool, bool]] = []
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         slab = super().host_slab(nbytes)
         self.slabs.add(slab.data_ptr())
         return slab
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+    def copy(self, lane: Stream, destination: Bytes, source: Bytes) -> None:
         self.copies.append((lane, destination.address in self.slabs, source.address in self.slabs))
         super().copy(lane, destination, source)
 

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointError
 
 import spillway
-from spillway.checkpointing.function import in_replay
+from spillway.saved_tensors.handles import in_replay
 from spillway.testing import AdversaryBackend
 from support import assert_identical, assert_nothing_left, grads
 

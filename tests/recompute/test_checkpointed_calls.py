@@ -16,7 +16,7 @@ from torch.nn import functional
 import spillway
 from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, one_place
 from spillway.checkpointing import learned
-from spillway.checkpointing.function import in_replay
+from spillway.saved_tensors.handles import in_replay
 from support import assert_identical
 
 pytestmark = one_place

@@ -73,7 +73,7 @@ def steps_in_a_row(tier: str, window: int, *, direct_disk: bool = False) -> None
 
 
 def streams_of_the_caller(tier: str, *, direct_disk: bool = False) -> None:
-    """Forward on one stream and backward on another, so that a slot is reused by a lane that never waited."""
+    """Forward on one stream and backward on another, so that a slot is reused by a stream that never waited."""
     model, batch = make_model(), torch.randn(32, 32)
     wanted = step(model, batch, contextlib.nullcontext())
     with adversary_session(direct_disk=direct_disk, window=0) as (adversary, session):
@@ -145,7 +145,7 @@ def a_slot_given_back_while_its_copy_back_is_queued(tier: str, *, direct_disk: b
     """By the tier alone, without the mover, whose own order would hide it: the next owner's bytes come too early."""
     with adversary_session(direct_disk=direct_disk) as (adversary, session):
         runtime = session.runtime(torch.device("cpu"))
-        out, back = runtime.mover.lanes
+        out, back = runtime.mover.streams
         place = runtime.tier(tier)
         first, second = torch.full((4096,), 1, dtype=torch.uint8), torch.full((4096,), 2, dtype=torch.uint8)
         slot = place.reserve(Bytes.of(first))

@@ -9,13 +9,13 @@ import torch
 
 from runtime.scenarios import SCENARIOS
 from spillway.errors import RaceError
-from spillway.runtime.backend import Lane
+from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
 from spillway.testing import POISON, AdversaryBackend
 
 
-def copy(adversary: AdversaryBackend, lane: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-    adversary.copy(lane, Bytes.of(destination), Bytes.of(source))
+def copy(adversary: AdversaryBackend, stream: Stream, destination: torch.Tensor, source: torch.Tensor) -> None:
+    adversary.copy(stream, Bytes.of(destination), Bytes.of(source))
 
 
 def memory(nbytes: int = 64) -> torch.Tensor:
@@ -30,11 +30,11 @@ def test_the_engine_has_no_race(number: int) -> None:
 
 def test_a_copy_is_not_done_before_somebody_waits() -> None:
     adversary = AdversaryBackend()
-    lane, compute = adversary.lane("out"), adversary.compute()
+    stream, compute = adversary.new_stream("out"), adversary.compute()
     source, destination = memory().fill_(7), adversary.host_slab(64)
-    adversary.wait(lane, adversary.record(compute))
-    copy(adversary, lane, destination, source)
-    event = adversary.record(lane)
+    adversary.wait(stream, adversary.record(compute))
+    copy(adversary, stream, destination, source)
+    event = adversary.record(stream)
     assert not event.query()
     assert (destination == POISON).all()
     adversary.wait(compute, event)
@@ -43,17 +43,17 @@ def test_a_copy_is_not_done_before_somebody_waits() -> None:
 
 def test_a_source_that_compute_may_still_write_is_a_race() -> None:
     adversary = AdversaryBackend()
-    lane, compute = adversary.lane("out"), adversary.compute()
+    stream, compute = adversary.new_stream("out"), adversary.compute()
     ready = adversary.record(compute)
     adversary.compute()  # time passes: anything may have been computed since
-    adversary.wait(lane, ready)
+    adversary.wait(stream, ready)
     with pytest.raises(RaceError, match="not ordered after: compute writes"):
-        copy(adversary, lane, adversary.host_slab(64), memory())
+        copy(adversary, stream, adversary.host_slab(64), memory())
 
 
 def test_two_lanes_that_never_met_race_for_a_slot() -> None:
     adversary = AdversaryBackend()
-    out, back, compute = adversary.lane("out"), adversary.lane("back"), adversary.compute()
+    out, back, compute = adversary.new_stream("out"), adversary.new_stream("back"), adversary.compute()
     slot = adversary.host_slab(64)
     ready = adversary.record(compute)
     adversary.wait(out, ready)
@@ -67,7 +67,7 @@ def test_two_lanes_that_never_met_race_for_a_slot() -> None:
 
 def test_accesses_to_other_bytes_do_not_race() -> None:
     adversary = AdversaryBackend()
-    out, back, compute = adversary.lane("out"), adversary.lane("back"), adversary.compute()
+    out, back, compute = adversary.new_stream("out"), adversary.new_stream("back"), adversary.compute()
     slot = adversary.host_slab(128)
     ready = adversary.record(compute)
     adversary.wait(out, ready)
@@ -80,11 +80,11 @@ def test_accesses_to_other_bytes_do_not_race() -> None:
 
 def test_a_source_that_died_is_a_race_and_delivers_poison() -> None:
     adversary = AdversaryBackend()
-    lane, compute = adversary.lane("out"), adversary.compute()
+    stream, compute = adversary.new_stream("out"), adversary.compute()
     source, destination = memory(), memory()
-    adversary.wait(lane, adversary.record(compute))
-    copy(adversary, lane, destination, source)
-    event = adversary.record(lane)
+    adversary.wait(stream, adversary.record(compute))
+    copy(adversary, stream, destination, source)
+    event = adversary.record(stream)
     del source
     gc.collect()
     with pytest.raises(RaceError, match="after its source had died"):
@@ -94,7 +94,7 @@ def test_a_source_that_died_is_a_race_and_delivers_poison() -> None:
 
 def test_a_chain_through_a_third_lane_orders() -> None:
     adversary = AdversaryBackend()
-    out, middle, back = (adversary.lane(name) for name in ("out", "middle", "back"))
+    out, middle, back = (adversary.new_stream(name) for name in ("out", "middle", "back"))
     compute, slot, source, target = adversary.compute(), adversary.host_slab(64), memory().fill_(3), memory()
     adversary.wait(out, adversary.record(compute))
     copy(adversary, out, slot, source)

@@ -101,7 +101,7 @@ def test_events_travel_with_the_bytes() -> None:
 @pytest.mark.parametrize("last", [0, 1], ids=["the first is free last", "the second is free last"])
 def test_a_block_of_two_ranges_waits_for_what_uses_either(read: int, last: int) -> None:
     adversary = AdversaryBackend()
-    out, back = adversary.lane("out"), adversary.lane("back")
+    out, back = adversary.new_stream("out"), adversary.new_stream("back")
     arena = Arena(adversary.host_slab, capacity=2 * PAGE, slab_bytes=2 * PAGE)
     tier = HostTier(adversary, arena, out=out, back=back)
     sources = [Bytes.of(torch.full((PAGE,), number, dtype=torch.uint8)) for number in (1, 2)]

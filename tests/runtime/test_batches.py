@@ -16,7 +16,7 @@ import spillway
 from spillway.errors import TransferError
 from spillway.runtime import disk
 from spillway.runtime.arena import Arena
-from spillway.runtime.backend import Lane
+from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.entry import ByteCounters, Entry
@@ -34,7 +34,7 @@ def entries(count: int) -> list[Entry]:
 
 
 def host(adversary: AdversaryBackend, mover: Mover) -> HostTier:
-    out, back = mover.lanes
+    out, back = mover.streams
     return HostTier(adversary, Arena(adversary.host_slab, capacity=1 << 26), out=out, back=back)
 
 
@@ -113,7 +113,7 @@ def test_a_lane_that_only_shares_what_another_saved_is_waited_for() -> None:
             with adversary.stream("side"):
                 product = hidden @ parameter
             loss = product.sum()
-        assert session.runtime(leaf.device).mover.counts()["compute lanes"] == 2
+        assert session.runtime(leaf.device).mover.counts()["compute streams"] == 2
         loss.backward()
     adversary.check()
 
@@ -127,9 +127,9 @@ class LateBack(CpuBackend):
         super().__init__(torch.device("cpu"), threads=4)
         self.into_the_dead = 0
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        if lane is not self._lanes[1]:
-            super().copy(lane, destination, source)
+    def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
+        if stream is not self._streams[1]:
+            super().copy(stream, destination, source)
             return
         alive, held = weakref.ref(destination.storage), source
 
@@ -138,7 +138,7 @@ class LateBack(CpuBackend):
             self.into_the_dead += alive() is None
             assert held is not None
 
-        lane.submit(work)  # type: ignore[attr-defined]
+        stream.submit(work)  # type: ignore[attr-defined]
 
 
 def test_a_piece_that_cannot_be_read_does_not_free_what_the_others_write(
@@ -167,6 +167,6 @@ def test_a_piece_that_cannot_be_read_does_not_free_what_the_others_write(
         with pytest.raises(TransferError, match="not now"):
             loss.backward(retain_graph=True)
         gc.collect()
-        backend.record(session.runtime(leaf.device).mover.lanes[1]).synchronize()
+        backend.record(session.runtime(leaf.device).mover.streams[1]).synchronize()
         assert len(calls) >= 4
         assert backend.into_the_dead == 0

@@ -110,11 +110,11 @@ def test_who_waits_while_the_session_closes_is_told_so() -> None:
 
 
 def test_the_collector_may_run_in_a_lane(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A handle that dies there must not wait for the lane that it dies in."""
+    """A handle that dies there must not wait for the stream that it dies in."""
     with spillway.Session(window=1 << 30) as session:
         leaf = torch.randn(ELEMENTS, requires_grad=True)
         runtime = session.runtime(leaf.device)
-        out, _ = runtime.mover.lanes
+        out, _ = runtime.mover.streams
         start = threading.Event()
 
         def collect() -> None:

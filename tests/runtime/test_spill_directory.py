@@ -12,7 +12,8 @@ import pytest
 
 from runtime.disk_support import get, make, needs_proc, put
 from spillway.errors import SpillPathError
-from spillway.runtime.spill_file import Mount, SpillFile, SystemCalls
+from spillway.runtime.spill_file import SpillFile, SystemCalls
+from spillway.runtime.system import Mount
 
 
 class Mounted(SystemCalls):

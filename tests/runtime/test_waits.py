@@ -50,11 +50,10 @@ def _fails() -> str | None:
 def test_all_waits_are_found() -> None:
     assert len(CASES) >= 12
     assert {cls.__name__ for cls, *_ in CASES} == {
-        "ComputeLanes",
+        "ComputeStreams",
         "PrefetchQueue",
         "HostTier",
-        "_DiskTier",
-        "StagedDiskTier",
+        "DiskTier",
         "DirectDiskTier",
         "Arena",
     }

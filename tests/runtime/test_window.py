@@ -66,7 +66,7 @@ def test_a_smaller_window_is_kept_to_from_then_on() -> None:
 
         wanted = step().clone()
         mover = session.runtime(leaf.device).mover
-        mover.resize(2 * MIB)
+        mover.claim(mover, 2 * MIB)
         assert session.runtime(leaf.device).window == 2 * MIB
         for _ in range(3):
             events.events.clear()
@@ -74,7 +74,7 @@ def test_a_smaller_window_is_kept_to_from_then_on() -> None:
         out, back = most_on_their_way(events)
         assert 0 < out <= 2 * MIB
         assert 0 < back <= 2 * MIB
-        mover.resize(5 * MIB)
+        mover.claim(mover, 5 * MIB)
         for _ in range(3):
             events.events.clear()
             assert torch.equal(step(), wanted)

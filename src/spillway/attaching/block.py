@@ -24,11 +24,11 @@ from spillway._torch import global_pre_hooks, has_global_hook, hooks_of, own_cal
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.blocks import Named
-from spillway.checkpointing.function import in_replay
 from spillway.checkpointing.recorder import Observer
 from spillway.errors import RecomputeError
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
+from spillway.saved_tensors.handles import in_replay
 from spillway.saved_tensors.kept import PassthroughBlock
 from spillway.session import Session
 

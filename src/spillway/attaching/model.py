@@ -27,7 +27,7 @@ from spillway.blocks import Named
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.recomputing import hooks_around
-from spillway.saved_tensors.order import Memory
+from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -149,13 +149,13 @@ class ModelPass(offload):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
-        self._memory = Memory()
+        self._memory = LearnedOrders()
 
     def forget(self) -> None:
         """Forget the learned order. See NOTE [ Another plan ]."""
-        self._memory = Memory()
+        self._memory = LearnedOrders()
 
-    def _memory_in(self, session: Session) -> Memory:
+    def _memory_in(self, session: Session) -> LearnedOrders:
         return self._memory
 
 

@@ -42,7 +42,7 @@ from torch.utils._pytree import tree_leaves
 from spillway._torch import untraced
 from spillway.checkpointing.checks import difference_error, fingerprint_of, nodes_with_unwritten_memory
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
-from spillway.checkpointing.function import replay_argument, replaying
+from spillway.checkpointing.function import replay_argument
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program, Selection
@@ -51,7 +51,7 @@ from spillway.checkpointing.replayable import CallSetup, ReplayableCall
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
-from spillway.saved_tensors.handles import Handle, check_version, unpack
+from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr

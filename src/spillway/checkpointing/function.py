@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -146,28 +145,6 @@ class ReplayedFunction:
             if self._reentrant:
                 self.histories = self._state.histories()
         return output
-
-
-class _Replays(threading.local):
-    depth = 0
-
-
-_replays = _Replays()
-
-
-def in_replay() -> bool:
-    """Whether the calling thread replays a checkpointed function."""
-    return _replays.depth > 0
-
-
-@contextmanager
-def replaying(depth: int = 1) -> Iterator[None]:
-    """A context in which the calling thread replays a checkpointed function."""
-    _replays.depth += depth
-    try:
-        yield
-    finally:
-        _replays.depth -= depth
 
 
 def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:

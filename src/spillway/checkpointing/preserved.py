@@ -31,8 +31,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway.checkpointing.program import Decisions, Input, Preserved, PreservedParts, Program, lies_within
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
-from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, unpack
-from spillway.saved_tensors.hooks import Pass
+from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, unpack
+from spillway.saved_tensors.hooks import ForwardScope
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
 from spillway.selectors import Planned
@@ -60,7 +60,7 @@ class PreservedTensors:
     def __init__(
         self,
         decisions: Decisions,
-        scope: Pass,
+        scope: ForwardScope,
         tensors: Sequence[torch.Tensor],
         arguments: Sequence[Argument],
         reached: Sequence[torch.Tensor],
@@ -103,7 +103,7 @@ class PreservedTensors:
 
     def _is_foreign(self, how: Input) -> bool:
         """Whether other hooks hold an input: they may unpack it only once, for the replay."""
-        return not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, AwayHandle)
+        return not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, OffloadedHandle)
 
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
@@ -240,7 +240,7 @@ class PreservingCall:
         scope: the forward scope that the call belongs to.
     """
 
-    def __init__(self, order: SavingOrder, scope: Pass) -> None:
+    def __init__(self, order: SavingOrder, scope: ForwardScope) -> None:
         self._order = order
         self._scope = scope
         self._keeping = Keeping(scope)

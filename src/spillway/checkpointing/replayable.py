@@ -20,7 +20,7 @@ from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.reached import ReachedTensors, RefusedTensor, RefuseReads, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.saved_tensors.handles import KeptHandle, unpack
-from spillway.saved_tensors.hooks import Pass
+from spillway.saved_tensors.hooks import ForwardScope
 from spillway.types import Decision
 
 _KEEP = Decision.KEEP
@@ -39,7 +39,7 @@ class CallSetup(NamedTuple):
     """Its Python state before the call."""
     learned: LearnedCalls
     """What earlier calls of this kind taught."""
-    scope: Pass
+    scope: ForwardScope
     """The forward scope that the call belongs to: counts bytes, and offloads inputs if asked to."""
     inputs: Decision | None
     """What is done with the tensors among the arguments; ``None``: what the hooks around the call do."""
@@ -152,7 +152,7 @@ class ReplayableCall:
         pack: Callable[[torch.Tensor], Any] = KeptHandle
         back: Callable[[Any], torch.Tensor] = unpack
         if self._inputs is not None and self._inputs is not _KEEP:
-            pack = scope.pack_to_leave
+            pack = scope.pack_offloaded
         elif self._inputs is None and around is not None:
             pack, back = around
             if getattr(pack, "__self__", None) is scope and scope.keeps_the_rest:

@@ -17,11 +17,10 @@ import torch
 
 from spillway.errors import SpillPathError, TierError, UsageError
 from spillway.planner.hardware import Hardware
-from spillway.runtime.device import backend_for
+from spillway.runtime.accelerator import backend_for
 from spillway.runtime.process_memory import malloc_setting
-from spillway.runtime.spill_file import SpillFile, SystemCalls, mount_of
-from spillway.runtime.system import device_name, local_ranks, memory_limit
-from spillway.session import HOST_SHARE
+from spillway.runtime.spill_file import SpillFile
+from spillway.runtime.system import HOST_SHARE, device_name, local_ranks, memory_limit, mount_of, mounts
 from spillway.units import format_bytes
 
 TRIED_BYTES = 64 << 20
@@ -214,7 +213,7 @@ def _read_spill(directory: str | os.PathLike[str] | None) -> Spill:
             return Spill(
                 directory=str(file.directory),
                 named=named,
-                kind=mount_of(file.directory, SystemCalls().mounts()).kind,
+                kind=mount_of(file.directory, mounts()).kind,
                 free=shutil.disk_usage(file.directory).free,
                 direct=file.direct,
             )

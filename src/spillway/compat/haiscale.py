@@ -17,9 +17,9 @@ from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.policies import Ratio
-from spillway.runtime.backend import Lane
-from spillway.saved_tensors.hooks import Pass, SavedState
-from spillway.saved_tensors.order import Memory
+from spillway.runtime.backend import Stream
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
+from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import Session
 from spillway.units import format_bytes
 
@@ -56,9 +56,9 @@ class TagInfo:
         return 0 if current is None else current.decider.offloaded_bytes
 
     @property
-    def stream(self) -> Lane:
+    def stream(self) -> Stream:
         """The offload stream of the current accelerator or of the CPU, which all tags share."""
-        return Session.default().runtime(current_device()).mover.lanes[0]
+        return Session.default().runtime(current_device()).mover.streams[0]
 
     def reset_current_offload_memory(self) -> None:
         """Count from 0 again in the current forward pass of the calling thread. Every exit does so."""
@@ -66,12 +66,12 @@ class TagInfo:
             self._current.decider.offloaded_bytes = 0
 
     @property
-    def _memory(self) -> Memory:
-        return Session.default().of(SavedState).memory(self.tag)
+    def _memory(self) -> LearnedOrders:
+        return Session.default().of(SavedState).learned(self.tag)
 
     @property
-    def _current(self) -> Pass | None:
-        return Session.default().of(SavedState).passes.under(self.tag)
+    def _current(self) -> ForwardScope | None:
+        return Session.default().of(SavedState).scopes.under(self.tag)
 
 
 @dataclass(frozen=True, eq=False)

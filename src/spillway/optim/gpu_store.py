@@ -27,7 +27,7 @@ from spillway.optim.optimizer_class import State
 from spillway.optim.state_store import SettingsOf, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.transfers import Pinned, aligned, on_error
-from spillway.runtime.backend import Event, Lane
+from spillway.runtime.backend import Event, Stream
 from spillway.runtime.bytes import Bytes, Cells, Flat, over
 
 _LINE = 512
@@ -35,8 +35,8 @@ _LINE = 512
 
 
 class _Streams(NamedTuple):
-    incoming: Lane
-    outgoing: Lane
+    incoming: Stream
+    outgoing: Stream
 
 
 class _Range(NamedTuple):
@@ -170,7 +170,7 @@ class PinnedTier(ChunkTier):
     def streams_of(self, context: DeviceContext) -> _Streams:
         if context not in self._streams:
             backend = context.transfers.backend
-            self._streams[context] = _Streams(backend.lane("states in"), backend.lane("states out"))
+            self._streams[context] = _Streams(backend.new_stream("states in"), backend.new_stream("states out"))
         return self._streams[context]
 
     def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:

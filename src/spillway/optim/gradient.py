@@ -23,7 +23,7 @@ from spillway.errors import UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import local_of, scratch_of, with_strides_of
 from spillway.optim.transfers import Pinned, SentTensor, Transfers, Upload
-from spillway.runtime.backend import Event, HostLane, TaskEnd, finish
+from spillway.runtime.backend import Event, HostQueue, TaskEnd, finish
 from spillway.runtime.bytes import Cells
 
 if TYPE_CHECKING:
@@ -79,9 +79,9 @@ class DeviceContext:
     """The copy streams, threads and counts that all gradients of one GPU share."""
 
     transfers: Transfers
-    lane: HostLane
+    lane: HostQueue
     """The CPU worker thread."""
-    workers: HostLane
+    workers: HostQueue
     """Threads that compute for it."""
     check_session: Callable[[], None]
     """Raises if the session is closed. Without it, waits for a copy would never end."""

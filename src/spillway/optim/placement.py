@@ -33,7 +33,7 @@ from spillway.optim.state_store import MemoryStore, StateStore
 from spillway.optim.states import MASTER, device_copy
 from spillway.optim.tensors import follow, local_of
 from spillway.optim.transfers import Transfers, on_error
-from spillway.runtime.backend import HostLane
+from spillway.runtime.backend import HostQueue
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
 
@@ -64,7 +64,7 @@ class Placement:
         self._session = session
         self._groups = groups
         self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
-        self._threads: tuple[HostLane, HostLane] | None = None
+        self._threads: tuple[HostQueue, HostQueue] | None = None
         self.device = DeviceStep(device_class, arguments)
         self.store = self._new_store()
 
@@ -184,8 +184,10 @@ class Placement:
                 # One worker thread and its workers for all devices, which share the CPUs.
                 threads = self.options.threads_of_step
                 workers, each = workers_of(threads)
-                lane = runtime.backend.host_lane("optimizer", begin=partial(compute_with, threads))
-                some = runtime.backend.host_lane("optimizer-worker", threads=workers, begin=partial(compute_with, each))
+                lane = runtime.backend.host_queue("optimizer", begin=partial(compute_with, threads))
+                some = runtime.backend.host_queue(
+                    "optimizer-worker", threads=workers, begin=partial(compute_with, each)
+                )
                 self._threads = lane, some
             context = self.contexts[device] = DeviceContext(
                 Transfers(runtime), *self._threads, self._session.check_open, pins_sums=self.store.steps_on_device

@@ -21,7 +21,7 @@ import torch
 
 from spillway.optim.tensors import memory_of
 from spillway.runtime.arena import Arena, Block
-from spillway.runtime.backend import Event, Lane, Stalls, label
+from spillway.runtime.backend import Event, Stalls, Stream, label
 from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.device import DeviceRuntime
 
@@ -91,7 +91,7 @@ def _free(arena: Arena, block: Block, copies: dict[Hashable, Event], before: lis
 class TransferBatch:
     """Tensors of one stream that are copied together: small ones share a block, a wait and an event."""
 
-    stream: Lane
+    stream: Stream
     sources: list[tuple[int, Bytes]] = field(default_factory=list)
     nbytes: int = 0
     parts: int = 0
@@ -158,8 +158,8 @@ class Transfers:
         self.arena = runtime.arena
         self.window = runtime.window
         self.spill_file = runtime.spill_file
-        self._out = self.backend.lane("gradients")
-        self._back = self.backend.lane("parameters")
+        self._out = self.backend.new_stream("gradients")
+        self._back = self.backend.new_stream("parameters")
         self._open: TransferBatch | None = None
         """A batch of small tensors that is not full yet."""
         self._leaving: deque[TransferBatch] = deque()

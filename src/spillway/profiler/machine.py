@@ -30,12 +30,13 @@ import torch
 
 from spillway.errors import BackendError, TierError, TierFullError, UsageError
 from spillway.planner.hardware import Bandwidth, Hardware
-from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.accelerator import backend_for
+from spillway.runtime.anonymous_file import ALIGNMENT
+from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
-from spillway.runtime.device import backend_for
 from spillway.runtime.disk import PIECE_BYTES
-from spillway.runtime.spill_file import ALIGNMENT, Extent, SpillFile
+from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.runtime.system import device_name, memory_limit, which_device
 from spillway.units import format_bytes
 
@@ -323,13 +324,13 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Bandwidth:
 
     It takes so many seconds, and allocates the bytes of a copy four times: on the device and on the CPU, for each way.
     """
-    out, back = backend.lane("out"), backend.lane("back")
+    out, back = backend.new_stream("out"), backend.new_stream("back")
     host = [Bytes.of(backend.host_slab(nbytes).fill_(1)) for _ in range(2)]
     device = [Bytes.of(_device_memory(backend, nbytes)) for _ in range(2)]
     _wait_for_compute(backend)
     ends = {out: (host[0], device[0]), back: (device[1], host[1])}
 
-    def queue(*lanes: Lane) -> None:
+    def queue(*lanes: Stream) -> None:
         for lane in lanes:
             backend.copy(lane, *ends[lane])
 
@@ -337,7 +338,7 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Bandwidth:
         for event in [backend.record(lane) for lane in ends]:
             event.synchronize()
 
-    def rate(*lanes: Lane) -> float:
+    def rate(*lanes: Stream) -> float:
         return rate_of(partial(queue, *lanes), wait, len(lanes) * nbytes, seconds / 3)
 
     return Bandwidth(active=1, out=rate(out), back=rate(back), both=rate(out, back))

@@ -9,8 +9,8 @@ NOTE [ Copies past torch ]
 
 ``Tensor.copy_`` of bytes between a device and registered CPU memory costs several times the CPU time of the driver
 call: torch dispatches it, enters and leaves a stream, and looks up whose memory it is. A CPU-bound training pays that
-for each offloaded tensor. A lane's copies are plain ranges of bytes, and the mover keeps their order and lifetimes, so
-they are given to the driver as they are. Profilers see them on the device, without a torch operator. If the calling
+for each offloaded tensor. A stream's copies are plain ranges of bytes, and the mover keeps their order and lifetimes.
+So they are given to the driver as they are. Profilers see them on the device, without a torch operator. If the calling
 thread is on another device, if the driver refuses, or if this torch lacks a name, torch makes the copy.
 
 NOTE [ Copies of other code ]
@@ -38,21 +38,22 @@ from typing import Any
 
 import torch
 
+from spillway._torch import current_device, stream_handle
 from spillway.errors import BackendError, TierFullError, UnsupportedError
 from spillway.runtime.backend import (
     Backend,
     Event,
-    HostLane,
+    HostQueue,
     HostTasks,
-    Lane,
     Several,
     Stalls,
+    Stream,
     Task,
     TaskEvent,
     be_in_task,
 )
-from spillway.runtime.bytes import Bytes, Cells, Form
-from spillway.runtime.cpu import anonymous_pages
+from spillway.runtime.bytes import Bytes, Cells
+from spillway.runtime.cpu import CpuBackend, anonymous_pages
 from spillway.runtime.system import near_cpus
 
 _MOST_THREADS = 16
@@ -65,11 +66,11 @@ _PART = 16 << 20
 @functools.cache
 def library() -> ctypes.CDLL:
     """The driver's library."""
-    return ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+    return ctypes.CDLL("libcuda.so.1")
 
 
 class CudaDriver:
-    """See NOTE [ Copies past torch ]."""
+    """Copies by the driver. See NOTE [ Copies past torch ]."""
 
     def __init__(self, current: Callable[[int], int], device: Callable[[], int]) -> None:
         self.current = current
@@ -81,26 +82,22 @@ class CudaDriver:
     @classmethod
     def of(cls, device: torch.device) -> CudaDriver | None:
         """``None`` on another device than CUDA, or with a torch that has other names for this."""
-        names = ("_cuda_getCurrentRawStream", "_cuda_getDevice")
-        current, its_device = (getattr(torch._C, name, None) for name in names)
-        if device.type != "cuda" or torch.version.hip is not None or current is None or its_device is None:
+        if device.type != "cuda" or torch.version.hip is not None or stream_handle is None or current_device is None:
             return None
-        return cls(current, its_device)
+        return cls(stream_handle, current_device)
 
     def copy(self, device: int, stream: int, destination: int, source: int, nbytes: int) -> bool:
         """Queue a copy between two addresses; says whether it was queued."""
-        if self._device() != device:
-            return False
-        return not self._copy(destination, source, nbytes, stream)
+        return self._device() == device and not self._copy(destination, source, nbytes, stream)
 
 
 class AcceleratorBackend(Backend):
-    """Lanes are streams of the device.
+    """Streams are streams of the device.
 
     Args:
         device: with an index: ``torch.device("cuda", 0)``.
         threads: how many threads read and write the spill file. ``None``: one a CPU, up to 16.
-        streams: the user's streams for the lanes ``"out"`` and ``"back"``, if they are of this device.
+        streams: the user's streams ``"out"`` and ``"back"``, if they are of this device.
     """
 
     # The caching allocator cuts at multiples of 512 bytes.
@@ -110,136 +107,133 @@ class AcceleratorBackend(Backend):
         self, device: torch.device, *, threads: int | None = None, streams: Mapping[str, torch.Stream] | None = None
     ) -> None:
         super().__init__(device)
-        self._streams = {name: stream for name, stream in (streams or {}).items() if stream.device == device}
+        self._given = {name: stream for name, stream in (streams or {}).items() if stream.device == device}
         most = threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1)
-        self._tasks = HostTasks(most, self._begin_tasks)
-        self._lanes: list[torch.Stream] = []
+        self._tasks = HostTasks(most, self._use_device)
+        self._streams: list[torch.Stream] = []
         self._entering = threading.Lock()
         self.unified = _is_unified(device)
         self._driver = CudaDriver.of(device)
-        self._computes: dict[int, Lane] = {}
-        """Compute lanes by their handles."""
-        self._handles: dict[Lane, int] = {}
-        """The handles of lanes that copies are queued on."""
-        self._beside: dict[Lane, Lane] = {}
-        """The stream that takes turns with a lane: see NOTE [ Copies of other code ]."""
+        self._computes: dict[int, Stream] = {}
+        """Compute streams by their handles."""
+        self._handles: dict[Stream, int] = {}
+        """The handles of streams that copies are queued on."""
+        self._beside: dict[Stream, Stream] = {}
+        """The stream that takes turns with another: see NOTE [ Copies of other code ]."""
 
-    def compute(self) -> Lane:
+    def compute(self) -> Stream:
+        # Called for each saved tensor. An index takes torch a third of a device's time.
         index = self.device.index
         if self._driver is None:
-            # By its index, which takes torch a third of the time.
             return torch.accelerator.current_stream(index)
-        # Called for each saved tensor, and making a stream object takes ten times as long as its handle.
+        # Making a stream object takes ten times as long as its handle.
         handle = self._driver.current(index)
-        lane = self._computes.get(handle)
-        if lane is None:
-            lane = self._computes[handle] = torch.accelerator.current_stream(index)
-        return lane
+        stream = self._computes.get(handle)
+        if stream is None:
+            stream = self._computes[handle] = torch.accelerator.current_stream(index)
+        return stream
 
-    def lane(self, name: str) -> Lane:
-        given = self._streams.get(name)
-        self._lanes.append(given if given is not None else torch.Stream(device=self.device))
+    def new_stream(self, name: str) -> Stream:
+        given = self._given.get(name)
+        self._streams.append(given if given is not None else torch.Stream(device=self.device))
         if self._driver is not None:
-            self._handles[self._lanes[-1]] = _as_cuda(self._lanes[-1]).cuda_stream
-        return self._lanes[-1]
+            self._handles[self._streams[-1]] = _as_cuda(self._streams[-1]).cuda_stream
+        return self._streams[-1]
 
-    def record(self, lane: Lane) -> Event:
+    def record(self, stream: Stream) -> Event:
         # Timing costs a microsecond, and tells a stall without waiting for it.
         event = torch.Event(device=self.device, enable_timing=True)
-        event.record(lane)  # type: ignore[arg-type]
+        event.record(stream)  # type: ignore[arg-type]
         return event
 
-    def wait(self, lane: Lane, event: Event) -> None:
-        self._wait(lane, event, [])
+    def wait(self, stream: Stream, event: Event) -> None:
+        self._wait(stream, event, [])
 
-    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
+    def timed_wait(self, stream: Stream, event: Event, stalls: Stalls) -> None:
         if isinstance(event, torch.Event) and event.query():
             # It was reached while the CPU came here.
             return
-        arrived = self.record(lane)
+        arrived = self.record(stream)
         waited: list[torch.Event] = []
-        self._wait(lane, event, waited)
+        self._wait(stream, event, waited)
         if waited:
             stalls.pending.append(_Stall(arrived, waited))
 
-    def _wait(self, lane: Lane, event: Event, waited: list[torch.Event]) -> None:
+    def _wait(self, stream: Stream, event: Event, waited: list[torch.Event]) -> None:
         if isinstance(event, Several):
-            event.each(lambda one: self._wait(lane, one, waited))
+            event.each(lambda one: self._wait(stream, one, waited))
             return
         if isinstance(event, TaskEvent):
             # Blocks until the host work before it is done.
             inner = event.resolve()
             if inner is not None:
-                self._wait(lane, inner, waited)
+                self._wait(stream, inner, waited)
             return
         reached: Any = event
-        lane.wait_event(reached)  # type: ignore[attr-defined]
+        stream.wait_event(reached)  # type: ignore[attr-defined]
         waited.append(reached)
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        if self._driver is not None and self._by_driver(self._driver, lane, destination, source):
+    def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
+        if self._driver is not None and self._by_driver(self._driver, stream, destination, source):
             return
         written, read = destination.tensor(), source.tensor()
         # A stream object remembers which stream it replaced, so two threads must not be inside of one.
-        with self._entering, lane:  # type: ignore[attr-defined]
+        with self._entering, stream:  # type: ignore[attr-defined]
             written.copy_(read, non_blocking=True)
 
-    def _by_driver(self, driver: CudaDriver, lane: Lane, destination: Bytes, source: Bytes) -> bool:
-        handle = self._handles.get(lane)
+    def _by_driver(self, driver: CudaDriver, stream: Stream, destination: Bytes, source: Bytes) -> bool:
+        handle = self._handles.get(stream)
         is_whole = destination.nbytes == source.nbytes and destination.is_there() and source.is_there()
         if handle is None or not is_whole:
             # Torch reports the error.
             return False
         if source.nbytes > _PART and source.storage.device.type == "cpu" and _trains_with_others():
-            return self._in_parts(driver, lane, destination, source)
+            return self._in_parts(driver, stream, destination, source)
         return driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
 
-    def _in_parts(self, driver: CudaDriver, lane: Lane, destination: Bytes, source: Bytes) -> bool:
-        """See NOTE [ Copies of other code ]. The lane continues when all parts are done."""
-        if lane not in self._beside:
-            self._beside[lane] = self.lane("beside")
-        turns = itertools.cycle((lane, self._beside[lane]))
+    def _in_parts(self, driver: CudaDriver, stream: Stream, destination: Bytes, source: Bytes) -> bool:
+        """See NOTE [ Copies of other code ]. The stream continues when all parts are done."""
+        if stream not in self._beside:
+            self._beside[stream] = self.new_stream("beside")
+        turns = itertools.cycle((stream, self._beside[stream]))
         here, to, since = next(turns), destination.address, source.address
         for start in range(0, source.nbytes, _PART):
             part = min(_PART, source.nbytes - start)
             if not driver.copy(self.device.index, self._handles[here], to + start, since + start, part):
                 # The queued parts end before torch copies everything once more.
-                self._hand_on(here, lane)
+                self._hand_on(here, stream)
                 return False
             if start + part < source.nbytes:
                 before, here = here, next(turns)
                 self._hand_on(before, here)
-        self._hand_on(here, lane)
+        self._hand_on(here, stream)
         return True
 
-    def _hand_on(self, before: Lane, after: Lane) -> None:
-        """The second lane continues when the first is done."""
+    def _hand_on(self, before: Stream, after: Stream) -> None:
+        """The second stream continues when the first is done."""
         if before is not after:
             event: Any = torch.Event(device=self.device)
             event.record(before)
             after.wait_event(event)  # type: ignore[attr-defined]
 
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+    def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
         written, read = destination.tensor(), source.tensor()
-        with self._entering, lane:  # type: ignore[attr-defined]
-            # Through memory of the lane's own, which the next call reuses: torch would convert on the CPU.
+        with self._entering, stream:  # type: ignore[attr-defined]
+            # Through memory of the stream's own, which the next call reuses: torch would convert on the CPU.
             written.copy_(read.to(self.device, non_blocking=True))
 
     def run(self, task: Task) -> Event:
         return self._tasks.run(task)
 
-    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
-        return HostTasks(threads, self._begin_tasks, begin, name=name)
+    def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
+        return HostTasks(threads, self._use_device, *([begin] if begin else []), name=name)
 
-    def empty(self, form: Form) -> torch.Tensor:
-        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
-
-    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:
+    def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:
         # The allocator ignores the stream on which it allocated the storage. So this only matters for a storage from a
         # stream that the mover has never seen, such as a data loader's.
         tensor = memory.tensor()
-        for lane in lanes:
-            tensor.record_stream(lane)  # type: ignore[arg-type]
+        for stream in streams:
+            tensor.record_stream(stream)  # type: ignore[arg-type]
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         if self.device.type != "cuda":
@@ -257,13 +251,13 @@ class AcceleratorBackend(Backend):
     def capture(self) -> int | None:
         return self.capture_of(self.compute()) if self.is_capturing() else None
 
-    def capture_of(self, lane: Lane) -> int | None:
-        return _capture_of(_as_cuda(lane))
+    def capture_of(self, stream: Stream) -> int | None:
+        return _capture_of(_as_cuda(stream))
 
-    def record_captured(self, lane: Lane) -> Event:
+    def record_captured(self, stream: Stream) -> Event:
         # An event of a capture cannot be timed.
         event = torch.Event(device=self.device)
-        event.record(lane)  # type: ignore[arg-type]
+        event.record(stream)  # type: ignore[arg-type]
         return event
 
     def memory_info(self) -> tuple[int, int] | None:
@@ -276,12 +270,11 @@ class AcceleratorBackend(Backend):
 
     def close(self) -> None:
         self._tasks.close()
-        for lane in self._lanes:
-            lane.synchronize()
+        for stream in self._streams:
+            stream.synchronize()
 
-    def _begin_tasks(self) -> None:
-        be_in_task()
-        # A new thread's current device is the first one. Entering a lane there would create a context of half a
+    def _use_device(self) -> None:
+        # A new thread's current device is the first one. Entering a stream there would create a context of half a
         # gigabyte on a device that belongs to another rank.
         torch.accelerator.set_device_index(self.device)
 
@@ -321,10 +314,10 @@ def _trains_with_others() -> bool:
     return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
-def _as_cuda(lane: Lane) -> torch.cuda.Stream:
-    stream: Any = lane
-    known = {"stream_id": stream.stream_id, "device_index": stream.device_index, "device_type": stream.device_type}
-    return torch.cuda.Stream(**known)  # type: ignore[no-untyped-call]
+def _as_cuda(stream: Stream) -> torch.cuda.Stream:
+    known: Any = stream
+    numbers = {"stream_id": known.stream_id, "device_index": known.device_index, "device_type": known.device_type}
+    return torch.cuda.Stream(**numbers)  # type: ignore[no-untyped-call]
 
 
 def _capture_of(stream: torch.cuda.Stream) -> int | None:
@@ -381,3 +374,17 @@ def _registered(slab: torch.Tensor) -> torch.Tensor:
     # under it still holds them.
     weakref.finalize(slab.untyped_storage(), runtime.cudaHostUnregister, slab.data_ptr())
     return slab
+
+
+def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:
+    """The backend of a device, on the user's ``streams`` if there are any. Raises ``BackendError`` if there is none."""
+    if device.type == "cpu":
+        return CpuBackend(device)
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type == device.type:
+        return AcceleratorBackend(device, streams=streams)
+    raise BackendError(
+        f"A saved tensor is on {device}, and no backend serves that device here. Spillway serves the CPU"
+        f"{f' and {accelerator}' if accelerator else ''}. Keep the tensor with spillway.keep(), or give Session a "
+        "backend."
+    )

@@ -66,13 +66,9 @@ class FreeRanges:
         return offset, after
 
     def give(self, offset: int, nbytes: int, after: tuple[Event, ...] = (), *, asks: bool = False) -> None:
-        """Add a range that overlaps no other one.
+        """Add a range that overlaps no other one, and the events to wait for before the next write.
 
-        Args:
-            offset: its first byte.
-            nbytes: how many.
-            after: events to wait for before the next write.
-            asks: whether events may be asked if they have been reached: those that have are forgotten.
+        ``asks``: events may be asked whether they have been reached, and those that have are forgotten.
         """
         ranges = self.ranges
         index = bisect.bisect(ranges, offset, key=lambda item: item[0])
@@ -91,9 +87,9 @@ class FreeRanges:
         """Free bytes just before ``end``, the end of the file."""
         return self.ranges[-1][1] if self.ranges and sum(self.ranges[-1][:2]) == end else 0
 
-    def largest(self, end: int, room: int) -> int:
-        """The most bytes that one range could have, if the file may grow by ``room`` behind ``end``."""
-        return max([self.tail(end) + room, *(nbytes for _, nbytes, _ in self.ranges)])
+    def largest(self, end: int, growth: int) -> int:
+        """The most bytes that one range could have, if the file may grow by ``growth`` behind ``end``."""
+        return max([self.tail(end) + growth, *(nbytes for _, nbytes, _ in self.ranges)])
 
 
 class _Slab:
@@ -107,19 +103,12 @@ class _Slab:
         self.free.give(0, self.nbytes)
 
     def cut(self, nbytes: int) -> Block | None:
-        """A block of the smallest free range that has so many bytes."""
         found = self.free.take(nbytes)
         return None if found is None else Block(self, found[0], nbytes, found[1])
 
 
 class Arena:
-    """Cuts blocks from slabs that the backend makes. All methods may be called from any thread.
-
-    Args:
-        make_slab: bytes in, CPU memory out (:meth:`Backend.host_slab`).
-        capacity: most bytes that all slabs together may have.
-        slab_bytes: least size of a slab.
-    """
+    """Cuts blocks from slabs that the backend makes, up to ``capacity`` bytes. May be called from any thread."""
 
     def __init__(
         self, make_slab: Callable[[int], torch.Tensor], *, capacity: int, slab_bytes: int = SLAB_BYTES
@@ -137,7 +126,6 @@ class Arena:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of all slabs."""
         return self._slabs_bytes
 
     def allocate(self, nbytes: int, *, over_cap: bool = False, grows: bool = True) -> Block:
@@ -145,11 +133,11 @@ class Arena:
 
         Args:
             nbytes: how many.
-            over_cap: pass the cap rather than fail.
+            over_cap: exceed the cap rather than fail.
             grows: whether slabs may be made, or given back, and events be asked: not in a capture.
 
         Raises:
-            TierFullError: when it fits in no slab, and another one would pass the cap or could not be made once.
+            TierFullError: no slab has the space, and another one would exceed the cap or could not be made once.
         """
         nbytes = pages(nbytes)
         with self._lock:
@@ -224,23 +212,22 @@ class Arena:
                 return block
         if not grows:
             raise TierFullError(
-                f"host memory: got a request for {format_bytes(nbytes)} when no memory can be registered, expected "
-                f"room that earlier steps have left; run a step like it before, in the same session"
+                f"host memory: got a request for {format_bytes(nbytes)} while a graph is captured, which allows no new "
+                f"memory. Run a step like it before the capture, in the same session."
             )
         return self._grow(nbytes, over_cap=over_cap)
 
     def _grow(self, nbytes: int, *, over_cap: bool) -> Block:
-        """A block of a new slab."""
-        room = self.capacity - self.reserved_bytes
-        if nbytes > room and not over_cap:
+        left = self.capacity - self.reserved_bytes
+        if nbytes > left and not over_cap:
             raise TierFullError(
                 f"host memory: got a request for {format_bytes(nbytes)} with {format_bytes(self._used)} of "
-                f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or send more to disk"
+                f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or offload more to disk"
             )
         # A multiple of the request, since a step asks for the same sizes again and again.
         usual = min(max(self._slabs_bytes // _SHARE_OF_A_SLAB, self._slab_bytes), MOST_SLAB_BYTES)
         wanted = nbytes * -(-usual // nbytes)
-        slab = _Slab(self._made(wanted if wanted <= room else max(nbytes, room // nbytes * nbytes)))
+        slab = _Slab(self._made(wanted if wanted <= left else max(nbytes, left // nbytes * nbytes)))
         self._slabs.append(slab)
         self._slabs_bytes += slab.nbytes
         block = slab.cut(nbytes)

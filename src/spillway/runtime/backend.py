@@ -1,17 +1,17 @@
 """The interface between the runtime and a device, and the threads for host work.
 
-NOTE [ Lanes, events, waits ]
+NOTE [ Streams, events, waits ]
 
-A *lane* is a stream of copies: an ordered queue. Lanes do not wait for each other unless told to. An *event* is a point
-in a lane. After ``wait(lane, event)`` everything queued on the lane starts after the event. There is no other order.
-Two accesses to the same bytes from different lanes race, unless a chain of recorded and awaited events orders them.
+A *stream* is an ordered queue of copies. Streams do not wait for each other unless told to. An *event* is a point in a
+stream. After ``wait(stream, event)`` everything queued on the stream starts after the event. There is no other order.
+Two accesses to the same bytes from different streams race, unless a chain of recorded and awaited events orders them.
 
-The *compute* lane belongs to the caller. On an accelerator it is the current stream of the calling thread, which the
+The *compute* stream belongs to the caller. On an accelerator it is the current stream of the calling thread, which the
 user may change at any time. On the CPU it is the calling thread itself, so waiting on it blocks.
 
 A *task* is host work, such as a read of the spill file, done by one of a few threads. Its event is reached when the
 task is done. If the task returned the event of a copy that it queued, that one must be reached too. An error in a task
-is raised to every caller that waits for its event. A *host lane* runs tasks in order, in one thread or in several.
+is raised to every caller that waits for its event. A *host queue* runs tasks in order, in one thread or in several.
 
 Three backends exist: ``cpu.py``, ``accelerator.py``, and the adversary in :mod:`spillway.testing`.
 """
@@ -33,13 +33,13 @@ from typing import NoReturn, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from spillway._torch import is_profiling
+from spillway.errors import SessionError
 from spillway.runtime.bytes import Bytes, Cells, Form
-
-# Events, lanes and stalls.
 
 
 class Event(Protocol):
-    """A point in a lane, or the end of a task."""
+    """A point in a stream, or the end of a task."""
 
     def query(self) -> bool:
         """Whether it has been reached."""
@@ -50,8 +50,8 @@ class Event(Protocol):
         ...
 
 
-class Lane(Protocol):
-    """An ordered queue of copies. Equal lanes are the same queue."""
+class Stream(Protocol):
+    """An ordered queue of copies. Equal streams are the same queue."""
 
     def __hash__(self) -> int: ...
 
@@ -68,7 +68,7 @@ class TaskEnd(Event, Protocol):
         ...
 
 
-class HostLane(Protocol):
+class HostQueue(Protocol):
     """A queue of host work, started in order by one thread or by several."""
 
     def run(self, task: Task) -> TaskEnd:
@@ -111,7 +111,7 @@ def finish(event: Event | None) -> None:
 
 
 class Stall(Protocol):
-    """One wait of the compute lane, timed by a device clock that may still be running."""
+    """One wait of the compute stream, timed by a device clock that may still be running."""
 
     def seconds(self) -> float | None:
         """Its length; ``None`` while it is not over. Never blocks."""
@@ -120,7 +120,7 @@ class Stall(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Stalls:
-    """The waits of the compute lane for one other lane."""
+    """The waits of the compute stream for one other stream."""
 
     known_seconds: float = 0.0
     """Sum of the finished waits."""
@@ -141,7 +141,7 @@ class Stalls:
 
 
 class Backend(ABC):
-    """One device, as the runtime uses it. See NOTE [ Lanes, events, waits ]."""
+    """One device, as the runtime uses it. See NOTE [ Streams, events, waits ]."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -158,37 +158,37 @@ class Backend(ABC):
     """Whether device and CPU share one memory, so that copying to CPU memory frees nothing."""
 
     @abstractmethod
-    def compute(self) -> Lane:
-        """The compute lane of the calling thread, now."""
+    def compute(self) -> Stream:
+        """The compute stream of the calling thread, now."""
 
     @abstractmethod
-    def lane(self, name: str) -> Lane:
-        """A new lane for copies."""
+    def new_stream(self, name: str) -> Stream:
+        """A new stream for copies."""
 
     @abstractmethod
-    def record(self, lane: Lane) -> Event:
-        """An event at the end of everything queued on ``lane``."""
+    def record(self, stream: Stream) -> Event:
+        """An event at the end of everything queued on ``stream``."""
 
     @abstractmethod
-    def wait(self, lane: Lane, event: Event) -> None:
-        """Everything queued on ``lane`` from now on starts after ``event``."""
+    def wait(self, stream: Stream, event: Event) -> None:
+        """Everything queued on ``stream`` from now on starts after ``event``."""
 
     def all_of(self, events: Sequence[Event]) -> Event:
         """An event that is reached when all of these are. It can be waited for, not recorded again."""
         return events[0] if len(events) == 1 else Several(events)
 
-    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
-        """Wait, and add the time that the lane had to wait to ``stalls``."""
+    def timed_wait(self, stream: Stream, event: Event, stalls: Stalls) -> None:
+        """Wait, and add the time that the stream had to wait to ``stalls``."""
         before = time.perf_counter()
-        self.wait(lane, event)
+        self.wait(stream, event)
         stalls.known_seconds += time.perf_counter() - before
 
     @abstractmethod
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
+    def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
         """Queue a copy of equally many bytes. Both must live until an event after it is reached."""
 
     @abstractmethod
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
+    def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
         """Queue a copy of elements from CPU memory to the device, converted to the destination's dtype."""
 
     @abstractmethod
@@ -196,46 +196,46 @@ class Backend(ABC):
         """Queue host work."""
 
     @abstractmethod
-    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
-        """A new lane for host work. Each of its threads calls ``begin`` first."""
+    def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
+        """A new stream for host work. Each of its threads calls ``begin`` first."""
 
-    @abstractmethod
     def empty(self, form: Form) -> torch.Tensor:
-        """An unwritten tensor on the device, for the calling thread's compute lane."""
+        """An unwritten tensor on the device, for the calling thread's compute stream."""
+        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
-    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:  # noqa: B027
-        """Called before the runtime releases memory that it did not allocate and that these lanes have used."""
+    def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:  # noqa: B027
+        """Called before the runtime releases memory that it did not allocate and that these streams have used."""
 
     @abstractmethod
     def host_slab(self, nbytes: int) -> torch.Tensor:
-        """Page-aligned CPU memory that lanes copy at full rate. It is freed when the tensor dies."""
+        """Page-aligned CPU memory that streams copy at full rate. It is freed when the tensor dies."""
 
     def memory_info(self) -> tuple[int, int] | None:
         """Free and total bytes of the device; ``None`` where the device has no memory of its own."""
         return None
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's compute lane is being captured into a graph: see ``cuda_graphs.py``."""
+        """Whether the calling thread's compute stream is being captured into a graph: see ``cuda_graphs.py``."""
         return False
 
     def may_wait(self) -> bool:
-        """Whether the calling thread's compute lane may wait for any event: not inside a capture."""
+        """Whether the calling thread's compute stream may wait for any event: not inside a capture."""
         return not self.is_capturing()
 
     def capture(self) -> int | None:
         """The number of the capture under way; ``None`` for none."""
         return None
 
-    def capture_of(self, lane: Lane) -> int | None:
-        """The number of the capture that the lane is part of; ``None`` for none."""
+    def capture_of(self, stream: Stream) -> int | None:
+        """The number of the capture that the stream is part of; ``None`` for none."""
         return None
 
-    def record_captured(self, lane: Lane) -> Event:
-        """An event on a lane that is part of a capture."""
-        return self.record(lane)
+    def record_captured(self, stream: Stream) -> Event:
+        """An event on a stream that is part of a capture."""
+        return self.record(stream)
 
     def alias(self, block: Bytes) -> torch.Tensor:
-        """CPU memory as a storage of its own, for the calling thread's compute lane. It keeps the memory alive."""
+        """CPU memory as a storage of its own, for the calling thread's compute stream. It keeps the memory alive."""
         memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
         memory.storage = block.storage  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8)
@@ -289,36 +289,28 @@ def quiet() -> Iterator[None]:
 
 
 class HostTasks:
-    """A few threads for host work, started with the first task.
+    """A few threads for host work, started with the first task. Each calls the functions ``begin`` first."""
 
-    Args:
-        threads: how many.
-        begin: called first by each thread.
-        after: called by each thread after ``begin``.
-        name: of the threads.
-    """
-
-    def __init__(
-        self,
-        threads: int,
-        begin: Callable[[], None] = be_in_task,
-        after: Callable[[], None] | None = None,
-        *,
-        name: str = "task",
-    ) -> None:
+    def __init__(self, threads: int, *begin: Callable[[], None], name: str = "task") -> None:
         def start() -> None:
-            begin()
-            if after is not None:
-                after()
+            be_in_task()
+            for each in begin:
+                each()
 
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"spillway-{name}", initializer=start)
+        self._closed = False
 
     def run(self, task: Task) -> TaskEvent:
+        if self._closed:
+            raise SessionError(
+                "The session was closed while a backward or an optimizer still used it. Close the session last."
+            )
         # A worker keeps its arguments until shortly after the event is reached, and a task holds memory. So the worker
         # gets a box, and takes the task out of it.
         return TaskEvent(self._pool.submit(_take_and_run, [task]))
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=True)
 
 
@@ -369,14 +361,13 @@ def raise_again(error: BaseException) -> NoReturn:
 
 # Spans in a profiler's trace.
 
-_is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
 
 def label(name: str) -> AbstractContextManager[object]:
     """A span ``spillway.<name>`` in a profiler's trace (an NVTX range under ``emit_nvtx``). Free without a profiler."""
-    return torch.profiler.record_function(f"spillway.{name}") if _is_profiling() else nullcontext()
+    return torch.profiler.record_function(f"spillway.{name}") if is_profiling() else nullcontext()
 
 
 def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
@@ -385,7 +376,7 @@ def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_A
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            if not _is_profiling():
+            if not is_profiling():
                 return function(*args, **kwargs)
             with label(name):
                 return function(*args, **kwargs)

@@ -30,7 +30,7 @@ _BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 @dataclass(frozen=True)
 class Affinity:
-    """What :func:`bind_to_device` did, and the way back. As a context manager, it undoes the binding in the end.
+    """The result of :func:`bind_to_device`. As a context manager, it undoes the binding in the end.
 
     Example:
         >>> with spillway.bind_to_device() as affinity:  # doctest: +SKIP
@@ -83,7 +83,7 @@ def bind_to_device(device: torch.device | str | None = None) -> Affinity:
         device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
 
     Returns:
-        What was done, with :meth:`Affinity.undo` to undo it.
+        The affinity before and after, with :meth:`Affinity.undo` to undo the binding.
 
     Raises:
         UsageError: for anything that is not a device of this machine.

@@ -1,4 +1,4 @@
-"""A range of bytes of a storage, which lanes copy and tiers store."""
+"""A range of bytes of a storage: the unit that streams copy and tiers store."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
+from spillway._torch import disable_dispatch, dispatch_modes
 
 
 class Bytes:
@@ -31,7 +33,6 @@ class Bytes:
 
     @property
     def address(self) -> int:
-        """Address of the first byte."""
         return self.storage.data_ptr() + self.start
 
     def is_there(self) -> bool:
@@ -44,7 +45,6 @@ class Bytes:
         return (ctypes.c_ubyte * self.nbytes).from_address(self.address)
 
     def first(self, nbytes: int) -> Bytes:
-        """The first ``nbytes`` of them."""
         return self if nbytes == self.nbytes else Bytes(self.storage, self.start, nbytes)
 
     def tensor(self) -> torch.Tensor:
@@ -66,8 +66,8 @@ def over(
     It computes nothing, so dispatch modes do not see it: a user's counter of operators, or the sanitizer of CUDA
     streams, would take it for a kernel.
     """
-    if torch._C._len_torch_dispatch_stack() > 0:
-        with torch._C._DisableTorchDispatch():
+    if dispatch_modes() > 0:
+        with disable_dispatch():
             return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
@@ -79,7 +79,6 @@ class Cells(NamedTuple):
     dtype: torch.dtype
 
     def tensor(self) -> torch.Tensor:
-        """The elements as a flat tensor."""
         size = self.dtype.itemsize
         return over(self.memory.storage, self.dtype, self.memory.start // size, (self.memory.nbytes // size,), (1,))
 

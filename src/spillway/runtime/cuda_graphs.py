@@ -26,7 +26,7 @@ import torch
 
 from spillway.errors import TierFullError, UnsupportedError
 from spillway.runtime.arena import Arena, Block
-from spillway.runtime.backend import Backend, Event, HostLane, Lane, Several, Stalls, Task
+from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stalls, Stream, Task
 from spillway.runtime.bytes import Bytes, Cells, Form
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
@@ -52,10 +52,10 @@ class CapturedEvent:
 class CapturingBackend(Backend):
     """A device's backend during a capture. See NOTE [ Captured work ]."""
 
-    def __init__(self, inner: Backend, lanes: dict[str, Lane]) -> None:
+    def __init__(self, inner: Backend, streams: dict[str, Stream]) -> None:
         super().__init__(inner.device)
         self._inner = inner
-        self._lanes = lanes
+        self._streams = streams
         self.alignment = inner.alignment
         self.poisons = inner.poisons
         self.unified = inner.unified
@@ -67,38 +67,38 @@ class CapturingBackend(Backend):
         """Always: `wait` leaves out the waits that a capture does not allow."""
         return True
 
-    def compute(self) -> Lane:
+    def compute(self) -> Stream:
         return self._inner.compute()
 
-    def lane(self, name: str) -> Lane:
-        return self._lanes[name]
+    def new_stream(self, name: str) -> Stream:
+        return self._streams[name]
 
-    def record(self, lane: Lane) -> Event:
-        capture = self._inner.capture_of(lane)
-        return CapturedEvent(None if capture is None else self._inner.record_captured(lane), capture)
+    def record(self, stream: Stream) -> Event:
+        capture = self._inner.capture_of(stream)
+        return CapturedEvent(None if capture is None else self._inner.record_captured(stream), capture)
 
-    def wait(self, lane: Lane, event: Event) -> None:
+    def wait(self, stream: Stream, event: Event) -> None:
         if isinstance(event, Several):
-            event.each(lambda one: self.wait(lane, one))
+            event.each(lambda one: self.wait(stream, one))
             return
         assert isinstance(event, CapturedEvent)
         now = self._inner.capture()
         if event.inner is None or now is None or event.capture != now:
             return
-        # A lane for copies joins the capture by waiting. Another compute stream must not.
-        if lane in self._lanes.values() or self._inner.capture_of(lane) == now:
-            self._inner.wait(lane, event.inner)
+        # A stream for copies joins the capture by waiting. Another compute stream must not.
+        if stream in self._streams.values() or self._inner.capture_of(stream) == now:
+            self._inner.wait(stream, event.inner)
 
-    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
-        self.wait(lane, event)
+    def timed_wait(self, stream: Stream, event: Event, stalls: Stalls) -> None:
+        self.wait(stream, event)
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        self._inner.copy(lane, destination, source)
+    def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
+        self._inner.copy(stream, destination, source)
 
-    def convert(self, lane: Lane, destination: Cells, source: Cells) -> None:
-        self._inner.convert(lane, destination, source)
+    def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
+        self._inner.convert(stream, destination, source)
 
-    def host_lane(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostLane:
+    def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         raise UnsupportedError("got host work in a capture, expected it outside: a graph replays the device alone")
 
     def run(self, task: Task) -> Event:
@@ -138,7 +138,6 @@ class CapturedSlots:
         """Keep it: replays will write there again."""
 
     def release(self) -> int:
-        """Free all of them; returns their bytes."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             self._arena.free(block)
@@ -151,19 +150,19 @@ class CapturedRuntime:
     def __init__(
         self,
         inner: Backend,
-        lanes: dict[str, Lane],
+        streams: dict[str, Stream],
         arena: Arena,
         nothing: torch.Tensor,
         *,
         window: int,
         recorder: Recorder | None,
     ) -> None:
-        self.backend: Backend = CapturingBackend(inner, lanes)
+        self.backend: Backend = CapturingBackend(inner, streams)
         self.window = window
         self.nothing = nothing
         self.mover = Mover(self.backend, window=window, recorder=recorder)
         self._slots = CapturedSlots(arena)
-        out, back = self.mover.lanes
+        out, back = self.mover.streams
         self._host = HostTier(self.backend, self._slots, out=out, back=back)
 
     def tier(self, name: str) -> Tier:
@@ -173,15 +172,14 @@ class CapturedRuntime:
         return self._host
 
     def join(self) -> None:
-        """Compute waits for everything queued on the lanes: see NOTE [ Captured work ]."""
+        """Compute waits for everything queued on the streams: see NOTE [ Captured work ]."""
         compute = self.backend.compute()
-        for lane in self.mover.lanes:
-            self.backend.wait(compute, self.backend.record(lane))
+        for stream in self.mover.streams:
+            self.backend.wait(compute, self.backend.record(stream))
 
     def release(self) -> int:
         """Free all slots, of graphs that are gone; returns their bytes."""
         return self._slots.release()
 
     def close(self) -> None:
-        """Stop."""
         self.mover.close()

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Protocol
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 import torch
 
-from spillway.errors import BackendError
-from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend, quiet
-from spillway.runtime.cpu import CpuBackend
-from spillway.runtime.cuda_graphs import CapturedRuntime
-from spillway.runtime.disk import DirectDiskTier, StagedDiskTier
 from spillway.runtime.mover import Mover
-from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.types import Recorder
 
@@ -39,21 +34,48 @@ class Runtime(Protocol):
         ...
 
 
-class DeviceRuntime:
-    """The runtime of one device.
+class GraphRuntime(Runtime, Protocol):
+    """A runtime for captured work: ``cuda_graphs.py``."""
 
-    Args:
-        backend: the device.
-        file: gives the spill file, when the disk tier is first used.
-        window: the in-flight limit: bytes that may be LEAVING, and bytes that may be RETURNING, at once.
-        host_budget: most bytes of CPU memory.
-        recorder: receives every event.
-    """
+    def release(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+class Disk(Protocol):
+    """A session's disk space: ``spill_file.py``."""
+
+    @property
+    def reserved_bytes(self) -> int: ...
+
+    @property
+    def used_bytes(self) -> int: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts that know a device, a disk or a machine. The package's ``__init__.py`` chooses them."""
+
+    backend_for: Callable[..., Backend]
+    captured: Callable[..., GraphRuntime]
+    disk_tier: Callable[..., Tier]
+    direct_disk_tier: Callable[..., Tier]
+    disk: Callable[..., Disk]
+    host_budget: Callable[[], int]
+
+
+parts = cast("Parts", None)
+
+
+class DeviceRuntime:
+    """The runtime of one device. ``window`` limits the bytes that may be LEAVING, and RETURNING, at once."""
 
     def __init__(
         self,
         backend: Backend,
-        file: Callable[[], SpillFile],
+        file: Callable[[], Any],
         *,
         window: int,
         host_budget: int,
@@ -64,40 +86,40 @@ class DeviceRuntime:
         self.mover = Mover(backend, window=window, recorder=recorder)
         self.nothing = torch.empty(0, device=backend.device)
         """An empty tensor on the device: the data of every tracker."""
-        self._file = file
+        self.spill_file = file
+        """Gives the session's spill file, made on first use. Raises ``SpillPathError`` if none can be made."""
         self._recorder = recorder
         self._tiers: dict[str, Tier] = {}
-        self._captured: CapturedRuntime | None = None
+        self._captured: GraphRuntime | None = None
 
     @property
     def window(self) -> int:
-        """The in-flight limit, in bytes."""
         return self.mover.window
 
     def tier(self, name: str) -> Tier:
         """The tier ``"host"`` or ``"disk"``; ``"auto"`` is CPU memory for an accelerator, and disk for the CPU."""
         tier = self._tiers.get(name)
         if tier is None:
+            out, back = self.mover.streams
             if name == "auto":
                 tier = self.tier("disk" if self.backend.device.type == "cpu" else "host")
+            elif name == "host":
+                tier = HostTier(self.backend, self.arena, out=out, back=back)
             else:
-                tier = self._make_tier(name)
+                file = self.spill_file()
+                make = parts.direct_disk_tier if self.backend.direct_disk else parts.disk_tier
+                tier = make(self.backend, self.arena, file, out=out, back=back, staging=self.window)
             self._tiers[name] = tier
         return tier
-
-    def spill_file(self) -> SpillFile:
-        """The session's spill file, made on first use. Raises ``SpillPathError`` if none can be made."""
-        return self._file()
 
     def join(self) -> None:
         """Nothing has to be waited for."""
 
-    def captured(self) -> CapturedRuntime:
-        """The runtime for work that is captured into a graph."""
+    def captured(self) -> Runtime:
         if self._captured is None:
-            lanes = dict(zip(("out", "back"), self.mover.lanes, strict=True))
-            self._captured = CapturedRuntime(
-                self.backend, lanes, self.arena, self.nothing, window=self.window, recorder=self._recorder
+            streams = dict(zip(("out", "back"), self.mover.streams, strict=True))
+            self._captured = parts.captured(
+                self.backend, streams, self.arena, self.nothing, window=self.window, recorder=self._recorder
             )
         return self._captured
 
@@ -130,24 +152,3 @@ class DeviceRuntime:
         self.backend.close()
         self._tiers.clear()
         self.arena.close()
-
-    def _make_tier(self, name: str) -> Tier:
-        out, back = self.mover.lanes
-        if name == "host":
-            return HostTier(self.backend, self.arena, out=out, back=back)
-        if self.backend.direct_disk:
-            return DirectDiskTier(self.backend, self._file(), out=out, back=back)
-        return StagedDiskTier(self.backend, self.arena, self._file(), out=out, back=back, staging=self.window)
-
-
-def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:
-    """The backend of a device, on the user's ``streams`` if there are any. Raises ``BackendError`` if there is none."""
-    if device.type == "cpu":
-        return CpuBackend(device)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type == device.type:
-        return AcceleratorBackend(device, streams=streams)
-    raise BackendError(
-        f"got a saved tensor on {device}, expected the CPU or {accelerator or 'an accelerator that torch knows'}; "
-        f"leave it to spillway.keep(), or give Session a backend that serves {device.type}"
-    )

@@ -1,15 +1,14 @@
 """The disk tier, in two variants: staged through CPU memory, and directly from and into a tensor's own memory.
 
-*Staged*, for an accelerator. Direct I/O needs page-aligned CPU memory. On the way out, the ``out`` lane copies the
-device's bytes to a block of the arena, and a task writes the block. On the way back, a task reads into a block, and the
-``back`` lane copies it to the device. The bytes that wait in blocks for their write are limited: above the limit,
-``reserve`` and ``store`` block the caller. Otherwise a slow disk would become a CPU-memory tier without a cap. A large
-storage is cut into pieces, which several threads move at once.
+*Staged*, for an accelerator. The ``out`` stream copies a storage to a page-aligned block of the arena, and a task
+writes the block. On the way back, a task reads into a block, and the ``back`` stream copies it. The bytes that wait in
+blocks for their write are limited: above the limit, ``reserve`` and ``store`` block the caller. Otherwise a slow disk
+would become a CPU-memory tier without a cap. A large storage is cut into pieces, which several threads move at once.
 
-*Direct*, for the CPU, where a copy would cost the cores that compute. The file is written from the storage itself,
-which is released when its write is done. It is read into memory that then belongs to the tensor: a block of the tier's
-own arena, given back when that storage dies. Bytes lie at the same distance from a page in the file as in memory, so
-all but the two edges move without a copy.
+*Direct*, for the CPU, where blocks would count towards a budget of resident memory. The file is written from the
+storage itself, which is released when its write is done. It is read into memory that then belongs to the tensor: a
+block of the tier's own arena, given back when that storage dies. Bytes lie at the same distance from a page in the file
+as in memory, so all but the two edges move without a copy.
 
 An entry, its write and its reads each use the extent, and the last of them frees it. If it were freed with its write
 still queued, the late write would overwrite the next owner's bytes.
@@ -27,10 +26,11 @@ import torch
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import Backend, Event, Lane, quiet
+from spillway.runtime.backend import Backend, Event, Stream, quiet
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.runtime.tiers import Slot, Tier
+from spillway.units import format_bytes
 
 PIECE_BYTES = 16 << 20
 """Bytes that one thread writes or reads at a time."""
@@ -45,10 +45,10 @@ class _Piece:
         self.nbytes = nbytes
         self.extent = extent
         self.block: Block | None = None
-        """On the staged way out: where the bytes wait for their write."""
+        """The bytes wait here for their write."""
         self.written: Event | None = None
         self.users = 1
-        """Who needs the extent: the entry, the write, the reads."""
+        """How many need the extent: the entry, the write, the reads."""
         self.released = False
         """Whether the entry needs it no more."""
 
@@ -63,91 +63,18 @@ class _DiskSlot:
         self.pieces = pieces
 
 
-class _DiskTier(Tier):
-    """Both variants share the ownership of extents, and the list of writes under way."""
+class DiskTier(Tier):
+    """Extents of the spill file, through blocks of the arena. At most ``staging`` bytes wait for their write."""
 
-    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
+    def __init__(
+        self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int
+    ) -> None:
         super().__init__(backend)
         self._file = file
         self._out = out
         self._back = back
         self._writes: deque[_Piece] = deque()
         self._lock = threading.Lock()
-
-    def cancel(self, slot: Slot) -> None:
-        assert isinstance(slot, _DiskSlot)
-        for piece in slot.pieces:
-            piece.released = True
-
-    def release(self, slot: Slot) -> None:
-        assert isinstance(slot, _DiskSlot)
-        for piece in slot.pieces:
-            self._release(piece)
-
-    def synchronize(self) -> None:
-        while self._writes:
-            self._settle()
-
-    def _allocate(self, nbytes: int, *, phase: int = 0) -> _Piece:
-        with quiet():
-            return _Piece(nbytes, self._file.allocate(nbytes, phase=phase))
-
-    def _release(self, piece: _Piece) -> None:
-        piece.released = True
-        self._let_go(piece)
-
-    def _let_go(self, piece: _Piece) -> None:
-        """One user less."""
-        with self._lock:
-            piece.users -= 1
-            last = piece.users == 0
-        if last:
-            self._file.free(piece.extent)
-
-    def _start(self, piece: _Piece, work: Callable[[], Event | None]) -> Event:
-        """Queue a task that uses the piece's extent until it is done."""
-
-        def task() -> Event | None:
-            try:
-                return work()
-            finally:
-                self._let_go(piece)
-
-        with self._lock:
-            piece.users += 1
-        return self._backend.run(task)
-
-    def _start_write(self, piece: _Piece, work: Callable[[], None]) -> None:
-        piece.written = self._start(piece, work)
-        self._writes.append(piece)
-
-    def _settle(self) -> None:
-        """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
-        piece = self._writes.popleft()
-        assert piece.written is not None
-        try:
-            piece.written.synchronize()
-        except TierError as error:
-            if not piece.released:
-                raise TransferError(
-                    f"a storage of {piece.nbytes} bytes could not be written to disk: {error}"
-                ) from error
-
-
-class StagedDiskTier(_DiskTier):
-    """Extents of the session's spill file, through blocks of the arena.
-
-    Args:
-        backend: the device.
-        arena: where the blocks are cut from.
-        file: the spill file.
-        out: the lane from the device.
-        back: the lane to the device.
-        staging: most bytes that may wait in blocks for their write.
-    """
-
-    def __init__(self, backend: Backend, arena: Arena, file: SpillFile, *, out: Lane, back: Lane, staging: int) -> None:
-        super().__init__(backend, file, out=out, back=back)
         self._arena = arena
         self._staging = staging
         self._writing_bytes = 0
@@ -194,7 +121,8 @@ class StagedDiskTier(_DiskTier):
             finally:
                 self._arena.free(block)
 
-        self._start_write(piece, write)
+        piece.written = self._start(piece, write)
+        self._writes.append(piece)
         self._writing_bytes += block.nbytes
         return copied
 
@@ -230,10 +158,49 @@ class StagedDiskTier(_DiskTier):
 
         return self._start(piece, read)
 
+    def cancel(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        for piece in slot.pieces:
+            piece.released = True
+
+    def release(self, slot: Slot) -> None:
+        assert isinstance(slot, _DiskSlot)
+        for piece in slot.pieces:
+            self._release(piece)
+
+    def synchronize(self) -> None:
+        while self._writes:
+            self._settle()
+
+    def _allocate(self, nbytes: int, *, phase: int = 0) -> _Piece:
+        with quiet():
+            return _Piece(nbytes, self._file.allocate(nbytes, phase=phase))
+
     def _release(self, piece: _Piece) -> None:
         if piece.written is None and piece.block is not None:
             self._arena.free(piece.block)
-        super()._release(piece)
+        piece.released = True
+        self._let_go(piece)
+
+    def _let_go(self, piece: _Piece) -> None:
+        with self._lock:
+            piece.users -= 1
+            last = piece.users == 0
+        if last:
+            self._file.free(piece.extent)
+
+    def _start(self, piece: _Piece, work: Callable[[], Event | None]) -> Event:
+        """Queue a task that uses the piece's extent until it is done."""
+
+        def task() -> Event | None:
+            try:
+                return work()
+            finally:
+                self._let_go(piece)
+
+        with self._lock:
+            piece.users += 1
+        return self._backend.run(task)
 
     def _stage(self, nbytes: int, *, over_cap: bool = False) -> Block:
         """A block for the way out; waits for the oldest writes where too many bytes wait already."""
@@ -268,10 +235,18 @@ class StagedDiskTier(_DiskTier):
                     return block
 
     def _settle(self) -> None:
-        block = self._writes[0].block
-        assert block is not None
-        self._writing_bytes -= block.nbytes
-        super()._settle()
+        """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
+        piece = self._writes.popleft()
+        assert piece.written is not None
+        if piece.block is not None:
+            self._writing_bytes -= piece.block.nbytes
+        try:
+            piece.written.synchronize()
+        except TierError as error:
+            if not piece.released:
+                raise TransferError(
+                    f"A saved tensor's {format_bytes(piece.nbytes)} could not be written to disk: {error}"
+                ) from error
 
 
 def _cut(whole: Bytes) -> list[Bytes]:
@@ -280,14 +255,13 @@ def _cut(whole: Bytes) -> list[Bytes]:
     return [Bytes(whole.storage, whole.start + start, min(PIECE_BYTES, whole.nbytes - start)) for start in starts]
 
 
-class DirectDiskTier(_DiskTier):
-    """Extents of the session's spill file, from and into the tensors' own memory.
+class DirectDiskTier(DiskTier):
+    """Extents of the spill file, from and into the tensors' own memory: for :attr:`Backend.direct_disk`."""
 
-    For a backend whose device is CPU memory (:attr:`Backend.direct_disk`).
-    """
-
-    def __init__(self, backend: Backend, file: SpillFile, *, out: Lane, back: Lane) -> None:
-        super().__init__(backend, file, out=out, back=back)
+    def __init__(
+        self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int
+    ) -> None:
+        super().__init__(backend, arena, file, out=out, back=back, staging=staging)
         # This is the device's own memory, as from its allocator: the CPU-memory budget does not apply.
         self._memory = Arena(backend.host_slab, capacity=sys.maxsize)
 
@@ -299,9 +273,9 @@ class DirectDiskTier(_DiskTier):
 
     def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
         ready = self._backend.record(self._out)
-        return [self._store(slot, source, ready) for slot, source in zip(slots, sources, strict=True)]
+        return [self._write(slot, source, ready) for slot, source in zip(slots, sources, strict=True)]
 
-    def _store(self, slot: Slot, source: Bytes, ready: Event) -> Event:
+    def _write(self, slot: Slot, source: Bytes, ready: Event) -> Event:
         piece = _only_piece(slot)
         # No byte of it yet. But a checking backend must see the source as it is now, not when the task runs.
         self._backend.host_access(source.first(0), write=False)
@@ -313,8 +287,8 @@ class DirectDiskTier(_DiskTier):
                 # The user may write to it unseen, through an alias with its own version counter (`.data`).
                 self._file.write(piece.extent, source.buffer(), shared=True)
 
-        self._start_write(piece, write)
-        assert piece.written is not None
+        piece.written = self._start(piece, write)
+        self._writes.append(piece)
         return piece.written
 
     def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
@@ -329,9 +303,9 @@ class DirectDiskTier(_DiskTier):
 
     def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
         ready = self._backend.record(self._back)
-        return [self._load(slot, place, ready) for slot, place in zip(slots, destinations, strict=True)]
+        return [self._read(slot, place, ready) for slot, place in zip(slots, destinations, strict=True)]
 
-    def _load(self, slot: Slot, destination: Bytes, ready: Event) -> Event:
+    def _read(self, slot: Slot, destination: Bytes, ready: Event) -> Event:
         piece = _only_piece(slot)
 
         def read() -> None:

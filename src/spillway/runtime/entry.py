@@ -8,12 +8,12 @@ An :class:`Entry` is a storage that autograd saved, or the part of one that the 
         \________________________ drop, from anywhere ________________________/
 
 While it is RESIDENT or LEAVING, the entry holds the storage, so taking it costs nothing. The oldest LEAVING entry is
-*settled* when the in-flight limit is reached. The compute lane waits for its copy, and only then the storage is
+*settled* when the in-flight limit is reached. The compute stream waits for its copy, and only then the storage is
 released: the next owner of those bytes gets them after the copy has read them. Settling follows program order, never
 what happens to be done, so the peak of a step does not depend on timing.
 
-After RETURNING the entry holds the storage until each live handle has asked for it once. So a storage goes out once and
-comes back at most once per backward, with ``retain_graph`` too. After that the entry keeps a weak reference and the
+After RETURNING the entry holds the storage until each live handle has asked for it once. So a storage is offloaded once
+and reloaded at most once per backward, with ``retain_graph`` too. After that the entry keeps a weak reference and the
 slot. If the storage dies and a handle asks again, it is fetched again. A storage that is still alive is used as it is.
 """
 
@@ -21,14 +21,17 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
-from spillway.runtime.backend import Event, Lane, Stalls
+from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.tiers import Slot, Tier
+
+GROUP_BYTES = ("saved_bytes", "kept_bytes", "offloaded_bytes", "reloaded_bytes", "reused_bytes")
+STEP_BYTES = (*GROUP_BYTES, "recomputed_bytes")
 
 
 @dataclass(slots=True, eq=False)
@@ -54,19 +57,15 @@ class ByteCounters:
             ledger = self.groups[name] = ByteCounters(notes=self.notes)
         return ledger
 
+    def sizes(self, names: Sequence[str]) -> dict[str, int]:
+        return {name: getattr(self, name) for name in names}
+
     def total(self) -> ByteCounters:
-        """The sum of this and all groups."""
         parts = (self, *self.groups.values())
-        total = ByteCounters(notes=self.notes)
-        for part in parts:
-            total.saved_bytes += part.saved_bytes
-            total.kept_bytes += part.kept_bytes
-            total.offloaded_bytes += part.offloaded_bytes
-            total.reloaded_bytes += part.reloaded_bytes
-            total.reused_bytes += part.reused_bytes
-            total.recomputed_bytes += part.recomputed_bytes
-            total.out.known_seconds += part.out.seconds()
-            total.back.known_seconds += part.back.seconds()
+        total = ByteCounters(**{name: sum(getattr(part, name) for part in parts) for name in STEP_BYTES})
+        total.notes = self.notes
+        total.out.known_seconds = sum(part.out.seconds() for part in parts)
+        total.back.known_seconds = sum(part.back.seconds() for part in parts)
         return total
 
     def note(self, text: str) -> None:
@@ -81,12 +80,12 @@ class ByteCounters:
 
 
 class State(enum.Enum):
-    """Where the bytes of an entry are. See NOTE [ One storage's life ]."""
+    """The place of an entry's bytes. See NOTE [ One storage's life ]."""
 
     RESIDENT = enum.auto()
-    """On the device, and nothing is under way."""
+    """On the device, and no copy is under way."""
     LEAVING = enum.auto()
-    """On the device. The copy out is queued, or will be when later entries need the room."""
+    """On the device. The copy out is queued, or will be when later entries would exceed the limit."""
     AWAY = enum.auto()
     """In a slot of a tier only. The program may still hold the storage."""
     RETURNING = enum.auto()
@@ -98,7 +97,7 @@ class Entry:
 
     Args:
         number: names the storage, unique within its session.
-        storage: where the bytes are.
+        storage: holds the bytes.
         start: first byte of the storage that belongs to the entry.
         nbytes: how many do.
         ledger: counts its bytes.
@@ -106,26 +105,8 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
-        "alive",
-        "asked",
-        "copied",
-        "counted",
-        "form",
-        "handles",
-        "lane",
-        "ledger",
-        "low",
-        "made",
-        "mover",
-        "nbytes",
-        "number",
-        "round",
-        "slot",
-        "source",
-        "start",
-        "state",
-        "storage",
-        "tier",
+        *("number", "storage", "start", "nbytes", "ledger", "form", "state", "alive", "source", "low", "made", "mover"),
+        *("tier", "slot", "copied", "stream", "counted", "handles", "asked", "round"),
     )
 
     def __init__(
@@ -140,32 +121,32 @@ class Entry:
         self.storage: torch.UntypedStorage | None = storage
         """Held while the bytes must not die."""
         self.alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        """Where the bytes were last seen on the device."""
+        """The storage that last had the bytes on the device."""
         self.source: Bytes | None = None
         """The bytes that a copy out reads, while it is under way."""
         self.low = 0
-        """Bytes of the original storage before the first byte of ``alive``: ``start`` once it came back."""
+        """Bytes of the original storage before the first byte of ``alive``: ``start`` once it was reloaded."""
         self.made: torch.Tensor | None = None
-        """The tensor in ``form`` that ``storage`` came back as."""
+        """The tensor in ``form`` over the reloaded ``storage``."""
         self.mover: object = None
         """The only mover that may move it."""
         self.tier: Tier | None = None
         self.slot: Slot | None = None
         self.copied: Event | None = None
         """The end of the copy under way."""
-        self.lane: Lane | None = None
-        """The compute lane that the destination was allocated on."""
+        self.stream: Stream | None = None
+        """The compute stream that the destination was allocated on."""
         self.ledger = ledger
         self.counted = False
         """Whether it was counted as reused or refused."""
         self.handles = 1
         """Live handles."""
         self.asked = 0
-        """Live handles that asked since the storage last came back."""
+        """Live handles that asked since the storage was last reloaded."""
         self.round = 0
-        """How often it came back."""
+        """How often it was reloaded."""
 
-    def has_not_left(self) -> bool:
+    def is_on_device(self) -> bool:
         """Whether its bytes are on the device since they were saved, or since they were asked for."""
         return self.state in (State.RESIDENT, State.LEAVING)
 

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 import torch
 
 from spillway.errors import SessionError
-from spillway.runtime.backend import Backend, Lane, in_task
+from spillway.runtime.backend import Backend, Stream, in_task
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeLanes, OffloadQueue, Order, PrefetchQueue
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -46,10 +46,7 @@ def batch_bytes(window: int) -> int:
 class Mover:
     """Moves the entries of one device. All methods may be called from any thread.
 
-    Args:
-        backend: the device.
-        window: the in-flight limit: bytes that may be LEAVING at once, and bytes that may be prefetched.
-        recorder: receives every event.
+    ``window`` limits the bytes that may be LEAVING at once, and the bytes that may be prefetched.
     """
 
     def __init__(self, backend: Backend, *, window: int, recorder: Recorder | None = None) -> None:
@@ -60,13 +57,13 @@ class Mover:
         self.batch = batch_bytes(window)
         self._backend = backend
         self._recorder = recorder
-        self.lanes: tuple[Lane, Lane] = backend.lane("out"), backend.lane("back")
-        """The lanes ``out`` and ``back``, on which the tiers queue their copies."""
-        out, back = self.lanes
-        tell = None if recorder is None else self._tell
+        self.streams: tuple[Stream, Stream] = backend.new_stream("out"), backend.new_stream("back")
+        """The streams ``out`` and ``back``, on which the tiers queue their copies."""
         self.numbers = itertools.count()
         """Numbers for new entries."""
-        self._compute = ComputeLanes(backend)
+        out, back = self.streams
+        tell = None if recorder is None else self._tell
+        self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
         self._prefetches = PrefetchQueue(backend, back, self._compute, window=window, batch=self.batch, tell=tell)
         # Not reentrant: a finaliser that finds it taken, even by its own thread, leaves a note.
@@ -77,7 +74,7 @@ class Mover:
         self._listeners: list[weakref.WeakMethod[Callable[[bool], object]]] = []
 
     def see(self, entry: Entry) -> None:
-        """Register an entry, and the calling thread's compute lane, which writes its bytes.
+        """Register an entry, and the calling thread's compute stream, which writes its bytes.
 
         See NOTE [ Streams of compute ].
         """
@@ -89,15 +86,13 @@ class Mover:
     def adopt(self, entry: Entry, *, same_content: bool) -> bool:
         """Add a handle to the entry, if that is right; says whether. An entry of another mover cannot be shared.
 
-        Args:
-            entry: the entry.
-            same_content: whether the new handle's tensor is known to have the content of the entry's copy. Without a
-                copy it does not matter: a copy taken later holds what both handles see.
+        ``same_content``: the new handle's tensor is known to have the content of the entry's copy. Without a copy it
+        does not matter: a copy taken later holds what both handles see.
         """
         self._check_process()
         with self._lock:
             self._check_open()
-            # The caller uses the storage, perhaps on another lane.
+            # The caller uses the storage, perhaps on another stream.
             self._compute.now()
             self._drop_dead()
             has_content = same_content or (entry.slot is None and entry.round == 0)
@@ -111,15 +106,15 @@ class Mover:
     def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, hold: bool = False) -> None:
         """Offload entries, in order, small ones in batches.
 
-        Work that is queued on the compute lane by now must have written them. Entries that do not fit into the tier
+        Work that is queued on the compute stream by now must have written them. Entries that do not fit into the tier
         stay RESIDENT, and the ledger notes it.
 
         Args:
             entries: entries. Those that are not RESIDENT, or that have no handle, are skipped.
             tier: where to.
             window: bytes that may be LEAVING at once, instead of the mover's own limit.
-            hold: queue no copy yet. The entries count towards the limit, and are copied only if later ones need their
-                room: for the tail of a forward, which backward asks for first.
+            hold: queue no copy yet. The entries count towards the limit, and are copied only if later ones would exceed
+                it: for the tail of a forward, which backward asks for first.
         """
         self._check_process()
         self._tell_of_move(begins=True)
@@ -140,18 +135,8 @@ class Mover:
             self._tell_of_move(begins=False)
             self.read_notes()
 
-    def resize(self, window: int, ahead: int | None = None) -> None:
-        """Set the bytes that may be LEAVING at once, and the bytes that may be prefetched (``None``: the same)."""
-        ahead = window if ahead is None else ahead
-        with self._lock:
-            self.window = window
-            self.batch = batch_bytes(window)
-            self._prefetches.resize(ahead, batch_bytes(ahead))
-
     def claim(self, owner: object, window: int | None, ahead: int | None = None) -> None:
-        """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies.
-
-        Without a claim the mover's own limit applies.
+        """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies, or else the mover's own.
 
         Args:
             owner: the claim ends when it dies.
@@ -164,7 +149,10 @@ class Mover:
             self._claims[owner] = window, window if ahead is None else ahead
         own = self._own_window, self._own_window
         windows, aheads = zip(*(list(self._claims.values()) or [own]), strict=True)
-        self.resize(min(windows), min(aheads))
+        with self._lock:
+            self.window = min(windows)
+            self.batch = batch_bytes(self.window)
+            self._prefetches.resize(min(aheads), batch_bytes(min(aheads)))
 
     def listen(self, listener: Callable[[bool], object]) -> None:
         """Call a method before (with ``True``) and after each call that may change how many bytes are in flight.
@@ -183,19 +171,19 @@ class Mover:
             self._offloads.settle(entries)
 
     def fetch(self, entries: Sequence[Entry]) -> None:
-        """Reload the entries that are away, whatever the limit."""
+        """Reload entries in the state AWAY, whatever the limit."""
         with self._in_use() as compute:
             self._prefetches.fetch(entries, compute)
 
     def take(
         self, entry: Entry, asked_round: int, order: Order | None = None
     ) -> tuple[torch.UntypedStorage, torch.Tensor | None, int, int]:
-        """The entry's bytes on the device, ready for the calling thread's compute lane.
+        """The entry's bytes on the device, ready for the calling thread's compute stream.
 
         Args:
             entry: the entry.
             asked_round: the round that the same handle got the last time, or -1.
-            order: predicts what backward asks for next. That is prefetched now, within the limit.
+            order: predicts which entries backward asks for next. They are prefetched now, within the limit.
 
         Returns:
             A storage; a tensor over it in the entry's form, if there is one; how many bytes of the original storage
@@ -245,8 +233,8 @@ class Mover:
             self.read_notes()
 
     @contextmanager
-    def _in_use(self) -> Iterator[Lane]:
-        """The lock is held; gives the compute lane. ``put`` and ``take`` run for every tensor, and write this out."""
+    def _in_use(self) -> Iterator[Stream]:
+        """The lock is held; gives the compute stream. ``put`` and ``take`` are hot, and write this out."""
         self._check_process()
         self._tell_of_move(begins=True)
         try:
@@ -268,16 +256,16 @@ class Mover:
             self._forgotten.clear()
 
     def counts(self) -> dict[str, int]:
-        """Entries and bytes in flight, compute lanes seen, and notes not read.
+        """Entries and bytes in flight, compute streams seen, and notes not read.
 
-        Held bytes are on the device because the program holds them, though the mover has released them.
+        Held bytes are those that the mover has released and the program still holds on the device.
         """
         return {
             "leaving": len(self._offloads),
             "leaving bytes": self._offloads.nbytes,
             "held bytes": self._offloads.held_bytes(),
             "returning bytes": self._prefetches.nbytes,
-            "compute lanes": len(self._compute),
+            "compute streams": len(self._compute),
             "forgotten": len(self._forgotten),
         }
 
@@ -285,8 +273,8 @@ class Mover:
         # Before the lock is touched, which a thread of the parent may have held at the moment of the fork.
         if os.getpid() != self._process:
             raise SessionError(
-                f"This session belongs to process {self._process}, and was used in process {os.getpid()}. Copy streams "
-                f"and spill files do not survive a fork. Make a new Session in the child."
+                f"The session of process {self._process} was used in process {os.getpid()}. Copy streams and spill "
+                f"files do not survive a fork. Make a new Session in the child."
             )
 
     def read_notes(self) -> None:
@@ -354,7 +342,6 @@ class Mover:
                 _let_go_if_asked_by_all(entry)
 
     def _drop(self, entry: Entry) -> None:
-        """Free everything that the entry holds."""
         if entry.state is State.LEAVING:
             self._offloads.drop(entry)
         elif entry.state is State.RETURNING:
@@ -372,9 +359,9 @@ class Mover:
         self._recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
 
 
-def _usable(entry: Entry, compute: Lane) -> torch.UntypedStorage | None:
+def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:
     """The storage, if it is on the device and usable by the calling thread without a copy."""
-    if entry.state is State.RETURNING or (entry.round > 0 and entry.lane != compute):
+    if entry.state is State.RETURNING or (entry.round > 0 and entry.stream != compute):
         return None
     if entry.storage is not None:
         return entry.storage

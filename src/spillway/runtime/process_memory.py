@@ -53,7 +53,7 @@ class ResidentPeak:
             self._most = _read().most
             _peaks.add(self)
         if not has_mark():
-            _sampler.run()
+            _sample()
 
     def restart(self) -> Resident:
         """Forget the peak; gives the resident bytes now, and the peak until now."""
@@ -66,7 +66,6 @@ class ResidentPeak:
         return Resident(found.now, most)
 
     def most(self) -> int:
-        """The peak."""
         with _lock:
             return max(self._most, _read().most)
 
@@ -82,29 +81,23 @@ def has_mark() -> bool:
     return os.path.exists(_STATUS) and os.access(_CLEAR, os.W_OK)
 
 
-class _Sampler:
-    """A thread that samples for as long as there is a peak to find. A forked child starts its own."""
-
-    def __init__(self) -> None:
-        self._process = 0
-        self._thread: threading.Thread | None = None
-
-    def run(self) -> None:
-        """See that it runs."""
-        if self._thread is None or not self._thread.is_alive() or self._process != os.getpid():
-            self._process = os.getpid()
-            self._thread = threading.Thread(target=_keep_sampling, name="spillway-resident", daemon=True)
-            self._thread.start()
-
-
 _lock = threading.RLock()
 _peaks: weakref.WeakSet[ResidentPeak] = weakref.WeakSet()
-_sampler = _Sampler()
+_sampler: dict[int, threading.Thread] = {}
+"""The thread that samples, by process: a forked child starts its own."""
+
+
+def _sample() -> None:
+    """See that a thread samples for as long as there is a peak to find."""
+    thread = _sampler.get(os.getpid())
+    if thread is None or not thread.is_alive():
+        thread = _sampler[os.getpid()] = threading.Thread(target=_keep_sampling, name="spillway-resident", daemon=True)
+        thread.start()
 
 
 def _reset() -> None:
     if not has_mark():
-        _sampler.run()
+        _sample()
         return
     with open(_CLEAR, "wb", buffering=0) as clear:
         clear.write(_RESET_PEAK)

@@ -1,12 +1,12 @@
-"""The two queues of copies, out and back, and the compute lanes that they are ordered with.
+"""The two queues of copies, out and back, and the compute streams that they are ordered with.
 
 NOTE [ Streams of compute ]
 
 A storage's bytes return to the stream on which they were allocated. The mover cannot know that stream. So it remembers
-every compute lane on which a tensor was saved or asked for (nearly always one). The ``out`` lane waits for all of them
-before it reads. All of them wait before the mover releases bytes that a copy reads or writes. The bytes may also belong
-to a stream on which nothing was saved, such as a data loader's: so the backend is told which lanes used them
-(``hand_back``). A destination prefetched on one compute lane and asked for on another is dropped and fetched again.
+every compute stream on which a tensor was saved or asked for (nearly always one). The ``out`` stream waits for all of
+them before it reads. All of them wait before the mover releases bytes that a copy reads or writes. The bytes may also
+belong to a stream on which nothing was saved, such as a data loader's: so the backend is told which streams used them
+(``hand_back``). A destination prefetched on one compute stream and asked for on another is dropped and fetched again.
 """
 
 from __future__ import annotations
@@ -19,43 +19,43 @@ from typing import Protocol
 import torch
 
 from spillway.errors import TierError, TierFullError
-from spillway.runtime.backend import Backend, Event, Lane, Stalls, labelled
+from spillway.runtime.backend import Backend, Event, Stalls, Stream, labelled
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.tiers import Slot, Tier
 from spillway.types import EventKind
 
 Tell = Callable[[EventKind, Entry], None]
+"""Receives events."""
 
 
-class ComputeLanes:
-    """Every compute lane on which a tensor was saved or asked for. Used with the mover's lock held.
+class ComputeStreams:
+    """Every compute stream on which a tensor was saved or asked for. Used with the mover's lock held.
 
     See NOTE [ Streams of compute ].
     """
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
-        self._seen: dict[Lane, None] = {}
+        self._seen: dict[Stream, None] = {}
         self._awaited: Event | None = None
 
-    def now(self) -> Lane:
-        """The calling thread's."""
-        lane = self._backend.compute()
-        if lane not in self._seen:
+    def now(self) -> Stream:
+        stream = self._backend.compute()
+        if stream not in self._seen:
             # A new dictionary, since `knows` reads it without the lock.
-            self._seen = {**self._seen, lane: None}
+            self._seen = {**self._seen, stream: None}
             self._awaited = None
-        return lane
+        return stream
 
     def knows(self) -> bool:
-        """Whether the calling thread's lane is among them. Needs no lock."""
+        """Whether the calling thread's stream is among them. Needs no lock."""
         return self._backend.compute() in self._seen
 
-    def go_before(self, lane: Lane) -> None:
-        """Everything queued on ``lane`` from now on starts after everything queued here by now."""
+    def go_before(self, stream: Stream) -> None:
+        """Everything queued on ``stream`` from now on starts after everything queued here by now."""
         for seen in self._seen:
-            self._backend.wait(lane, self._backend.record(seen))
+            self._backend.wait(stream, self._backend.record(seen))
 
     def let_go(self, entry: Entry, stalls: Stalls) -> None:
         """Release an entry's bytes once the copy under way is done."""
@@ -70,28 +70,22 @@ class ComputeLanes:
             self._backend.hand_back(entry.source, self._seen)
         entry.let_go()
 
-    def _wait(self, lanes: Sequence[Lane], event: Event, stalls: Stalls) -> None:
+    def _wait(self, streams: Sequence[Stream], event: Event, stalls: Stalls) -> None:
         """All of them, also those behind one that gets an error."""
         try:
-            self._backend.timed_wait(lanes[0], event, stalls)
+            self._backend.timed_wait(streams[0], event, stalls)
         finally:
-            if len(lanes) > 1:
-                self._wait(lanes[1:], event, stalls)
+            if len(streams) > 1:
+                self._wait(streams[1:], event, stalls)
 
     def __len__(self) -> int:
         return len(self._seen)
 
 
 class OffloadQueue:
-    """Entries that are LEAVING, oldest first. Used with the mover's lock held.
+    """Entries that are LEAVING on the stream ``out``, oldest first. Used with the mover's lock held."""
 
-    Args:
-        out: the lane of the copies.
-        compute: the lanes that the copies are ordered with.
-        tell: receives events, or ``None``.
-    """
-
-    def __init__(self, out: Lane, compute: ComputeLanes, tell: Tell | None) -> None:
+    def __init__(self, out: Stream, compute: ComputeStreams, tell: Tell | None) -> None:
         self._out = out
         self._compute = compute
         self._tell = tell
@@ -105,7 +99,7 @@ class OffloadQueue:
         return len(self._leaving)
 
     def held_bytes(self) -> int:
-        """Bytes of entries that are AWAY and still on the device, because the program holds them. Needs no lock."""
+        """Bytes in the state AWAY that the program still holds on the device. Needs no lock."""
         entries = [entry for reference in self._held.valuerefs() if (entry := reference()) is not None]
         return sum(
             entry.nbytes
@@ -131,7 +125,7 @@ class OffloadQueue:
         self._compute.go_before(self._out)
 
     def hold(self, entries: Sequence[Entry], tier: Tier) -> None:
-        """Add entries that are copied only if later entries need their room."""
+        """Add entries that are copied only if later ones would exceed the limit."""
         for entry in entries:
             entry.tier = tier
             self._add(entry)
@@ -161,7 +155,6 @@ class OffloadQueue:
                 entry.let_go()
 
     def clear(self) -> None:
-        """Forget all of them."""
         self._leaving.clear()
         self._held.clear()
         self.nbytes = 0
@@ -216,12 +209,11 @@ class OffloadQueue:
             self._tell(EventKind.REFUSE, entry)
 
     def _settle(self, entry: Entry) -> None:
-        """Wait for an entry's copy on the compute lanes, and release its bytes."""
+        """Wait for an entry's copy on the compute streams, and release its bytes."""
         self._remove(entry)
         entry.state = State.RESIDENT
         held = entry.copied is None
         if held:
-            # It was held back in the hope that backward would ask first.
             assert entry.tier is not None
             self.follow()
             if not self._store((entry,), entry.tier):
@@ -229,7 +221,7 @@ class OffloadQueue:
         try:
             self._compute.let_go(entry, entry.ledger.out)
         except TierError:
-            # It was not stored, but it is still on the device. It stays there, and this caller gets the error.
+            # It was not stored, but it is still on the device. It is kept, and this caller gets the error.
             assert entry.tier is not None
             assert entry.slot is not None
             slot, entry.slot, entry.copied = entry.slot, None, None
@@ -257,19 +249,10 @@ class Order(Protocol):
 
 
 class PrefetchQueue:
-    """Entries that are RETURNING. Used with the mover's lock held.
-
-    Args:
-        backend: the device.
-        back: the lane of the copies.
-        compute: the lanes that the copies are ordered with.
-        window: bytes that may be prefetched.
-        batch: bytes that are fetched with one event.
-        tell: receives events, or ``None``.
-    """
+    """Entries that are RETURNING on the stream ``back``. Used with the mover's lock held."""
 
     def __init__(
-        self, backend: Backend, back: Lane, compute: ComputeLanes, *, window: int, batch: int, tell: Tell | None
+        self, backend: Backend, back: Stream, compute: ComputeStreams, *, window: int, batch: int, tell: Tell | None
     ) -> None:
         self._backend = backend
         self._back = back
@@ -287,9 +270,9 @@ class PrefetchQueue:
         self._refill_at = window - batch
 
     @labelled("take")
-    def take(self, entry: Entry, compute: Lane) -> torch.UntypedStorage:
-        """The bytes of an entry that is not on the device yet, or not for this compute lane."""
-        if entry.state is State.RETURNING and entry.lane != compute:
+    def take(self, entry: Entry, compute: Stream) -> torch.UntypedStorage:
+        """The bytes of an entry that is not on the device yet, or not for this compute stream."""
+        if entry.state is State.RETURNING and entry.stream != compute:
             self.give_up(entry)
         if entry.state is not State.RETURNING:
             self._fetch((entry,), compute)
@@ -298,7 +281,7 @@ class PrefetchQueue:
         assert copied is not None
         self.nbytes -= entry.nbytes
         entry.state = State.AWAY
-        # A batch has one lane and one event, and is waited for once.
+        # A batch has one stream and one event, and is waited for once.
         if copied is not self._awaited:
             self._awaited = None
             try:
@@ -318,13 +301,13 @@ class PrefetchQueue:
             self._tell(EventKind.TAKE, entry)
         return storage
 
-    def fetch(self, entries: Sequence[Entry], compute: Lane) -> None:
+    def fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
         """Fetch these, whatever the limit. Entries that are not AWAY, or that are alive, are skipped."""
         wanted = [entry for entry in entries if _is_needed(entry)]
         if wanted:
             self._fetch(wanted, compute)
 
-    def prefetch(self, order: Order, compute: Lane) -> None:
+    def prefetch(self, order: Order, compute: Stream) -> None:
         """Fetch what backward will ask for next, in order, within the limit."""
         if self.nbytes > self._refill_at:
             return
@@ -346,7 +329,7 @@ class PrefetchQueue:
         order.fetched(count)
 
     def give_up(self, entry: Entry) -> None:
-        """Drop a fetched entry that is not needed, or not on this lane."""
+        """Drop a fetched entry that is not needed, or not on this stream."""
         self.nbytes -= entry.nbytes
         entry.state = State.AWAY
         try:
@@ -357,13 +340,13 @@ class PrefetchQueue:
             entry.let_go()
 
     @labelled("fetch")
-    def _fetch(self, entries: Sequence[Entry], compute: Lane) -> None:
+    def _fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
         made = []
         for entry in entries:
             assert entry.tier is not None
             assert entry.slot is not None
             made.append(entry.tier.destination(entry.slot, entry.nbytes, entry.form))
-        # The allocator may have given bytes that queued work on the compute lane still uses.
+        # The allocator may have given bytes that queued work on the compute stream still uses.
         self._backend.wait(self._back, self._backend.record(compute))
         first = 0
         while first < len(entries):
@@ -375,7 +358,7 @@ class PrefetchQueue:
             self._load(entries[first:end], made[first:end], compute)
             first = end
 
-    def _load(self, entries: Sequence[Entry], made: Sequence[torch.Tensor], compute: Lane) -> None:
+    def _load(self, entries: Sequence[Entry], made: Sequence[torch.Tensor], compute: Stream) -> None:
         tier = entries[0].tier
         assert tier is not None
         storages = [tensor.untyped_storage() for tensor in made]
@@ -388,7 +371,7 @@ class PrefetchQueue:
             entry.made = tensor if _has_form(tensor, entry.form) else None
             # Not before the bytes are there: after a failed read a traceback may keep the destination alive.
             entry.alive = _nowhere
-            entry.lane = compute
+            entry.stream = compute
             entry.state = State.RETURNING
             self.nbytes += entry.nbytes
         if self._tell is not None:

@@ -10,8 +10,8 @@ tensor. The file is never mapped, so a full disk cannot be a SIGBUS. A file syst
 file, and reports a full disk at the write.
 
 *Aligned.* Under ``O_DIRECT``, address, offset and length must be multiples of 4 KiB. Extents begin and end on such
-multiples. After a short write, the next one starts at the last whole block. Where ``O_DIRECT`` is refused, or accepted
-and then fails, the page cache does the same work.
+multiples. After a short write, the next one starts at the last whole block. If a file system refuses ``O_DIRECT``, or
+accepts it and then fails, the page cache does the same work.
 
 *Forked.* A child shares the open file with its parent, so only the process that made the file may use it. In a child
 every call but ``free`` and ``close`` raises, ``free`` does nothing, and ``close`` closes the child's descriptor. The
@@ -30,22 +30,14 @@ block that was lost, doubled, shifted or swapped. It does not find words that ch
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import itertools
-import mmap
 import os
-import secrets
-import tempfile
 import threading
-import time
-import weakref
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -53,136 +45,21 @@ from spillway.errors import (
     CorruptError,
     SessionError,
     SizeError,
-    SpillPathError,
     TierFullError,
     TransferError,
     UsageError,
 )
+from spillway.runtime.anonymous_file import ALIGNMENT, AnonymousFile, SystemCalls, aligned_page
 from spillway.runtime.arena import FreeRanges
+from spillway.runtime.system import choose_directory
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
     from typing_extensions import Buffer
 
-ALIGNMENT = 4096
-"""Bytes: ``O_DIRECT`` wants addresses, offsets and lengths that are multiples of this."""
 _GROWTH = 64 * 2**20  # The file grows by this, or by what is needed.
-_LARGEST_CALL = 2**30  # Linux moves just under 2 GiB in one call; other systems refuse more than that.
-_PATIENCE = 8  # Calls in a row that may move less than a block.
 _HOUR, _BUCKET = 3600, 10  # Seconds. Writes are counted in buckets: 360 numbers an hour.
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_CANNOT_RESERVE = frozenset({errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS})
-
-
-class Mount(NamedTuple):
-    """A mounted file system."""
-
-    point: str
-    kind: str
-    """Its type, as ``"ext4"``."""
-    device: str
-
-
-class SystemCalls:
-    """Every system call of a spill file: the one seam at which tests inject faults."""
-
-    def mounts(self) -> Sequence[Mount]:
-        """All mounted file systems, in the order in which they were mounted."""
-        import psutil  # not at the top: only a session that spills to disk needs it
-
-        return [Mount(part.mountpoint, part.fstype, part.device) for part in psutil.disk_partitions(all=True)]
-
-    def monotonic(self) -> float:
-        return time.monotonic()
-
-    def open(self, path: str, flags: int, mode: int) -> int:
-        return os.open(path, flags, mode)
-
-    def unlink(self, path: str) -> None:
-        os.unlink(path)
-
-    def close(self, fd: int) -> None:
-        os.close(fd)
-
-    def set_direct(self, fd: int, on: bool) -> None:
-        flag = getattr(os, "O_DIRECT", 0)
-        if on and not flag:
-            raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
-        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
-
-    def fallocate(self, fd: int, offset: int, length: int) -> None:
-        if not hasattr(os, "posix_fallocate"):
-            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve space")
-        os.posix_fallocate(fd, offset, length)
-
-    def ftruncate(self, fd: int, length: int) -> None:
-        os.ftruncate(fd, length)
-
-    def pwrite(self, fd: int, view: memoryview, offset: int) -> int:
-        return os.pwrite(fd, view, offset)
-
-    def preadv(self, fd: int, view: memoryview, offset: int) -> int:
-        return os.preadv(fd, [view], offset)
-
-
-# The directory.
-
-_DEFAULT_PLACES: tuple[Callable[[], str], ...] = (tempfile.gettempdir, lambda: "/var/tmp", os.getcwd)
-_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
-_MEMORY_DEVICES = ("/dev/ram", "/dev/zram")
-_EXPECTED = "expected a directory on a disk in which files can be made; set SPILLWAY_DIR or give another one"
-
-
-def choose_directory(
-    directory: str | os.PathLike[str] | None, allow_memory_filesystem: bool, mounts: Sequence[Mount]
-) -> Path:
-    """The absolute path of the directory for the spill file.
-
-    ``None`` means ``$SPILLWAY_DIR``, or else the first of the temporary directory, ``/var/tmp`` and the working
-    directory that is on a disk, or in memory if that is allowed. Raises ``SpillPathError`` if none can be used.
-    """
-    named = directory if directory is not None else os.environ.get("SPILLWAY_DIR") or None
-    if named is not None:
-        return _usable(named, allow_memory_filesystem, mounts)
-    refusals: dict[str, None] = {}  # each once, in order
-    for in_memory in (False, True) if allow_memory_filesystem else (False,):
-        for place in _DEFAULT_PLACES:
-            try:
-                return _usable(place(), in_memory, mounts)
-            except (SpillPathError, OSError) as error:  # OSError: no temporary or no working directory at all
-                refusals[str(error)] = None
-    raise SpillPathError(
-        "spill file: found no directory for it; set SPILLWAY_DIR or give a directory on a disk. Tried:\n  "
-        + "\n  ".join(refusals)
-    )
-
-
-def _usable(place: str | os.PathLike[str], allow_memory_filesystem: bool, mounts: Sequence[Mount]) -> Path:
-    """The directory's absolute path, if it can be used."""
-    try:
-        path = Path(place).resolve(strict=True)
-    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
-        raise SpillPathError(f"spill file: got {os.fspath(place)!r} ({error}), {_EXPECTED}") from error
-    if not path.is_dir():
-        raise SpillPathError(f"spill file: got {str(path)!r}, which is not a directory, {_EXPECTED}")
-    if not os.access(path, os.W_OK | os.X_OK):
-        raise SpillPathError(f"spill file: got {str(path)!r}, which is not writable, {_EXPECTED}")
-    mount = mount_of(path, mounts)
-    in_memory = mount.kind in _MEMORY_FILESYSTEMS or mount.device.startswith(_MEMORY_DEVICES)
-    if in_memory and not allow_memory_filesystem:
-        raise SpillPathError(
-            f"spill file: got {str(path)!r} on {mount.point!r} ({mount.kind}), which is host memory: spilling there "
-            f"saves nothing; {_EXPECTED}, or allow_memory_filesystem=True"
-        )
-    return path
-
-
-def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
-    """The file system of a path: the deepest mount above it, and of two at one point the later one."""
-    above = [mount for mount in mounts if path.is_relative_to(mount.point)]
-    return max(reversed(above), key=lambda mount: len(Path(mount.point).parts), default=Mount("/", "", ""))
 
 
 def checksum(data: NDArray[np.uint8]) -> int:
@@ -198,165 +75,6 @@ def checksum(data: NDArray[np.uint8]) -> int:
     sums = (sums ^ (sums >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     sums ^= sums >> np.uint64(31)
     return (int(np.add.reduce(sums)) + len(data) * 0x9E3779B97F4A7C15) % 2**64
-
-
-# The file as the system sees it.
-
-
-class _AnonymousFile:
-    """A file without a name that only grows. Growing and releasing need the caller's lock, transfers need none."""
-
-    directory: Path
-    """Where the file lives; absolute."""
-    direct: bool
-    """Whether transfers bypass the page cache (``O_DIRECT``), so that buffers must be page-aligned."""
-
-    def __init__(self, directory: Path, calls: SystemCalls) -> None:
-        self.directory = directory
-        self._calls = calls
-        self._fd = -1
-        self._size = 0
-        self._finalizer: weakref.finalize[[SystemCalls, int, int], _AnonymousFile] | None = None
-        # A trial file shows that one can be made, and whether O_DIRECT works. The real one is made when needed.
-        try:
-            fd, self.direct = _open(directory, calls)
-        except TierFullError:  # The disk may have room later: growing will tell.
-            self.direct = hasattr(os, "O_DIRECT")
-        else:
-            calls.close(fd)
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of the file, used or free. It never shrinks before it is closed."""
-        return self._size
-
-    def _lengthen(self, nbytes: int, least: int) -> int:
-        """Reserve ``nbytes`` more, or ``least`` where the disk has no room for them; gives which. Makes the file."""
-        if self._fd < 0:
-            self._fd, self.direct = _open(self.directory, self._calls)
-            self._finalizer = weakref.finalize(self, _close, self._calls, self._fd, os.getpid())
-            # At exit the kernel closes it. We might close it under a thread that still writes.
-            self._finalizer.atexit = False
-        try:
-            self._reserve(nbytes)
-        except OSError as error:
-            if error.errno in _FULL and nbytes > least:
-                return self._lengthen(least, least)
-            kind = TierFullError if error.errno in _FULL else TransferError
-            raise kind(
-                f"spill file in {self.directory}: got {error.strerror!r} for {format_bytes(nbytes)} more than the "
-                f"{format_bytes(self._size)} it has; free space on that disk, spill to another one, or offload less"
-            ) from error
-        self._size += nbytes
-        return nbytes
-
-    def _reserve(self, nbytes: int) -> None:
-        try:
-            self._calls.fallocate(self._fd, self._size, nbytes)
-        except OSError as error:
-            if error.errno in _CANNOT_RESERVE:
-                self._calls.ftruncate(self._fd, self._size + nbytes)
-                return
-            with suppress(OSError):  # Give back what a refused growth took. The refusal is the error to report.
-                self._calls.ftruncate(self._fd, self._size)
-            raise
-
-    def _move(self, view: memoryview, offset: int, *, write: bool) -> None:
-        """Write or fill all of ``view``: the system may move less per call, and reports the end of the file as 0."""
-        call = self._calls.pwrite if write else self._calls.preadv
-        done = idle = 0
-        while done < len(view):
-            try:
-                moved = call(self._fd, view[done : done + _LARGEST_CALL], offset + done)
-            except InterruptedError:
-                continue
-            except OSError as error:
-                kind = TierFullError if error.errno in _FULL else TransferError
-                raise kind(self._failed(view, offset, f"{error.strerror!r} after {done} bytes", write)) from error
-            now = done + moved
-            if self.direct:  # The next call must start at a block: the bytes of a torn one are moved again.
-                now -= now % ALIGNMENT
-            idle = idle + 1 if now == done else 0
-            done = now
-            if idle > _PATIENCE:
-                ended = TransferError if write else CorruptError
-                raise ended(self._failed(view, offset, f"{done + moved} bytes and then no more", write))
-
-    def _failed(self, view: memoryview, offset: int, what: str, write: bool) -> str:
-        return (
-            f"spill file in {self.directory}: {'write' if write else 'read'} of {len(view)} bytes at offset {offset} "
-            f"got {what}, expected all of them; look at that disk (its free space, the system's log), or spill to "
-            f"another directory"
-        )
-
-    def _release(self) -> None:
-        """Close the descriptor, with no transfer under way. In the owner this frees the space."""
-        if self._finalizer is not None:
-            self._finalizer()
-        self._fd = -1
-        self._size = 0
-
-
-def _close(calls: SystemCalls, fd: int, owner: int) -> None:
-    if os.getpid() == owner:
-        with suppress(OSError):  # The close below frees the space too, only later.
-            calls.ftruncate(fd, 0)
-    with suppress(OSError):  # A failed close releases the descriptor all the same.
-        calls.close(fd)
-
-
-def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
-    """The descriptor of a new anonymous file, and whether it is in ``O_DIRECT`` mode."""
-    try:
-        with ExitStack() as undo:
-            fd = _open_anonymous(directory, calls)
-            undo.callback(calls.close, fd)
-            direct = _made_direct(fd, calls)
-            undo.pop_all()
-        return fd, direct
-    except OSError as error:
-        kind = TierFullError if error.errno in _FULL else SpillPathError
-        raise kind(
-            f"spill file: got {error.strerror!r} in {directory}, expected a directory in which files can be made; "
-            f"set SPILLWAY_DIR or give another one"
-        ) from error
-
-
-def _open_anonymous(directory: Path, calls: SystemCalls) -> int:
-    if hasattr(os, "O_TMPFILE"):
-        # Systems differ in how they refuse it. After any refusal, the way below decides.
-        with suppress(OSError):
-            # O_EXCL: the file can never be given a name.
-            return calls.open(str(directory), os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-    path = str(directory / f".spillway-{secrets.token_hex(16)}")
-    fd = calls.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
-    with ExitStack() as undo:
-        undo.callback(calls.close, fd)
-        calls.unlink(path)
-        undo.pop_all()
-    return fd
-
-
-def _made_direct(fd: int, calls: SystemCalls) -> bool:
-    """Whether ``O_DIRECT`` works on the file: some file systems accept the flag and refuse the transfer."""
-    page = _page()
-    try:
-        calls.set_direct(fd, True)
-        if calls.pwrite(fd, page, 0) == calls.preadv(fd, page, 0) == ALIGNMENT:
-            return True
-    except OSError as error:
-        if error.errno in _FULL:
-            raise
-    calls.set_direct(fd, False)
-    return False
-
-
-def _page() -> memoryview:
-    """An aligned page of memory, freed with its last view."""
-    return memoryview(mmap.mmap(-1, ALIGNMENT))
-
-
-# Extents.
 
 
 @dataclass(frozen=True, slots=True)
@@ -378,21 +96,19 @@ class _Slot:
     """The state of an extent, until its range is free again."""
 
     extent: Extent
-    is_promised: bool = True
-    """Whether its first write is still to come."""
     checksum: int | None = None
-    """Of its content; ``None`` while it has none."""
+    """Checksum of the content; ``None`` while it has none."""
     users: int = 0
     """Threads that read or write it now."""
 
 
-class SpillFile(_AnonymousFile):
+class SpillFile(AnonymousFile):
     """One anonymous, preallocated file, and the extents in it. See NOTE [ The promises of the spill file ].
 
     Every method may be called from several threads at once, in the process that made it.
 
     Args:
-        directory: where the file lives; ``None`` for the default of :func:`choose_directory`.
+        directory: of the file; ``None`` for the default of :func:`choose_directory`.
         capacity: the most bytes that the file may have; ``None`` for as many as the disk has.
         bytes_per_hour: the most bytes to write in any hour (flash wears out); ``None`` for no limit. ``allocate``
             refuses above it. Writing an extent again counts too, but is not refused.
@@ -419,12 +135,9 @@ class SpillFile(_AnonymousFile):
         calls = calls or SystemCalls()
         super().__init__(choose_directory(directory, allow_memory_filesystem, calls.mounts()), calls)
         self.capacity = capacity
-        """The most bytes that the file may have."""
         self._per_hour = bytes_per_hour
         self._hour: Counter[int] = Counter()
         """Bytes written in the last hour, by bucket."""
-        self._promised = 0
-        """Bytes of extents that were not written yet."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._closed = False
@@ -447,7 +160,7 @@ class SpillFile(_AnonymousFile):
         """Reserve a place for ``nbytes`` bytes, at least one.
 
         ``phase`` is the distance of its buffers from the page before them. Raises ``TierFullError`` if the capacity,
-        the disk or the hour's limit has no room, and ``SpillPathError`` if the directory is gone.
+        the disk or the hour's limit is exhausted, and ``SpillPathError`` if the directory is gone.
         """
         if nbytes < 1:
             raise SizeError(f"extent: got {nbytes} bytes, expected at least 1; what is empty needs no place on a disk")
@@ -461,7 +174,6 @@ class SpillFile(_AnonymousFile):
                 self._grow(reserved)
             extent = Extent(found[0], nbytes, reserved, phase)
             self._used += reserved
-            self._promised += reserved
             self._live[id(extent)] = _Slot(extent)
         return extent
 
@@ -485,22 +197,21 @@ class SpillFile(_AnonymousFile):
         with self._transfer(extent) as slot:
             data = self._bytes_of(buffer, extent)
             slot.checksum = None  # The old bytes are lost, whatever happens now.
-            sum_before = checksum(data[: extent.nbytes])
-            self._move_pieces(data, extent, write=True)
-            while shared and (sum_now := checksum(data[: extent.nbytes])) != sum_before:
-                sum_before = sum_now
-                self._move_pieces(data, extent, write=True)
+            written = checksum(data[: extent.nbytes])
+            self._move_all(data, extent, write=True)
+            while shared and (now := checksum(data[: extent.nbytes])) != written:
+                written = now
+                self._move_all(data, extent, write=True)
             with self._lock:
-                self._withdraw(slot)
                 self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
                 while (oldest := next(iter(self._hour))) < self._first_bucket():
                     del self._hour[oldest]
-            slot.checksum = sum_before
+                slot.checksum = written
 
     def read(self, extent: Extent, buffer: Buffer) -> None:
         """Fill the first ``extent.nbytes`` bytes of ``buffer``, and verify them.
 
-        Raises ``CorruptError`` if other bytes come back, and ``TransferError`` if the read failed or no write
+        Raises ``CorruptError`` if they are not the written ones, and ``TransferError`` if the read failed or no write
         succeeded.
         """
         with self._transfer(extent) as slot:
@@ -508,16 +219,16 @@ class SpillFile(_AnonymousFile):
             expected = slot.checksum
             if expected is None:
                 raise TransferError(
-                    f"spill file: got a read of {extent}, which holds nothing, as no write to it has succeeded; "
-                    f"do not drop a tensor before its write has returned"
+                    f"spill file: got a read of {extent}, which is empty, as no write to it has succeeded; do not drop "
+                    f"a tensor before its write has returned"
                 )
-            self._move_pieces(data, extent, write=False)
+            self._move_all(data, extent, write=False)
             got = checksum(data[: extent.nbytes])
             if got != expected:
                 raise CorruptError(
-                    f"spill file in {self.directory}: {extent.nbytes} bytes at offset {extent.offset} came back with "
-                    f"checksum {got:#018x}, expected {expected:#018x}; these are not the bytes that were written: "
-                    f"look for errors of the disk in the system's log, or spill to another directory"
+                    f"spill file in {self.directory}: {extent.nbytes} bytes at offset {extent.offset} have the "
+                    f"checksum {got:#018x}, expected {expected:#018x}. They are not the bytes that were written. Look "
+                    f"for errors of the disk in the system's log, or spill to another directory."
                 )
 
     def close(self) -> None:
@@ -586,13 +297,6 @@ class SpillFile(_AnonymousFile):
             else:
                 self._ranges.give(slot.extent.offset, slot.extent.reserved)
                 self._used -= slot.extent.reserved
-                self._withdraw(slot)
-
-    def _withdraw(self, slot: _Slot) -> None:
-        """The first write is made, or never will be."""
-        if slot.is_promised:
-            slot.is_promised = False
-            self._promised -= slot.extent.reserved
 
     def _first_bucket(self) -> int:
         """The oldest bucket that is not over for an hour: no hour has more than the limit."""
@@ -601,7 +305,9 @@ class SpillFile(_AnonymousFile):
     def _check_hour(self, nbytes: int) -> None:
         if self._per_hour is None:
             return
-        spent = self._promised + sum(self._hour[bucket] for bucket in self._hour if bucket >= self._first_bucket())
+        # Extents without content are still to be written.
+        promised = sum(slot.extent.reserved for slot in list(self._live.values()) if slot.checksum is None)
+        spent = promised + sum(self._hour[bucket] for bucket in self._hour if bucket >= self._first_bucket())
         if spent + nbytes > self._per_hour:
             raise TierFullError(
                 f"spill file: got {format_bytes(nbytes)} to write after {format_bytes(spent)} in this hour, expected "
@@ -614,18 +320,16 @@ class SpillFile(_AnonymousFile):
         needed = nbytes - self._ranges.tail(end)
         step = max(needed, _GROWTH)
         if self.capacity is not None:
-            room = self.capacity // ALIGNMENT * ALIGNMENT - end
-            if needed > room:
+            left = self.capacity // ALIGNMENT * ALIGNMENT - end
+            if needed > left:
                 raise TierFullError(
                     f"spill file in {self.directory}: got {format_bytes(nbytes)} to place, expected no more than fits "
                     f"into the capacity of {format_bytes(self.capacity)}, of which {format_bytes(self._used)} are in "
-                    f"use and the rest is in pieces of at most {format_bytes(self._ranges.largest(end, room))}; raise "
+                    f"use and the rest is in pieces of at most {format_bytes(self._ranges.largest(end, left))}; raise "
                     f"the capacity, or offload less"
                 )
-            step = min(step, room)
+            step = min(step, left)
         self._ranges.give(end, self._lengthen(step, needed))
-
-    # Below, it is not.
 
     def _bytes_of(self, buffer: Buffer, extent: Extent) -> NDArray[np.uint8]:
         """The buffer's bytes that belong to the extent."""
@@ -642,7 +346,7 @@ class SpillFile(_AnonymousFile):
             )
         return data[: extent.reserved - extent.phase]
 
-    def _move_pieces(self, data: NDArray[np.uint8], extent: Extent, *, write: bool) -> None:
+    def _move_all(self, data: NDArray[np.uint8], extent: Extent, *, write: bool) -> None:
         """Whole blocks move straight from or into the buffer, the edges before and behind them through a page."""
         begin = extent.offset + extent.phase
         end = len(data) if len(data) == extent.reserved - extent.phase else extent.nbytes
@@ -655,7 +359,7 @@ class SpillFile(_AnonymousFile):
             if not (self.direct and len(piece) % ALIGNMENT):
                 self._move(piece, offset, write=write)
                 continue
-            page, inside = _page(), offset % ALIGNMENT
+            page, inside = aligned_page(), offset % ALIGNMENT
             place = page[inside : inside + len(piece)]
             if write:
                 place[:] = piece

@@ -2,7 +2,7 @@
 
 A tier stores bytes in *slots*. ``store`` queues copies out and returns events after which the sources are not needed.
 ``load`` queues copies back and returns events after which the destinations are written. Both take a batch and do not
-block. The caller has made the ``out`` lane wait for the sources, and the ``back`` lane for the destinations.
+block. The caller has made the ``out`` stream wait for the sources, and the ``back`` stream for the destinations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from spillway.runtime.arena import Block
-from spillway.runtime.backend import Backend, Event, Lane
+from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes, Flat, Form
 
 
@@ -40,10 +40,7 @@ class Tier(ABC):
         """Queue the copies out. After its event a source is no longer needed."""
 
     def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
-        """A tensor over ``nbytes`` bytes of the device to load the slot into, in ``form`` where possible.
-
-        It is for the calling thread's compute lane.
-        """
+        """A tensor over ``nbytes`` bytes of the device to load the slot into, in ``form`` where possible."""
         return self._backend.empty(form if form is not None else Flat((nbytes,)))
 
     @abstractmethod
@@ -76,7 +73,7 @@ class Slots(Protocol):
 class HostTier(Tier):
     """Blocks of CPU memory. A slot is a block; its ``after`` is the end of the last copy from or to it."""
 
-    def __init__(self, backend: Backend, arena: Slots, *, out: Lane, back: Lane) -> None:
+    def __init__(self, backend: Backend, arena: Slots, *, out: Stream, back: Stream) -> None:
         super().__init__(backend)
         self._arena = arena
         self._out = out
@@ -103,7 +100,7 @@ class HostTier(Tier):
         last: Event | None = None
         for block, destination in zip(slots, destinations, strict=True):
             assert isinstance(block, Block)
-            # The two lanes are not ordered: a copy back must not overtake its own copy out.
+            # The two streams are not ordered: a copy back must not overtake its own copy out.
             for event in block.after:
                 # A batch has one event.
                 if event is not last:
@@ -116,8 +113,8 @@ class HostTier(Tier):
         assert isinstance(slot, Block)
         self._arena.free(slot, slot.after)
 
-    def _recorded(self, lane: Lane, blocks: Sequence[Slot]) -> Sequence[Event]:
-        event = self._backend.record(lane)
+    def _recorded(self, stream: Stream, blocks: Sequence[Slot]) -> Sequence[Event]:
+        event = self._backend.record(stream)
         after = (event,)
         for block in blocks:
             assert isinstance(block, Block)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any
@@ -26,9 +26,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from spillway._torch import storage_parts
+from spillway._torch import storage_number, storage_parts
 from spillway.errors import PolicyError
-from spillway.policies import Keep, Policy
+from spillway.policies import Keep, Policy, wants_modules, wants_operators
 from spillway.saved_tensors.groups import Group, PassGroups
 from spillway.saved_tensors.handles import KeptHandle, pack_kept, unpack
 from spillway.saved_tensors.identity import StorageMarks, is_parameter, reach, why_unmovable
@@ -41,16 +41,7 @@ _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 
 
 class Decider:
-    """Decides by, in this order: the user's marks, the size, a given decision or the policy, the rules about groups.
-
-    Args:
-        policy: ``None`` offloads everything.
-        groups: of the pass.
-        marks: storages that the user marked.
-        min_bytes: smaller tensors are kept, and the policy is not asked.
-        tag: of the pass, for the policy to read.
-        locator: knows module and operator, if the policy asks for them.
-    """
+    """Decides by, in this order: the user's marks, the size, a given decision or the policy, the rules about groups."""
 
     def __init__(
         self,
@@ -86,7 +77,6 @@ class Decider:
 
     @property
     def keeps_all(self) -> bool:
-        """Whether neither policy nor groups offload anything."""
         return isinstance(self._policy, Keep) and self._groups.rules is None
 
     def pass_over(self) -> None:
@@ -132,8 +122,8 @@ class Decider:
         if not isinstance(decision, Decision) or decision is Decision.RECOMPUTE:
             raise PolicyError(
                 f"policy {self._policy!r}: got {decision!r} for {saved}, expected a spillway.Decision; return one of "
-                f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}, and put what is "
-                f"to be computed again into a spillway.recompute"
+                f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}. To recompute, "
+                f"use spillway.recompute."
             )
         return self._in_group(group, nbytes, decision)
 
@@ -150,10 +140,7 @@ class Decider:
 class Locator:
     """Knows, while it is entered, the running module and operator of the thread. See NOTE [ Module and operator ].
 
-    Args:
-        modules: whether it knows the module.
-        operators: whether it knows the operator.
-        root: the module that paths begin below; ``None``: the first one that is called.
+    Paths begin below ``root``, or below the first module that is called.
     """
 
     def __init__(self, *, modules: bool, operators: bool, root: torch.nn.Module | None = None) -> None:
@@ -161,10 +148,16 @@ class Locator:
         self._root = root
         self._operators = _Operators() if operators else None
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-        self._parameters: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._parameter_storages: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._stack: list[str] = []
         self._exit = ExitStack()
         self._thread = 0
+
+    @classmethod
+    def for_policy(cls, policy: Policy | None) -> Locator | None:
+        """A locator that knows as much as the policy asks for; ``None`` if it asks for nothing."""
+        modules, operators = wants_modules(policy), wants_operators(policy)
+        return cls(modules=modules, operators=operators) if modules or operators else None
 
     def here(self) -> tuple[str | None, str | None]:
         """Path of the running module and name of the running operator; ``None`` for what was not asked for."""
@@ -174,7 +167,7 @@ class Locator:
 
     def is_parameter_storage(self, storage: torch.UntypedStorage) -> bool:
         """Whether it is the storage of a parameter or buffer of a module that was called."""
-        return storage in self._parameters
+        return storage in self._parameter_storages
 
     def __enter__(self) -> Locator:
         self._thread = threading.get_ident()
@@ -200,18 +193,18 @@ class Locator:
             root = module if self._root is None else self._root
             for name, child in root.named_modules():
                 self._names[child] = name
-            self._note_parameters((*root.parameters(), *root.buffers()))
+            self._remember_parameters(root)
         self._stack.append(self._names.get(module, type(module).__name__))
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._stack:
             self._stack.pop()
 
-    def _note_parameters(self, tensors: Iterable[torch.Tensor]) -> None:
-        for tensor in tensors:
+    def _remember_parameters(self, root: torch.nn.Module) -> None:
+        for tensor in (*root.parameters(), *root.buffers()):
             # A lazy layer's parameter has no memory before the layer is called.
             if not is_lazy(tensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
-                self._parameters.add(tensor.untyped_storage())
+                self._parameter_storages.add(tensor.untyped_storage())
 
 
 class _Operators(TorchFunctionMode):
@@ -237,7 +230,7 @@ class _Operators(TorchFunctionMode):
             self._running.pop()
 
 
-def saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensorReport]:
+def list_saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensorReport]:
     """Run one forward and list the tensors that autograd saves, in order. Nothing is offloaded.
 
     The operator is the outermost torch function that ran; ``""`` for a custom ``autograd.Function``. Small tensors are
@@ -254,7 +247,7 @@ def saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[Sav
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
-        >>> [(line.operator, line.moves) for line in saved_tensors(layer, torch.ones(2, 4))]
+        >>> [(line.operator, line.moves) for line in list_saved_tensors(layer, torch.ones(2, 4))]
         [('torch.nn.functional.linear', True)]
     """
     lines: list[SavedTensorReport] = []
@@ -290,7 +283,7 @@ def _judge(
     storage = part.untyped_storage()
     if locator.is_parameter_storage(storage):
         return 0, False, "an alias of a parameter or buffer"
-    if storage._cdata in seen:
+    if storage_number(storage) in seen:
         return 0, True, "shares its bytes with one above"
-    seen[storage._cdata] = storage
+    seen[storage_number(storage)] = storage
     return reach(part, storage.nbytes())[1], True, "saved for the first time"

@@ -11,11 +11,10 @@ asks for the members one after the other, so the learned order prefetches them o
 
 NOTE [ Memory that is released ]
 
-The program may hold a tensor that only backward still needs, and Spillway has it. When its group leaves, the tensor's
-memory is freed: the tensor gets one element instead, not a number, seen at every place. The base of a view is treated
-the same way, since autograd holds it as long as the view. Code that uses the tensor all the same computes visible
-nonsense, and touches no freed memory. If a view or another tensor still sees the memory, nothing would be gained: an
-error.
+The program may hold a tensor that only backward still needs. When its group is offloaded, the tensor's memory is freed:
+the tensor gets one element instead, not a number, seen at every place. The base of a view is treated the same way,
+since autograd holds it as long as the view. Code that uses the tensor all the same computes visible nonsense, and
+touches no freed memory. If a view or another tensor still sees the memory, nothing would be gained: an error.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from spillway._torch import base_of, disable_dispatch, holders_of
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
 from spillway.runtime.bytes import Bytes
@@ -85,7 +85,7 @@ class Groups:
             if not isinstance(patterns, Sequence) or not all(isinstance(each, str) for each in patterns):
                 raise UsageError(f"group {name!r}: got {pattern!r}, expected a pattern of module names, or several")
         if type(self.margin) is not int or self.margin < 0:
-            raise UsageError(f"margin: got {self.margin!r}, expected a whole number of groups, 0 or more")
+            raise UsageError(f"margin: got {self.margin!r}, expected an integer, 0 or more")
         if (
             isinstance(self.fraction, bool)
             or not isinstance(self.fraction, (int, float))
@@ -96,8 +96,8 @@ class Groups:
         limits = self.in_flight.values() if isinstance(self.in_flight, Mapping) else (self.in_flight,)
         if any(limit is not None and (type(limit) is not int or limit < 1) for limit in limits):
             raise UsageError(
-                f"in_flight: got {self.in_flight!r}, expected a whole number of at least 1, a mapping from names to "
-                f"such, or None"
+                f"in_flight: got {self.in_flight!r}, expected an integer of at least 1, a mapping from names to such, "
+                f"or None"
             )
 
     def staying(self, past: Sequence[PastGroup]) -> frozenset[int]:
@@ -153,62 +153,48 @@ def check_name(name: object) -> str:
 
 
 # An entry, its runtime and tier, and whether to hold it back. A plain tuple: one is made for every saved tensor.
-_Departure = tuple[SavedStorage, Runtime, Tier, bool]
+_Queued = tuple[SavedStorage, Runtime, Tier, bool]
 
 
 class Waiting:
-    """Entries that will be offloaded together.
-
-    Args:
-        window: bytes that may be LEAVING at once on a device.
-    """
+    """Entries that will be offloaded together, within the in-flight limit ``window``."""
 
     def __init__(self, window: Callable[[Runtime], int]) -> None:
         self._window = window
-        self._departures: list[_Departure] = []
+        self._queued: list[_Queued] = []
         self.nbytes = 0
         """Bytes of all of them."""
 
     def add(self, saved: SavedStorage, runtime: Runtime, tier: Tier, *, hold: bool) -> None:
-        """Add one; ``hold``: it is copied only if later ones need its room."""
-        self._departures.append((saved, runtime, tier, hold))
+        """Add one; ``hold``: it is copied only if later ones would exceed the limit."""
+        self._queued.append((saved, runtime, tier, hold))
         self.nbytes += saved.nbytes
 
     @property
     def is_batch(self) -> bool:
-        """Whether they fill a batch."""
-        return bool(self._departures) and self.nbytes >= self._departures[-1][1].mover.batch
+        return bool(self._queued) and self.nbytes >= self._queued[-1][1].mover.batch
 
     def send(self) -> None:
         """Offload them now. The caller knows that they have been written."""
-        departures, self._departures, self.nbytes = self._departures, [], 0
-        if not departures:
+        queued, self._queued, self.nbytes = self._queued, [], 0
+        if not queued:
             return
         # Copies are no operators of the user's: an active dispatch mode must not see them.
-        with torch._C._DisableTorchDispatch():
-            for (runtime, tier, hold), together in itertools.groupby(departures, key=operator.itemgetter(1, 2, 3)):
-                entries = [departure[0] for departure in together]
+        with disable_dispatch():
+            for (runtime, tier, hold), together in itertools.groupby(queued, key=operator.itemgetter(1, 2, 3)):
+                entries = [each[0] for each in together]
                 runtime.mover.put(entries, tier, window=self._window(runtime), hold=hold)
 
     def clear(self) -> None:
-        """Keep them."""
-        self._departures.clear()
+        self._queued.clear()
         self.nbytes = 0
 
     def members(self) -> list[tuple[SavedStorage, Runtime]]:
-        """All of them, with their runtimes."""
-        return [(saved, runtime) for saved, runtime, _, _ in self._departures]
+        return [(saved, runtime) for saved, runtime, _, _ in self._queued]
 
 
 class Group:
-    """One group of a pass.
-
-    Args:
-        name: of the group.
-        place: its place among all groups of the pass.
-        ledger: counts what becomes of what is saved in it.
-        window: bytes that may be LEAVING at once on a device.
-    """
+    """One group of a pass, and its place among all of them."""
 
     def __init__(self, name: str, place: int, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
         self.name = name
@@ -233,7 +219,6 @@ class Group:
             runtime.mover.settle(entries)
 
     def fetch(self) -> None:
-        """Reload its offloaded bytes."""
         for runtime, entries in _by_runtime(self._sent):
             runtime.mover.fetch(entries)
 
@@ -248,20 +233,16 @@ class Group:
 
 
 class PassGroups:
-    """The groups of one pass.
-
-    Args:
-        rules: which of them are kept, and that no other tensor is offloaded; ``None``: the policy decides alone.
-        ledger: of the pass.
-        window: bytes that may be LEAVING at once on a device.
-    """
+    """The groups of one pass. Without rules, the policy decides alone."""
 
     def __init__(self, rules: Groups | None, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
         self.rules = rules
         self._ledger = ledger
         self._window = window
-        self._open: list[Group] = []
-        self._all: list[Group] = []
+        self.open: list[Group] = []
+        """Groups that have not ended, the innermost last."""
+        self.all: list[Group] = []
+        """Groups that have begun."""
         self._in_flight: dict[str, deque[Group]] = {}
         # Another thread may flush a delayed group.
         self._lock = threading.Lock()
@@ -271,7 +252,7 @@ class PassGroups:
     @property
     def current(self) -> Group | None:
         """The innermost that has not ended."""
-        return self._open[-1] if self._open else None
+        return self.open[-1] if self.open else None
 
     def learn(self, past: Sequence[PastGroup]) -> None:
         """Learn the groups of the pass before."""
@@ -279,10 +260,9 @@ class PassGroups:
         self._staying = self.rules.staying(past) if self.rules is not None else frozenset()
 
     def start(self, name: str) -> Group:
-        """A group begins."""
-        group = Group(name, len(self._all), self._ledger.of_group(name), self._window)
-        self._all.append(group)
-        self._open.append(group)
+        group = Group(name, len(self.all), self._ledger.of_group(name), self._window)
+        self.all.append(group)
+        self.open.append(group)
         return group
 
     def stays(self, group: Group | None) -> bool:
@@ -299,8 +279,8 @@ class PassGroups:
     def end(self, group: Group, *, release: Iterable[torch.Tensor] = (), later: bool = False) -> None:
         """A group ends, and is offloaded unless ``later``."""
         # A group that outlives its pass (a generator's) is not among them after an exception.
-        if group in self._open:
-            self._open.remove(group)
+        if group in self.open:
+            self.open.remove(group)
         group.release(release)
         if not later:
             self.send(group)
@@ -316,35 +296,24 @@ class PassGroups:
                 in_flight.append(group)
         group.send()
 
-    @property
-    def open(self) -> Sequence[Group]:
-        """Those that have not ended, the innermost last."""
-        return self._open
-
-    @property
-    def all(self) -> Sequence[Group]:
-        """Those that have begun."""
-        return self._all
-
     def give_up(self, group: Group) -> None:
         """A group ends, and its waiting tensors are kept."""
-        self._open.remove(group)
+        self.open.remove(group)
         group.waiting.clear()
 
     def abandon(self) -> list[Group]:
         """The pass is over: give up the groups that have not ended, and return them."""
-        abandoned = list(self._open)
+        abandoned = list(self.open)
         for group in abandoned:
             self.give_up(group)
         return abandoned
 
     def find_open(self, name: str) -> Group | None:
         """The first of the name that has not ended."""
-        return next((group for group in self._open if group.name == name), None)
+        return next((group for group in self.open if group.name == name), None)
 
     def past(self) -> list[PastGroup]:
-        """For the next pass."""
-        return [PastGroup(group.name, group.nbytes) for group in self._all]
+        return [PastGroup(group.name, group.nbytes) for group in self.all]
 
 
 def _by_runtime(
@@ -359,19 +328,20 @@ def _by_runtime(
 
 
 def _release(tensor: torch.Tensor) -> None:
-    storage = tensor.untyped_storage()
-    family = [tensor] if tensor._base is None else [tensor, tensor._base]
-    # But for theirs, and that of Python's name for the storage, and for Python's name for the tensor: where autograd
-    # saves without hooks, it holds the very tensor, and it holds a leaf that a gradient is wanted of.
-    others = torch._C._storage_Use_Count(storage._cdata) - len(family) - 1
-    others += tensor._use_count() - 1  # type: ignore[attr-defined]
+    base = base_of(tensor)
+    family = [tensor] if base is None else [tensor, base]
+    del base
+    # Without their own, and those of Python's names for the storage and the tensor: where autograd saves without hooks,
+    # it holds the very tensor, and it holds a leaf that a gradient is wanted of.
+    of_storage, of_tensor = holders_of(tensor)
+    others = of_storage - len(family) - 1 + of_tensor - 1
     if others > 0:
         raise UsageError(
-            f"release: got a tensor of shape {list(tensor.shape)} whose memory {others} other tensor(s) or views still "
-            f"see, expected that nothing else does, since none of it would be free; release it where the last of them "
-            f"is gone, or leave it out"
+            f"release: {others} other tensor(s) or views still see the memory of the tensor of shape "
+            f"{list(tensor.shape)}, so it would not be freed. Release it after the last of them is gone, or leave it "
+            f"out."
         )
-    with torch.no_grad(), torch._C._DisableTorchDispatch():
+    with torch.no_grad(), disable_dispatch():
         for each in family:
             each.data = _nonsense(each).expand(each.shape)
 

@@ -19,12 +19,15 @@ counter, as autograd's own does: if a backward function writes into it, the next
 from __future__ import annotations
 
 import operator
+import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
 
+from spillway._torch import base_of, disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
 from spillway.runtime.device import Runtime
 from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe
@@ -57,7 +60,7 @@ class KeptHandle:
             carry_attributes(tensor, self.alias)
             if tensor.is_leaf:
                 self._constant = weakref.ref(tensor)
-        self._version = -1 if tensor.is_inference() else tensor._version
+        self._version = -1 if tensor.is_inference() else version_of(tensor)
         self.saved = saved
 
     def unpack(self) -> torch.Tensor:
@@ -67,10 +70,10 @@ class KeptHandle:
         return self.alias if constant is None or not constant.is_leaf else constant
 
     def is_intact(self) -> bool:
-        return self._version == -1 or self.alias._version == self._version
+        return self._version == -1 or version_of(self.alias) == self._version
 
 
-class AwayHandle:
+class OffloadedHandle:
     """A handle of an offloaded tensor, whose storage is an entry of the mover."""
 
     __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "mover", "saved")
@@ -81,21 +84,21 @@ class AwayHandle:
         self.saved = saved
         self._traversals = 0
         self.mover = runtime.mover
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._recipe = recipe
         self._tracker = tensor.detach()
         self._tracker.data = runtime.nothing
         carry_attributes(tensor, self._tracker)
 
     def unpack(self) -> torch.Tensor:
-        if self._tracker._version != self._version:
+        if version_of(self._tracker) != self._version:
             check_version(self._tracker, self._version, self._recipe)
         if torch.is_inference_mode_enabled():
             # A tensor made inside has no version counter, and could not share the user's.
             with torch.inference_mode(mode=False):
                 return self.unpack()
-        if torch._C._len_torch_dispatch_stack() > 0:
-            with torch._C._DisableTorchDispatch():
+        if dispatch_modes() > 0:
+            with disable_dispatch():
                 return self._fetch()
         return self._fetch()
 
@@ -104,7 +107,7 @@ class AwayHandle:
         order = saved.order
         if order is not None:
             # Read without the lock: whether it was caught before it left is a hint.
-            order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.has_not_left())
+            order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.is_on_device())
             self._traversals += 1
         storage, made, low, self._round = self.mover.take(saved, self._round, order)
         tensor = self._tracker.detach()
@@ -114,12 +117,12 @@ class AwayHandle:
         return tensor
 
     def is_intact(self) -> bool:
-        return self._tracker._version == self._version
+        return version_of(self._tracker) == self._version
 
     def __del__(self) -> None:
-        if torch._C._len_torch_dispatch_stack() > 0:
+        if dispatch_modes() > 0:
             # Releasing is no operator: an active dispatch mode must not see it.
-            with torch._C._DisableTorchDispatch():
+            with disable_dispatch():
                 self.mover.forget(self.saved, self._round)
         else:
             self.mover.forget(self.saved, self._round)
@@ -148,9 +151,9 @@ class PartsHandle:
     def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
         # An alias that shares a wrapper's counter shares its parts too. So the owner is checked while it lives; its
         # views keep it alive.
-        base = tensor._base
+        base = base_of(tensor)
         self._owner = weakref.ref(tensor if base is None else base)
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._type: Any = type(tensor)
         self._parts = parts
         self._context = context
@@ -167,7 +170,7 @@ class PartsHandle:
 
     def is_intact(self) -> bool:
         owner = self._owner()
-        return owner is None or owner._version == self._version
+        return owner is None or version_of(owner) == self._version
 
 
 unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
@@ -177,6 +180,28 @@ unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
 def pack_kept(tensor: torch.Tensor) -> KeptHandle:
     """A pack hook that keeps every tensor."""
     return KeptHandle(tensor)
+
+
+class _Replays(threading.local):
+    depth = 0
+
+
+_replays = _Replays()
+
+
+def in_replay() -> bool:
+    """Whether the calling thread replays a checkpointed function. Tensors saved there are kept."""
+    return _replays.depth > 0
+
+
+@contextmanager
+def replaying(depth: int = 1) -> Iterator[None]:
+    """A context in which the calling thread replays a checkpointed function."""
+    _replays.depth += depth
+    try:
+        yield
+    finally:
+        _replays.depth -= depth
 
 
 class Likeness(Protocol):
@@ -200,18 +225,16 @@ def carry_attributes(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Tensor) -> None:
     """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
-    if tracker._version != version:
+    if version_of(tracker) != version:
         size: Any = like.size
         if isinstance(like, torch.Tensor):
             # A nested tensor has no single shape.
-            size = (
-                like._nested_tensor_size().tolist() if like.is_nested and like.layout is torch.strided else like.shape
-            )
+            size = nested_size(like) if like.is_nested and like.layout is torch.strided else like.shape
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {tracker._version}; expected version "
-            f"{version} instead. Hint: enable anomaly detection to find the operation that failed to compute its "
-            f"gradient, with torch.autograd.set_detect_anomaly(True)."
+            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {version_of(tracker)}; expected "
+            f"version {version} instead. Hint: enable anomaly detection to find the operation that failed to compute "
+            f"its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
 
 

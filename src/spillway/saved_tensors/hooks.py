@@ -20,18 +20,28 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from spillway._torch import Gathered, flatten, in_backward, is_local_part, is_wrapper, next_node
+from spillway._torch import (
+    Gathered,
+    disable_dispatch,
+    dispatch_modes,
+    flatten,
+    in_backward,
+    is_local_part,
+    is_wrapper,
+    next_node,
+)
 from spillway.policies import Policy
 from spillway.runtime.device import Runtime
 from spillway.runtime.entry import ByteCounters
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.saved_tensors.decide import Decider, Locator
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
-from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, ObjectHandle, PartsHandle
+from spillway.saved_tensors.handles import Handle, KeptHandle, ObjectHandle, OffloadedHandle, PartsHandle
 from spillway.saved_tensors.identity import (
     Identity,
     KeptStorage,
@@ -43,7 +53,7 @@ from spillway.saved_tensors.identity import (
     reach,
     why_unmovable,
 )
-from spillway.saved_tensors.order import AccessOrder, Memory, NextPassPredictor, offload_benefit
+from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
 
@@ -52,19 +62,19 @@ _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
-class Pass:
+class ForwardScope:
     """One forward pass through an ``offload`` context: the pack hook and its state.
 
     Args:
-        session: whose runtimes move the bytes.
+        session: its runtimes move the bytes.
         policy: decides; ``None`` offloads everything.
-        memory: what was learned from earlier passes of the same tag.
+        memory: the learned state of the tag.
         min_bytes: smaller tensors are kept, and the policy is not asked.
-        tag: for the policy to read.
-        tier: where :attr:`Decision.OFFLOAD` goes: ``"auto"``, ``"host"`` or ``"disk"``.
+        tag: of the context.
+        tier: for :attr:`Decision.OFFLOAD`: ``"auto"``, ``"host"`` or ``"disk"``.
         window: bytes that may be LEAVING at once; a float is a share of the session's limit, ``None`` all of it.
         locator: knows module and operator, if the policy asks for them.
-        may_stand_aside: whether later passes may be disabled, if offloading gains nothing.
+        may_be_disabled: whether later passes may be disabled, if offloading gains nothing.
         on_backward: called when backward asks for the first offloaded tensor, on each device.
         groups: rules about groups. With rules, only tensors in groups are offloaded.
     """
@@ -73,14 +83,14 @@ class Pass:
         self,
         session: Session,
         policy: Policy | None,
-        memory: Memory,
+        memory: LearnedOrders,
         *,
         min_bytes: int,
         tag: str | None,
         tier: str,
-        window: int | float | None,
-        locator: Locator | None,
-        may_stand_aside: bool = False,
+        window: int | float | None = None,
+        locator: Locator | None = None,
+        may_be_disabled: bool = False,
         on_backward: Callable[[], object] | None = None,
         groups: Groups | None = None,
     ) -> None:
@@ -92,7 +102,7 @@ class Pass:
         self._memory = memory
         self._tier = tier
         self._locator = locator
-        self._may_stand_aside = may_stand_aside
+        self._may_be_disabled = may_be_disabled
         self._on_backward = on_backward
         # No method of this object: that would be a cycle, and a pass must die with its last reference.
         self._window_on = functools.partial(_window_on, window)
@@ -110,8 +120,6 @@ class Pass:
         self.was_recomputed = False
         """Whether backward has come to a checkpointed block of the pass."""
 
-    # The state of the pass.
-
     @property
     def was_asked(self) -> bool:
         """Whether backward has asked for a saved tensor."""
@@ -128,7 +136,7 @@ class Pass:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether a capture has begun or ended since the pass began: its copies would be queued in the wrong place."""
+        """Whether a capture has begun or ended since the pass began."""
         return any(self._session.runtime(device) is not each.runtime for device, each in self._devices.items())
 
     @property
@@ -144,7 +152,6 @@ class Pass:
         return self._identity.find(storage, *reach(tensor, storage.nbytes()))
 
     def count_kept(self, nbytes: int) -> None:
-        """Count bytes that were saved and kept."""
         group = self.groups.current
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
@@ -169,15 +176,12 @@ class Pass:
         runtime = self._session.runtime(device) if known is None else known.runtime
         return runtime.backend.is_capturing()
 
-    # Packing.
-
     def pack(self, tensor: torch.Tensor) -> Handle:
-        """The hook: the handle that autograd holds for ``tensor``."""
         if in_backward():
             return KeptHandle(tensor)
-        if torch._C._len_torch_dispatch_stack() > 0 and type(tensor) is torch.Tensor:
+        if dispatch_modes() > 0 and type(tensor) is torch.Tensor:
             # Packing is no operator of the user's: dispatch modes (a recorder, a counter) must not see it.
-            with torch._C._DisableTorchDispatch():
+            with disable_dispatch():
                 self.advance()
                 return self._pack(tensor)
         self.advance()
@@ -204,8 +208,8 @@ class Pass:
             return KeptHandle(tensor)
         return self._pack_storage(tensor, tensor.untyped_storage(), decision, recipe)
 
-    def pack_to_leave(self, tensor: torch.Tensor) -> Handle:
-        """A hook: like :meth:`pack`, but offloads every saved tensor."""
+    def pack_offloaded(self, tensor: torch.Tensor) -> Handle:
+        """A hook that offloads every saved tensor."""
         return self.save(tensor, _OFFLOAD)
 
     def keep(self, tensor: torch.Tensor) -> Handle:
@@ -226,13 +230,9 @@ class Pass:
         return self._stays(tensor, storage, start, nbytes)
 
     def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
-        """As :meth:`keep`, in forward, of a tensor that only its maker has seen.
+        """As :meth:`keep`, in forward, of a plain tensor that only its maker has seen, counted as ``nbytes`` before.
 
         Its bytes are not registered, unless the maker returns it (:meth:`stays`).
-
-        Args:
-            tensor: a plain one.
-            nbytes: the bytes counted when such a tensor was kept before.
         """
         if self._signature is None or self._marks.any or self._outputs.any or self.groups.current is not None:
             return self.keep(tensor)
@@ -250,11 +250,13 @@ class Pass:
 
     def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
         """A second handle of offloadable bytes, for a tensor known to see them as they were saved; ``None``: not so."""
-        if isinstance(handle, AwayHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
+        if isinstance(handle, OffloadedHandle) and handle.saved.reaches(
+            *reach(tensor, tensor.untyped_storage().nbytes())
+        ):
             # Another pass of this session may have made the first one. One of another session is not shared.
             runtime = self._session.runtime(tensor.device)
             if handle.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
-                return AwayHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
+                return OffloadedHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
         return None
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
@@ -325,7 +327,7 @@ class Pass:
             saved.form = recipe
         self.decider.offloaded_bytes += nbytes
         runtime.mover.see(saved)
-        away = AwayHandle(tensor, saved, recipe, runtime)
+        away = OffloadedHandle(tensor, saved, recipe, runtime)
         order = saved.order = device.order
         saved.place = order.add(saved.reference, nbytes)
         waiting = self.waiting if group is None else group.waiting
@@ -345,10 +347,9 @@ class Pass:
             return None if self._marks.get(storage) else KeptHandle(tensor, known)
         if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
             return None
-        return AwayHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
+        return OffloadedHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
 
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
-        """A handle of new bytes that are kept."""
         self.count_kept(nbytes)
         staying = KeptStorage(storage, start, nbytes)
         self._identity.add(storage, staying)
@@ -366,14 +367,12 @@ class Pass:
             return None
         tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
         if device.runtime.backend.unified and isinstance(tier, HostTier):
-            self.ledger.note("kept on the device, whose memory is the host's own: moving it there would free nothing")
+            self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
             return None
         return tier
 
-    # Begin and end.
-
     def _meet(self, tensor: torch.Tensor) -> _Device:
-        """Set up the device of the first tensor on it."""
+        """Set up a device for the first tensor on it."""
         runtime = self._session.runtime(tensor.device)
         order = AccessOrder(window=runtime.window, on_backward=self._on_backward)
         device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), order)
@@ -421,7 +420,7 @@ class Pass:
             order = self._devices[device].order
             order.total_bytes = self.ledger.total().saved_bytes
             order.groups = self.groups.past()
-            if self._may_stand_aside:
+            if self._may_be_disabled:
                 backends = [each.runtime.backend for each in self._devices.values()]
                 order.benefit = offload_benefit(order.total_bytes, backends)
             self._memory.keep(self._signature, self._turn, order)
@@ -429,29 +428,23 @@ class Pass:
                 self._state.predictor(device).add(order)
 
 
+@dataclass(slots=True, eq=False)
 class _Device:
     """The state of a pass on one device."""
 
-    __slots__ = ("order", "runtime", "tier")
-
-    def __init__(self, runtime: Runtime, tier: Tier, order: AccessOrder) -> None:
-        self.runtime = runtime
-        self.tier = tier
-        """The tier of :attr:`Decision.OFFLOAD`."""
-        self.order = order
+    runtime: Runtime
+    tier: Tier
+    """The tier of :attr:`Decision.OFFLOAD`."""
+    order: AccessOrder
 
 
 def _window_on(window: int | float | None, runtime: Runtime) -> int:
-    """The in-flight limit in bytes."""
     if window is None:
         return runtime.window
     return int(window * runtime.window) if isinstance(window, float) else window
 
 
-# The state of a session.
-
-
-class Passes(threading.local):
+class ForwardScopes(threading.local):
     """The passes that the calling thread has entered, the innermost last.
 
     For tensors saved outside of any, an unscoped pass is opened. It ends when backward asks for a tensor of it, or when
@@ -459,26 +452,18 @@ class Passes(threading.local):
     """
 
     def __init__(self) -> None:
-        self._entered: list[Pass] = []
-        self.open: Pass | None = None
+        self.entered: list[ForwardScope] = []
+        self.open: ForwardScope | None = None
         """The unscoped pass, if there is one."""
 
-    def enter(self, current: Pass) -> None:
-        """The calling thread enters a pass."""
-        self._entered.append(current)
-
-    def leave(self) -> None:
-        """The calling thread leaves the innermost one."""
-        self._entered.pop()
-
-    def under(self, tag: str | None) -> Pass | None:
+    def under(self, tag: str | None) -> ForwardScope | None:
         """The innermost pass of a tag."""
-        return next((entered for entered in reversed(self._entered) if entered.tag == tag), None)
+        return next((entered for entered in reversed(self.entered) if entered.tag == tag), None)
 
-    def current(self, make: Callable[[], Pass]) -> Pass:
+    def current(self, make: Callable[[], ForwardScope]) -> ForwardScope:
         """The innermost pass, or the unscoped one."""
-        if self._entered:
-            return self._entered[-1]
+        if self.entered:
+            return self.entered[-1]
         if self.open is not None and self.open.is_elsewhere:
             # Its waiting tensors stay on the device.
             self.open.end(completed=False)
@@ -507,31 +492,29 @@ class SavedState:
         """Storages that the user marked: True to offload, False to keep."""
         self.outputs: StorageMarks[Output] = StorageMarks()
         """Storages of outputs that can be recomputed."""
-        self.passes = Passes()
-        self._memories: dict[str | None, Memory] = {}
-        self._predictors: dict[torch.device, NextPassPredictor[AccessOrder]] = {}
+        self.scopes = ForwardScopes()
+        self._learned: dict[str | None, LearnedOrders] = {}
+        self._predictors: dict[torch.device, NextPassPredictor] = {}
         self._lock = threading.Lock()
 
-    def memory(self, tag: str | None) -> Memory:
-        """What was learned under a tag."""
+    def learned(self, tag: str | None) -> LearnedOrders:
+        """The learned state of a tag."""
         with self._lock:
-            return self._memories.setdefault(tag, Memory())
+            return self._learned.setdefault(tag, LearnedOrders())
 
-    def predictor(self, device: torch.device) -> NextPassPredictor[AccessOrder]:
+    def predictor(self, device: torch.device) -> NextPassPredictor:
         """Predicts whose backward comes next on a device."""
         with self._lock:
             return self._predictors.setdefault(device, NextPassPredictor())
 
 
-def current_pass(session: Session) -> Pass:
+def current_scope(session: Session) -> ForwardScope:
     """The innermost pass that the calling thread is inside of, or the unscoped one."""
     state = session.of(SavedState)
 
-    def make() -> Pass:
-        made = Pass(
-            session, None, state.memory(None), min_bytes=MIN_BYTES, tag=None, tier="auto", window=None, locator=None
-        )
+    def make() -> ForwardScope:
+        made = ForwardScope(session, None, state.learned(None), min_bytes=MIN_BYTES, tag=None, tier="auto")
         session.unscoped.ledger = made.ledger
         return made
 
-    return state.passes.current(make)
+    return state.scopes.current(make)

@@ -30,7 +30,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from spillway._torch import storage_parts
+from spillway._torch import base_of, is_declared, set_conj, set_neg, storage_number, storage_parts, version_of
 from spillway.runtime.bytes import over
 from spillway.runtime.entry import ByteCounters, Entry
 from spillway.saved_tensors.order import AccessOrder
@@ -65,7 +65,7 @@ class SavedStorage(Entry):
         Entry.__init__(self, number, storage, start, nbytes, ledger)
         self.origin = self.alive
         """The storage that was saved."""
-        self.version = tensor._version
+        self.version = version_of(tensor)
         self.counter = weakref.ref(version_owner(tensor))
         self.reference = weakref.ref(self)
         self.order: AccessOrder | None = None
@@ -74,9 +74,9 @@ class SavedStorage(Entry):
 
     def is_content_of(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor is known to see the same content. See NOTE [ One storage, many tensors ]."""
-        return tensor._version == self.version and self.counter() is version_owner(tensor)
+        return version_of(tensor) == self.version and self.counter() is version_owner(tensor)
 
-    def reaches(self, start: int, nbytes: int) -> bool:
+    def reaches(self: SavedStorage | KeptStorage, start: int, nbytes: int) -> bool:
         """Whether all of these bytes of the storage are among them."""
         return self.start <= start and start + nbytes <= self.start + self.nbytes
 
@@ -95,9 +95,7 @@ class KeptStorage:
         self.nbytes = nbytes
         self.reference = weakref.ref(self)
 
-    def reaches(self, start: int, nbytes: int) -> bool:
-        """Whether all of these bytes of the storage are among them."""
-        return self.start <= start and start + nbytes <= self.start + self.nbytes
+    reaches = SavedStorage.reaches
 
 
 Known = SavedStorage | KeptStorage
@@ -113,14 +111,14 @@ class Identity:
 
     def find(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Known | None:
         """The latest record that covers all of these bytes."""
-        for reference in self._known.get(storage._cdata, ()):
+        for reference in self._known.get(storage_number(storage), ()):
             saved = reference()
             if saved is not None and saved.origin() is storage and saved.reaches(start, nbytes):
                 return saved
         return None
 
     def add(self, storage: torch.UntypedStorage, saved: Known) -> None:
-        key = storage._cdata
+        key = storage_number(storage)
         # Other parts of the same storage stay registered.
         others = [
             reference
@@ -163,21 +161,14 @@ class StorageMarks(Generic[Mark]):
 
 def version_owner(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor whose version counter this one shares: its base, if it is a view."""
-    base = tensor._base
+    base = base_of(tensor)
     return tensor if base is None else base
 
 
 def is_parameter(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter or buffer, or a view of one."""
-    base = tensor._base
-    return _is_declared(tensor) or (base is not None and _is_declared(base))
-
-
-def _is_declared(tensor: torch.Tensor) -> bool:
-    # `isinstance` asks a metaclass, which costs a microsecond, and a plain tensor is no parameter.
-    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
-        return True
-    return bool(getattr(tensor, "_is_buffer", False))
+    base = base_of(tensor)
+    return is_declared(tensor) or (base is not None and is_declared(base))
 
 
 def why_unmovable(tensor: torch.Tensor) -> str | None:
@@ -263,9 +254,9 @@ class ViewRecipe(NamedTuple):
         """The tensor over ``storage``, which lacks the first ``low`` bytes of the original."""
         tensor = over(storage, self.dtype, self.offset - low // self.dtype.itemsize, self.size, self.stride)
         if self.conj:
-            torch._C._set_conj(tensor, True)
+            set_conj(tensor, True)
         if self.neg:
-            torch._C._set_neg(tensor, True)
+            set_neg(tensor, True)
         return tensor
 
 

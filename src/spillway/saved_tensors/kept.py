@@ -29,44 +29,33 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from spillway._torch import Hooks, pop_hooks, push_hooks, top_hooks, why_hooks_are_disabled
+from spillway._torch import Hooks, is_alias_of, pop_hooks, push_hooks, top_hooks, tree_leaves, why_hooks_are_disabled
 from spillway.saved_tensors.handles import Handle, KeptHandle
-from spillway.saved_tensors.hooks import Pass
+from spillway.saved_tensors.hooks import ForwardScope
 from spillway.saved_tensors.identity import SavedStorage
 
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 
 
 class Keeping:
-    """The kept tensors of one call. See NOTE [ Tensors that only their maker has seen ].
+    """The kept tensors of one call. See NOTE [ Tensors that only their maker has seen ]."""
 
-    Args:
-        passage: the pass that the call belongs to.
-    """
-
-    def __init__(self, passage: Pass) -> None:
-        self._passage = passage
+    def __init__(self, scope: ForwardScope) -> None:
+        self._scope = scope
         self._kept: list[weakref.ref[KeptHandle]] = []
 
     def keep(self, tensor: torch.Tensor, place: int, known: dict[int, int]) -> Handle:
-        """A handle of a plain tensor that the function has made.
-
-        Args:
-            tensor: the saved tensor.
-            place: its place among all that the function saves.
-            known: bytes counted for kept tensors, by place; extended here.
-        """
-        passage = self._passage
+        """A handle of a plain tensor that the function has made. ``known`` has byte counts by place, and grows."""
+        scope = self._scope
         nbytes = known.get(place)
         if nbytes is None:
-            before = passage.ledger.kept_bytes
-            handle = passage.keep(tensor)
-            if passage.groups.current is None:
-                known[place] = passage.ledger.kept_bytes - before
+            before = scope.ledger.kept_bytes
+            handle = scope.keep(tensor)
+            if scope.groups.current is None:
+                known[place] = scope.ledger.kept_bytes - before
             return handle
-        handle = passage.keep_again(tensor, nbytes)
+        handle = scope.keep_again(tensor, nbytes)
         if type(handle) is KeptHandle and handle.saved is None:
             self._kept.append(weakref.ref(handle))
         return handle
@@ -81,8 +70,8 @@ class Keeping:
                 continue
             for handle in kept:
                 # An object that is no tensor may hold any of them.
-                if type(leaf) is not torch.Tensor or torch._C._is_alias_of(leaf, handle.alias):  # type: ignore[attr-defined]
-                    self._passage.stays(handle)
+                if type(leaf) is not torch.Tensor or is_alias_of(leaf, handle.alias):
+                    self._scope.stays(handle)
 
 
 class PassthroughBlock:
@@ -95,15 +84,14 @@ class PassthroughBlock:
         """Whether the hooks stay on."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The function's output."""
         hooks = top_hooks(True)
-        passage = None if hooks is None else getattr(hooks[0], "__self__", None)
-        if hooks is None or self._is_seen or not isinstance(passage, Pass) or not passage.keeps_the_rest:
+        scope = None if hooks is None else getattr(hooks[0], "__self__", None)
+        if hooks is None or self._is_seen or not isinstance(scope, ForwardScope) or not scope.keeps_the_rest:
             return function(*args, **kwargs)
         if self._nbytes is None:
-            return self._run_seen(passage, function, args, kwargs)
+            return self._run_seen(scope, function, args, kwargs)
         given = (each for each in (*args, *kwargs.values()) if type(each) is torch.Tensor and each.requires_grad)
-        if any(isinstance(passage.known(each), SavedStorage) for each in given):
+        if any(isinstance(scope.known(each), SavedStorage) for each in given):
             return function(*args, **kwargs)
         pop_hooks()
         if top_hooks(True) is not None:
@@ -118,17 +106,17 @@ class PassthroughBlock:
         if hidden.was_wanted:
             self._is_seen = True
         else:
-            passage.count_kept(self._nbytes)
+            scope.count_kept(self._nbytes)
         return output
 
     def _run_seen(
-        self, passage: Pass, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, scope: ForwardScope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        before = passage.ledger.total().kept_bytes
+        before = scope.ledger.total().kept_bytes
         output = function(*args, **kwargs)
-        self._nbytes = passage.ledger.total().kept_bytes - before
+        self._nbytes = scope.ledger.total().kept_bytes - before
         given = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
-        self._is_seen = any(passage.known(each) is not None for each in given)
+        self._is_seen = any(scope.known(each) is not None for each in given)
         return output
 
 

@@ -7,9 +7,9 @@ for each *traversal*. A backward may run over a graph again, or in two halves, a
 nothing and predicts reverse packing order. A later pass of the same signature (the tag, and shape and dtype of the
 first saved tensor) predicts the orders of the one before.
 
-The tail of a pass is what had not left when backward asked for it. The next pass does not offload its tail. But if
-another pass had come between forward and backward, the tail would have left. So a tail is learned per turn: in a
-pipeline, perhaps only the last micro-batch has one.
+The tail of a pass are the entries whose copy out had not ended when backward asked for them. The next pass does not
+offload its tail. But if another pass had come between forward and backward, the tail would have been offloaded. So a
+tail is learned per turn: in a pipeline, perhaps only the last micro-batch has one.
 
 A pass is learned from when backward has asked for it. Until a pass of a signature has had a backward, the last one
 whose backward can still come is used (gradients may be accumulated). A pass whose graph was dropped before backward
@@ -18,10 +18,10 @@ asked was an evaluation, say, and is forgotten.
 NOTE [ The next pass ]
 
 With micro-batches in a pipeline, or forwards first and backwards after, a pass waits while others begin and end. When
-backward has gone through one pass it asks for another's tensors, and the ``back`` lane is idle until it does. Schedules
-repeat. So passes are told apart by tag and traversal, and those alike by their age among the waiting ones. The pass
-that followed on the last few the last time is predicted again. A second traversal of a pass (the other half of a split
-backward, say) waits like the first.
+backward has gone through one pass it asks for another's tensors, and the ``back`` stream is idle until it does.
+Schedules repeat. So passes are told apart by tag and traversal, and those alike by their age among the waiting ones.
+The pass that followed on the last few the last time is predicted again. A second traversal of a pass (the other half of
+a split backward, say) waits like the first.
 
 NOTE [ Offloading without a gain ]
 
@@ -39,7 +39,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from spillway.runtime.backend import Backend
 from spillway.runtime.entry import Entry
@@ -49,9 +49,9 @@ Signature = Hashable
 
 SHARE = 64
 """Less than one in so many bytes of the device is little."""
-_ROOM = 8  # So many times as much has to be free.
-_SIGNATURES = 64  # Remembered by a Memory.
-_TURNS = 1024  # Remembered by a Memory, of all signatures.
+_MULTIPLE = 8  # So many times as much has to be free.
+_SIGNATURES = 64  # Remembered for a tag.
+_TURNS = 1024  # Remembered for a tag, of all signatures.
 _MOST_TRAVERSALS = 8
 _PAST = 512  # Beginnings of traversals that a predictor remembers.
 _LONGEST = 6
@@ -59,11 +59,10 @@ _FIRST_SWEEP = 64
 
 
 class PastGroup(NamedTuple):
-    """One group of a pass that has ended."""
+    """One group of a pass that has ended, and the bytes saved in it that could be offloaded."""
 
     name: str
     nbytes: int
-    """Bytes that were saved in it and could be offloaded."""
 
 
 class Benefit(NamedTuple):
@@ -87,45 +86,33 @@ def offload_benefit(saved_bytes: int, backends: Iterable[Backend]) -> Benefit:
     least_free = []
     for backend in backends:
         info = backend.memory_info()
-        if info is None or saved_bytes * SHARE >= info[1] or saved_bytes * _ROOM > info[0]:
+        if info is None or saved_bytes * SHARE >= info[1] or saved_bytes * _MULTIPLE > info[0]:
             return Benefit()
         least_free.append((backend, info[0] - info[1] // SHARE))
     if not least_free:
         return Benefit()
     return Benefit(
-        f"stood aside: a pass saves {format_bytes(saved_bytes)}, less than a {SHARE}th of the device's memory, and "
-        f"there is room; say ratio=1.0 to offload all the same",
+        f"Offloading is disabled: a forward pass saves {format_bytes(saved_bytes)}, less than a {SHARE}th of the "
+        f"device's memory, and enough is free. Pass ratio=1.0 to offload all the same.",
         tuple(least_free),
     )
 
 
-class _Waiter(Protocol):
-    """A pass that waits for its backward."""
-
-    @property
-    def tag(self) -> str | None: ...
-
-    def is_alive(self) -> bool:
-        """Whether backward may still ask for any of it."""
-        ...
-
-
-_Pass = TypeVar("_Pass", bound=_Waiter)
 _Key = tuple[str | None, int, int]
 """Tag, traversal, and age among those alike that wait."""
 
 
-class NextPassPredictor(Generic[_Pass]):
+class NextPassPredictor:
     """The passes on one device that wait for their backward, and which followed which. See NOTE [ The next pass ]."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._waiting: dict[int, list[weakref.ref[_Pass]]] = {}
+        self._waiting: dict[int, list[weakref.ref[AccessOrder]]] = {}
         self._past: deque[_Key] = deque(maxlen=_PAST)
         self._sweep_at = _FIRST_SWEEP
         self._turn = 0
         self._next: _Key | None = None
-        self._found: weakref.ref[_Pass] | None = None
+        self._found: weakref.ref[AccessOrder] | None = None
         """The pass of that key."""
         self._looked = False
         """Whether it was looked for since the waiting passes changed."""
@@ -137,7 +124,7 @@ class NextPassPredictor(Generic[_Pass]):
                 self._turn = 0
             return self._turn
 
-    def add(self, waiter: _Pass, traversal: int = 0) -> None:
+    def add(self, waiter: AccessOrder, traversal: int = 0) -> None:
         """A pass waits for a traversal: after its end, or after the start of the one before."""
         with self._lock:
             if not traversal:
@@ -150,7 +137,7 @@ class NextPassPredictor(Generic[_Pass]):
                 self._sweep_at = max(_FIRST_SWEEP, 2 * len(waiting))
             self._looked = False
 
-    def begin(self, waiter: _Pass, traversal: int) -> None:
+    def begin(self, waiter: AccessOrder, traversal: int) -> None:
         """Backward starts a traversal of a pass."""
         with self._lock:
             waiting, age = self._waiting.get(traversal, []), 0
@@ -164,26 +151,23 @@ class NextPassPredictor(Generic[_Pass]):
             self._next = self._expected()
         self.add(waiter, traversal + 1)
 
-    def after(self, waiter: _Pass, traversal: int) -> tuple[_Pass, int] | None:
+    def after(self, waiter: AccessOrder, traversal: int) -> tuple[AccessOrder, int] | None:
         """The pass and traversal expected to begin next, if this one was the last that began."""
         if self._looked and self._found is None:
             return None
         with self._lock:
             if self._next is None or self._past[-1][:2] != (waiter.tag, traversal):
                 return None
+            tag, following_traversal, age = self._next
             if not self._looked:
                 # Once, since this is called for every tensor.
-                self._found, self._looked = self._find(*self._next), True
+                alike = (each for each in self._alike(following_traversal) if each.tag == tag)
+                found = next(itertools.islice(alike, age, None), None)
+                self._found, self._looked = None if found is None else weakref.ref(found), True
             following = None if self._found is None else self._found()
-            return None if following is None else (following, self._next[1])
+            return None if following is None else (following, following_traversal)
 
-    def _find(self, tag: str | None, traversal: int, age: int) -> weakref.ref[_Pass] | None:
-        alike = (each for each in self._alike(traversal) if each.tag == tag)
-        found = next(itertools.islice(alike, age, None), None)
-        return None if found is None else weakref.ref(found)
-
-    def _alike(self, traversal: int) -> Iterator[_Pass]:
-        """The passes that wait for a traversal."""
+    def _alike(self, traversal: int) -> Iterator[AccessOrder]:
         waiting = (reference() for reference in self._waiting.get(traversal, ()))
         return (each for each in waiting if each is not None and each.is_alive())
 
@@ -203,11 +187,7 @@ class NextPassPredictor(Generic[_Pass]):
 
 
 class Traversal:
-    """One traversal of a pass by a backward.
-
-    Args:
-        expected: the predicted order of places, if there is one.
-    """
+    """One traversal of a pass by a backward, with the predicted order of places, if there is one."""
 
     def __init__(self, expected: Sequence[int]) -> None:
         self.asked: dict[int, None] = {}
@@ -264,7 +244,7 @@ class AccessOrder:
         alike: AccessOrder | None = None,
         window: int = 0,
         on_backward: Callable[[], object] | None = None,
-        predictor: NextPassPredictor[AccessOrder] | None = None,
+        predictor: NextPassPredictor | None = None,
         tag: str | None = None,
     ) -> None:
         self.tag = tag
@@ -282,12 +262,11 @@ class AccessOrder:
         """A traversal that has not begun, with its number: it knows what was prefetched of it."""
         self._expected = previous.sequences() if previous is not None else []
         self._tail = alike.tail_to_come() if alike is not None else frozenset()
+        # Known once the pass has ended:
         self.total_bytes = 0
-        """Distinct bytes saved, once the pass has ended."""
+        """Distinct bytes saved."""
         self.groups: list[PastGroup] = []
-        """Its groups, once the pass has ended."""
         self.benefit: Benefit | None = None
-        """Of offloading it, once the pass has ended, if that matters."""
 
     def add(self, reference: Callable[[], Entry | None], nbytes: int) -> int:
         """Add an entry, weakly referenced, and give its place in packing order."""
@@ -297,7 +276,6 @@ class AccessOrder:
 
     @property
     def was_asked(self) -> bool:
-        """Whether backward has asked for an entry."""
         return self._begun > 0
 
     @property
@@ -307,20 +285,20 @@ class AccessOrder:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no entry."""
         return not self._entries
 
+    def is_alive(self) -> bool:
+        """Whether backward may still ask for an entry."""
+        return any((entry := reference()) is not None and entry.handles > 0 for reference in self._entries)
+
     def in_tail(self, place: int) -> bool:
-        """Whether backward is expected to ask for the entry before it could have left."""
+        """Whether backward is expected to ask for the entry before its copy out could have ended."""
         return place in self._tail
 
     def ask(self, place: int, traversal: int, *, caught: bool) -> None:
-        """Backward asks for the entry at ``place``.
+        """Backward asks for the entry at ``place``, whose handle has asked ``traversal`` times before.
 
-        Args:
-            place: of the entry.
-            traversal: how often the same handle has asked before.
-            caught: whether the entry has not left yet.
+        ``caught``: the entry was not offloaded yet.
         """
         if self._on_backward is not None:
             # Released first: an order is remembered, and the callback need not be.
@@ -349,7 +327,7 @@ class AccessOrder:
         here = min(count, len(self._entries) - traversal.fetched)
         traversal.fetched += here
         if count > here and (following := self._following()) is not None:
-            # Until that traversal begins: entries that had not left by now are looked at again.
+            # Until that traversal begins: entries that were not offloaded by now are looked at again.
             following[1].fetched += count - here
 
     def sequences(self) -> list[list[int]]:
@@ -368,7 +346,7 @@ class AccessOrder:
         """
         if self._expected and len(self._expected[0]) == len(self._entries) and (self._tail or not self._traversals):
             return self._tail
-        # Held entries count towards the in-flight limit: of more than fit, the first would leave after all, and late.
+        # Held entries count towards the in-flight limit: of more than fit, the first would be offloaded after all.
         tail: set[int] = set()
         nbytes = 0
         for place in sorted(self._caught, reverse=True):
@@ -378,12 +356,7 @@ class AccessOrder:
             tail.add(place)
         return frozenset(tail)
 
-    def is_alive(self) -> bool:
-        """Whether backward may still ask for an entry."""
-        return any((entry := reference()) is not None and entry.handles > 0 for reference in self._entries)
-
     def _begin(self, traversal: int) -> None:
-        """A traversal begins."""
         if traversal < len(self._traversals):
             # Endless backwards over a retained graph keep only a few traversals.
             self._traversals[traversal] = Traversal(self._expected_in(traversal))
@@ -416,15 +389,15 @@ class AccessOrder:
         return (self._entries[sequence[index]]() for index in range(traversal.fetched, count))
 
 
-class Memory:
-    """What was learned under a tag: the last order of each signature, and whether offloading gains anything.
+class LearnedOrders:
+    """The learned state of one tag: the last order of each signature, and whether offloading gains anything.
 
     Old signatures are forgotten. Its length is how many are known.
     """
 
     def __init__(self) -> None:
         self.benefit = Benefit()
-        """Of the last pass that was judged."""
+        """The benefit of the last pass that was judged."""
         self._orders: dict[Signature, AccessOrder] = {}
         self._turns: dict[tuple[Signature, int], AccessOrder] = {}
         """The last order of each turn."""
@@ -461,7 +434,6 @@ class Memory:
             return self._turns.get((signature, turn))
 
     def keep(self, signature: Signature, turn: int, order: AccessOrder) -> None:
-        """A pass has ended."""
         with self._lock:
             self._sort()
             self._waiting = [*self._waiting[1 - _SIGNATURES :], (signature, turn, order)]
@@ -471,19 +443,20 @@ class Memory:
         waiting = []
         for signature, turn, order in self._waiting:
             if order.was_asked or order.is_empty:
-                self._orders.pop(signature, None)
-                self._orders[signature] = order
-                self._turns.pop((signature, turn), None)
-                self._turns[signature, turn] = order
+                _put_last(self._orders, signature, order, most=_SIGNATURES)
+                _put_last(self._turns, (signature, turn), order, most=_TURNS)
                 if order.benefit is not None:
                     self.benefit = order.benefit
             elif not order.was_dropped:
                 waiting.append((signature, turn, order))
         self._waiting = waiting
-        while len(self._orders) > _SIGNATURES:
-            del self._orders[next(iter(self._orders))]
-        while len(self._turns) > _TURNS:
-            del self._turns[next(iter(self._turns))]
 
     def __len__(self) -> int:
         return len(self._orders)
+
+
+def _put_last(orders: dict[Any, AccessOrder], key: Hashable, order: AccessOrder, *, most: int) -> None:
+    orders.pop(key, None)
+    orders[key] = order
+    while len(orders) > most:
+        del orders[next(iter(orders))]

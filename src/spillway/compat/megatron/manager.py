@@ -23,9 +23,10 @@ import torch.distributed as dist
 
 from spillway._torch import base_of
 from spillway.compat import current_device
+from spillway.compat.megatron.chunk import Chunk
 from spillway.errors import UsageError
-from spillway.offloading import Chunk, keep_if_counted, keep_tensor
-from spillway.runtime.backend import Lane
+from spillway.offloading import keep_if_counted, keep_tensor
+from spillway.runtime.backend import Stream
 from spillway.saved_tensors.groups import Group, Groups
 from spillway.saved_tensors.identity import is_parameter, reach, why_unmovable
 from spillway.session import Session
@@ -129,14 +130,14 @@ class PipelineOffloadManager:
         Session.default().of(_Instance).manager = cls()
 
     @property
-    def d2h_stream(self) -> Lane:
+    def d2h_stream(self) -> Stream:
         """The session's offload stream of the current accelerator, or of the CPU."""
-        return self._session.runtime(current_device()).mover.lanes[0]
+        return self._session.runtime(current_device()).mover.streams[0]
 
     @property
-    def h2d_stream(self) -> Lane:
+    def h2d_stream(self) -> Stream:
         """The session's reload stream of the current accelerator, or of the CPU."""
-        return self._session.runtime(current_device()).mover.lanes[1]
+        return self._session.runtime(current_device()).mover.streams[1]
 
     @property
     def cpu_tensor_pool(self) -> OffloadTensorPool:
@@ -285,7 +286,7 @@ class PipelineOffloadManager:
             event.record()
         runtime = self._session.runtime(device)
         # The mover's stream joins a capture only if it was used within the capture; the backend knows.
-        runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.lanes[number]))
+        runtime.backend.wait(runtime.backend.compute(), runtime.backend.record(runtime.mover.streams[number]))
 
     def _learn(self) -> None:
         """See NOTE [ Iterations ]."""

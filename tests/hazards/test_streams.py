@@ -18,7 +18,7 @@ import torch
 import spillway
 from spillway import EventKind, EventList
 from spillway.errors import TierError
-from spillway.runtime.backend import Event, Lane, Stalls
+from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes, Form
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.device import DeviceRuntime
@@ -47,23 +47,27 @@ MIB = 1 << 20
 
 
 class Gate(CpuBackend):
-    """The CPU's backend, with lanes that can be stopped. Everything goes over them, as on an accelerator."""
+    """The CPU's backend, with streams that can be stopped. Everything goes over them, as on an accelerator."""
 
     direct_disk = False
 
     def __init__(self, device: torch.device = CPU) -> None:
         super().__init__(device)
         self.open = {"out": threading.Event(), "back": threading.Event()}
-        self._named: dict[str, Lane] = {}
+        self._named: dict[str, Stream] = {}
 
-    def lane(self, name: str) -> Lane:
-        self._named[name] = super().lane(name)
+    def new_stream(self, name: str) -> Stream:
+        self._named[name] = super().new_stream(name)
         return self._named[name]
 
-    def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-        gate = next(self.open[name] for name, known in self._named.items() if known is lane)
-        lane.submit(lambda: gate.wait(20))  # type: ignore[attr-defined]
-        super().copy(lane, destination, source)
+    def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
+        gate = next(self.open[name] for name, known in self._named.items() if known is stream)
+
+        def stop() -> None:
+            gate.wait(20)
+
+        stream.submit(stop)  # type: ignore[attr-defined]
+        super().copy(stream, destination, source)
 
 
 @pytest.fixture
@@ -253,7 +257,7 @@ def test_h35_what_is_let_go_and_when_does_not_depend_on_timing(way: Way, tmp_pat
 
 
 def test_h45_destinations_are_allocated_where_they_are_used(way: Way, events: EventList, tmp_path: Path) -> None:
-    """By the thread that asks, on its own compute lane: not by a lane or a task, in whose pool they would pile up."""
+    """By the thread that asks, on its own compute stream: a stream or a task would pile them up in its pool."""
     backend = SlowBackend("nothing")
     with session_on(backend.serve, way, events, tmp_path) as session:
         Trial(session, events, way)(training_step)
@@ -261,7 +265,7 @@ def test_h45_destinations_are_allocated_where_they_are_used(way: Way, events: Ev
 
 
 class Allocating(AdversaryBackend):
-    """Writes down on which compute lane each tensor was allocated."""
+    """Writes down on which compute stream each tensor was allocated."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +278,7 @@ class Allocating(AdversaryBackend):
 
 
 def test_h45_bytes_prefetched_for_another_compute_lane_are_fetched_again(tmp_path: Path) -> None:
-    """The allocator would give them back to the first lane while the second may still read them."""
+    """The allocator would give them back to the first stream while the second may still read them."""
     adversary, events = Allocating(), EventList()
     with session_on(adversary.serve, Way("host", 1 << 20), events, tmp_path) as session:
         leaf = torch.randn(1024, requires_grad=True)
@@ -284,7 +288,7 @@ def test_h45_bytes_prefetched_for_another_compute_lane_are_fetched_again(tmp_pat
                 made.append(made[-1].sin())
         wanted = made[0].clone()
         nodes: list[Any] = [each.grad_fn for each in made]
-        for entry in list(session.of(SavedState).memory(None)._waiting[-1][2]._entries):
+        for entry in list(session.of(SavedState).learned(None)._waiting[-1][2]._entries):
             session.runtime(CPU).mover.settle([found for found in (entry(),) if found is not None])
         del made, entry
         with adversary.stream("one"):
@@ -307,10 +311,10 @@ def test_h43_bytes_are_held_until_their_copy_is_done(way: Way, events: EventList
         pending: list[tuple[Event, torch.UntypedStorage]] = []
         overtaken = 0
 
-        def copy(self, lane: Lane, destination: Bytes, source: Bytes) -> None:
-            super().copy(lane, destination, source)
-            if self._named[lane] == "out":
-                self.pending.append((self.record(lane), source.storage))
+        def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
+            super().copy(stream, destination, source)
+            if self._named[stream] == "out":
+                self.pending.append((self.record(stream), source.storage))
 
     backend = Watching("out")
 
@@ -341,7 +345,7 @@ def test_h43_bytes_are_held_until_their_copy_is_done(way: Way, events: EventList
 
 
 class Noting(AdversaryBackend):
-    """Writes down which compute lanes wait for what leaves, and were named when memory was handed back."""
+    """Writes down which compute streams wait for what leaves, and were named when memory was handed back."""
 
     def __init__(self, refuses: str = "") -> None:
         super().__init__()
@@ -349,15 +353,15 @@ class Noting(AdversaryBackend):
         self.waits: dict[Event, list[str]] = {}
         self.handed: list[tuple[int, list[str]]] = []
 
-    def timed_wait(self, lane: Lane, event: Event, stalls: Stalls) -> None:
-        name = self._line(lane).name
+    def timed_wait(self, stream: Stream, event: Event, stalls: Stalls) -> None:
+        name = self._line(stream).name
         self.waits.setdefault(event, []).append(name)
         if name == self.refuses:
             raise TierError("got a write that failed, for a test")
-        super().timed_wait(lane, event, stalls)
+        super().timed_wait(stream, event, stalls)
 
-    def hand_back(self, memory: Bytes, lanes: Iterable[Lane]) -> None:
-        self.handed.append((memory.nbytes, [self._line(lane).name for lane in lanes]))
+    def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:
+        self.handed.append((memory.nbytes, [self._line(stream).name for stream in streams]))
 
 
 def on_two_lanes(adversary: Noting, path: Path) -> None:
