@@ -37,9 +37,8 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
-from spillway._torch import untraced
+from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
 from spillway.checkpointing.checks import difference_error, fingerprint_of
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.function import replay_argument, replaying
@@ -54,7 +53,6 @@ from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, unpack
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 _STRIDED = torch.strided
 
@@ -162,7 +160,7 @@ class CheckpointedCall(ReplayableCall):
     def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         outside = storages_of([*tensors, *self._reached.tensors()])
         for index, tensor in enumerate(tensors_in(tree_leaves(output))):
-            if type(tensor) in PLAIN and is_strided(tensor) and tensor.untyped_storage()._cdata not in outside:
+            if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots), index, tensor)
                 self._slots.append(_weak(slot))
                 self.outputs.append((tensor, slot))
@@ -185,7 +183,7 @@ class CheckpointedCall(ReplayableCall):
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
-                        self._fingerprint_pending(_next_node())
+                        self._fingerprint_pending(next_node())
                 handle = preserved.pack(tensor, number)
                 if handle is not None:
                     slots.append(_nothing)
@@ -222,12 +220,12 @@ class CheckpointedCall(ReplayableCall):
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
         with below_modes(tensor):
-            self._fingerprint_pending(_next_node())
+            self._fingerprint_pending(next_node())
             if self._is_observed or number in self._learned.escaping:
                 slot.track(tensor)
             if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
-                self._storages[number] = tensor.untyped_storage()._cdata
-            self._pending.append((number, tensor.detach(), _next_node()))
+                self._storages[number] = storage_key(tensor.untyped_storage())
+            self._pending.append((number, tensor.detach(), next_node()))
 
     def _fingerprint_pending(self, node: int | None) -> None:
         """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
@@ -243,7 +241,7 @@ class CheckpointedCall(ReplayableCall):
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._state.again().tensors() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
-        storages = {each.untyped_storage()._cdata for each in outside if type(each) in PLAIN and is_strided(each)}
+        storages = {storage_key(each.untyped_storage()) for each in outside if type(each) in PLAIN and is_strided(each)}
         self._learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
         self._storages.clear()
 
@@ -258,7 +256,7 @@ class CheckpointedCall(ReplayableCall):
             if self._is_running and not self._keeps:
                 self._keeps = self.holds_values = self._learned.takes_gradients = True
                 self._scope.ledger.note(
-                    f"{self._label} takes a gradient of what it computes. What autograd saves in it is kept, not "
+                    f"{self._label} takes a gradient of what it computes. Its saved tensors are kept, not "
                     f"recomputed."
                 )
             if slot.value is None:
@@ -278,7 +276,7 @@ class CheckpointedCall(ReplayableCall):
             value, version = slot.value
             if not self._keeps:
                 slot.value = None
-            if version != -1 and value._version != version:
+            if version != -1 and version_of(value) != version:
                 check_version(value, version, value)
             slot.seen = _weak(value)
             program = self._program
@@ -421,7 +419,7 @@ class CheckpointedCall(ReplayableCall):
             fingerprints if compares else None,
             output_fingerprints,
             self._reached.storages(),
-            {tensor.untyped_storage()._cdata: (tensor, v) for tensor, v in changed if is_strided(tensor)},
+            {storage_key(tensor.untyped_storage()): (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
             compares_at_once=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
             saves=None if mode is None else mode.saves,
@@ -506,7 +504,7 @@ class CheckpointedCall(ReplayableCall):
         """Note a saved tensor that is the cast of a leaf, or a view of one."""
         if is_strided(tensor) and casts_leaf(tensor):
             storage = tensor.untyped_storage()
-            self._casts[storage._cdata] = _weak(storage)
+            self._casts[storage_key(storage)] = _weak(storage)
 
 
 def _nothing() -> None:

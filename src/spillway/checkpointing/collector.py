@@ -17,16 +17,14 @@ from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from spillway._torch import dispatch_modes, next_node, storage_key, tree_leaves, version_of
 from spillway.checkpointing.checks import difference_error, fingerprint_of, fingerprints_of
 from spillway.checkpointing.reached import refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import carry_attributes
 
-_next_node = torch._C._autograd._get_sequence_nr
-_modes = torch._C._len_torch_dispatch_stack
 _STRIDED = torch.strided
 
 Meta = tuple[Any, torch.dtype, torch.device, tuple[int, ...]]
@@ -116,7 +114,7 @@ class Collector:
 
         The simple case is inlined: a decoder layer saves some forty tensors, and the GPU may wait for the CPU.
         """
-        node = _next_node()
+        node = next_node()
         if node != self._node:
             if self._last >= 0:
                 self.has_ended = True
@@ -131,7 +129,7 @@ class Collector:
             and type(tensor) in PLAIN
             and tensor.layout is _STRIDED
             and not tensor.is_nested
-            and not _modes()
+            and not dispatch_modes()
         ):
             meta = self._metas[number] if number < len(self._metas) else None
             if meta is None or (self._checks and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != meta):
@@ -144,7 +142,7 @@ class Collector:
                     carry_attributes(tensor, alias)
             self._held.append(alias)
             if number in self._wanted:
-                self._values[number] = alias, -1 if alias.is_inference() else alias._version
+                self._values[number] = alias, -1 if alias.is_inference() else version_of(alias)
                 self._saving.append(tensor)
         else:
             self._pack(tensor, number, node)
@@ -175,7 +173,11 @@ class Collector:
                 if number in self._fingerprints:
                     self._pending.append((number, alias, node))
             if number in self._wanted:
-                if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
+                if (
+                    self._changed
+                    and is_strided(alias)
+                    and (known := self._changed.get(storage_key(alias.untyped_storage())))
+                ):
                     refuse_written(*known)
                 self._values[number] = alias, self._version_of(alias)
                 self._saving.append(tensor)
@@ -192,12 +194,12 @@ class Collector:
         """Whether it already has its content: it comes from outside, or an earlier operator made it."""
         if tensor.grad_fn is not None or tensor.requires_grad:
             return True
-        return is_strided(tensor) and tensor.untyped_storage()._cdata in storages_of(self._there)
+        return is_strided(tensor) and storage_key(tensor.untyped_storage()) in storages_of(self._there)
 
     def _version_of(self, alias: torch.Tensor) -> int:
-        if self._written and is_strided(alias) and alias.untyped_storage()._cdata in self._written:
+        if self._written and is_strided(alias) and storage_key(alias.untyped_storage()) in self._written:
             return -1
-        return -1 if alias.is_inference() else alias._version
+        return -1 if alias.is_inference() else version_of(alias)
 
     def unpack(self, number: int) -> torch.Tensor:
         """The hook."""
@@ -313,7 +315,7 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     for tensor in tensors if all(type(each) in PLAIN for each in tensors) else tensors_in(tensors):
         if is_strided(tensor):
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage_key(storage)] = storage.nbytes()
     return found
 
 

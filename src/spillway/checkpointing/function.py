@@ -10,8 +10,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from spillway._torch import tree_flatten, tree_unflatten
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 

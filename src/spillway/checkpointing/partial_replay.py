@@ -28,6 +28,7 @@ from typing import Any
 
 import torch
 
+from spillway._torch import disable_dispatch, schema_of, storage_key
 from spillway.checkpointing.ambient import default_generator, device_of
 from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved, PreservedParts
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
@@ -96,7 +97,7 @@ class PartialReplay(OperatorMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if operator.draws and self._draws:
             advance(default_generator(device_of(args, kwargs)), operator.draws)
-        with torch._C._DisableTorchDispatch():
+        with disable_dispatch():
             return self._hand_out(operator, act, args, kwargs)
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
@@ -140,7 +141,7 @@ class PartialReplay(OperatorMode):
                 raise self._other(f"{operator.func} reads a tensor that was not recomputed")
 
     def _is_empty(self, storage: torch.UntypedStorage) -> bool:
-        known = self._empty.get(storage._cdata)
+        known = self._empty.get(storage_key(storage))
         return known is not None and known() is storage
 
     def _other(self, differs: str) -> Differs:
@@ -162,7 +163,7 @@ class PartialReplay(OperatorMode):
         if operator.single:
             return outputs[0]
         # As the kernel returns it: one list, or a tuple of outputs.
-        return outputs if len(operator.func._schema.returns) == 1 else tuple(outputs)
+        return outputs if len(schema_of(operator.func).returns) == 1 else tuple(outputs)
 
     def _preserved(self, value: int) -> torch.Tensor | None:
         tensor = self._given(value)
@@ -178,5 +179,5 @@ class PartialReplay(OperatorMode):
         storage = tensor.untyped_storage()
         if self._poisons:
             Bytes(storage, 0, storage.nbytes()).tensor().fill_(0xFF)
-        self._empty[storage._cdata] = weakref.ref(storage)
+        self._empty[storage_key(storage)] = weakref.ref(storage)
         return tensor

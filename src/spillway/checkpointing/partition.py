@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from spillway.checkpointing.checks import hash_of
+from spillway._torch import disable_dispatch, version_of
+from spillway.checkpointing.checks import fingerprint_of
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UsageError
 from spillway.runtime.bytes import over
@@ -81,7 +82,7 @@ class Partition:
         devices = [tensor.device for tensor in (*split, *tensors)]
         if not devices:
             return
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), disable_dispatch():
             mine = torch.stack([_structure(split, devices[0]), _contents(split, devices[0])])
             all_of_them = mine.new_empty(self.ranks * len(mine))
             torch.distributed.all_gather_into_tensor(all_of_them, mine, group=self._group)
@@ -102,7 +103,7 @@ class Partition:
         chunk = self._chunk(tensor.numel())
         start = min(self.rank * chunk, tensor.numel())
         end = min(start + chunk, tensor.numel())
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), disable_dispatch():
             offset = int(tensor.storage_offset()) + start
             return over(tensor.untyped_storage(), tensor.dtype, offset, (end - start,), (1,)).clone()
 
@@ -115,7 +116,7 @@ class Partition:
             phase: distance of its first element from an aligned address, in bytes.
         """
         chunk = self._chunk(recipe.size.numel())
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), disable_dispatch():
             if part.numel() < chunk:
                 part = torch.cat([part, part.new_zeros(chunk - part.numel())])
             room = part.new_empty(self.ranks * chunk + ALIGNMENT // part.itemsize)
@@ -155,7 +156,7 @@ class PartHandle:
         self._unpack = unpack
         self._recipe = ViewRecipe.of(tensor)
         self._phase = tensor.data_ptr() % ALIGNMENT
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._tracker = tensor.detach()
         self._tracker.data = nothing
         self._packed = pack(partition.part_of(tensor))
@@ -199,8 +200,9 @@ def _contents(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
     """A hash of all their bits."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in split:
-        bits = hash_of(tensor)
-        # Only bytes have none, and they need no gradient.
+        # At an odd offset, sums take narrower words. Ranks may have the input at other offsets.
+        bits = fingerprint_of(tensor.clone() if tensor.storage_offset() else tensor)
+        # Only integers have none, and they need no gradient.
         assert bits is not None
         total = total * 31 + bits
     return total

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
+from spillway._torch import dispatch_modes, next_node, node_number
 from spillway.checkpointing.program import Decisions, Input, Preserved, PreservedParts, Program, lies_within
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, unpack
@@ -39,7 +40,6 @@ from spillway.selectors import Planned
 from spillway.types import Decision
 
 _KEEP = Decision.KEEP
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 Memory = Callable[[], torch.UntypedStorage | None]
 Argument = tuple[Any, Callable[[Any], torch.Tensor], bool, bool]
@@ -71,7 +71,7 @@ class PreservedTensors:
         self._scope = scope
         self._arguments = arguments
         self._reached = reached
-        self._first_node = _next_node()
+        self._first_node = next_node()
         self._inputs: list[tuple[ViewRecipe, Memory] | None] = [
             (ViewRecipe.of(each), _weak(each.untyped_storage())) if type(each) in PLAIN and is_strided(each) else None
             for each in tensors
@@ -162,7 +162,7 @@ class PreservedTensors:
     def _is_outside(self, tensor: torch.Tensor) -> bool:
         """Whether the call did not make the tensor, which took the place of another one of the same shape."""
         node = tensor.grad_fn
-        if tensor.requires_grad if node is None else node._sequence_nr() < self._first_node:
+        if tensor.requires_grad if node is None else node_number(node) < self._first_node:
             return True
         storage = tensor.untyped_storage()
         return any(known is not None and known[1]() is storage for known in self._inputs) or (
@@ -186,9 +186,6 @@ class PreservedTensors:
         if self.is_other or not self.decisions.leaves_out or not given.keys() >= self.decisions.handed:
             return None
         return given if all(handle.is_intact() for handle in given.values()) else None
-
-
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
 
 
 class _SavedTensor(NamedTuple):
@@ -278,7 +275,7 @@ class PreservingCall:
                 known = {}
             if leaving.nbytes and leaving.is_batch:
                 scope.advance()
-            if _modes() > 0:
+            if dispatch_modes() > 0:
                 with below_modes(tensor):
                     return KeptHandle(tensor) if decision is None else scope.save(tensor, decision)
             if decision is None:

@@ -25,21 +25,28 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from spillway.checkpointing.ambient import default_generator, device_of, given_generator, state_now
+from spillway._torch import (
+    LABEL_BEGINS,
+    LABEL_ENDS,
+    FakeTensor,
+    base_of,
+    disable_dispatch,
+    disable_modes,
+    graph_task,
+    next_node,
+    storage_key,
+    tree_leaves,
+)
+from spillway.checkpointing.ambient import default_generator, device_of, states_of
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, nbytes_of, split, tensors_in
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, split, tensors_in
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.selectors import OperatorCall
 from spillway.types import Decision
 
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _NUMBERS = (int, float, bool, complex, type(None))
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
 """Views of a cast weight that a matrix product may save."""
@@ -84,7 +91,7 @@ class Recorder(OperatorMode):
         self._starts: list[int] = []
         self.inputs: list[tuple[int, ...]] = []
         self.outputs: set[int] = set()
-        self._task = _graph_task()
+        self._task = graph_task()
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Take the tensors with which the function is about to be called."""
@@ -114,14 +121,14 @@ class Recorder(OperatorMode):
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
         """Note a tensor that autograd saves."""
-        node = _next_node()
+        node = next_node()
         if not self._saving or node > self._saving[-1]:
             self.saves_at.append(len(self.operators))
         self._saving.append(node)
         value, recipe, is_own = None, None, False
         parts: tuple[tuple[int, ViewRecipe], ...] = ()
         if type(tensor) in PLAIN:
-            with torch._C._DisableTorchDispatch():
+            with disable_dispatch():
                 value = self.values.find(tensor)
                 is_own = is_parameter(tensor)
                 recipe = ViewRecipe.of(tensor) if is_strided(tensor) else None
@@ -129,7 +136,7 @@ class Recorder(OperatorMode):
                     # The operator that reads it comes later.
                     self._unknown.append((len(self.saved), tensor.detach()))
         else:
-            with _disable_current_modes():
+            with disable_modes():
                 plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
                 found = [(self.values.find(part), ViewRecipe.of(part)) for part in plain]
             parts = tuple([(value, recipe) for value, recipe in found if value is not None])
@@ -159,7 +166,7 @@ class Recorder(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _graph_task() != self._task:
+        if graph_task() != self._task:
             self.values.opaque = "it takes a gradient of what it computes"
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
@@ -170,14 +177,16 @@ class Recorder(OperatorMode):
             for part in tensors_in((output,)):
                 self.casts.add(self._value(part, is_input=True))
             return output
-        node = _next_node()
+        node = next_node()
         operator = Operator(func, facts, tuple([self._value(each) for each in split(args, kwargs)[0]]))
         targets = [argument(args, kwargs, key) for key in facts.writes]
         operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
         self.written.update(operator.writes)
-        draws = _Draws(args, kwargs) if facts.is_random else None
+        drawn = states_of([default_generator(device_of(args, kwargs))]) if facts.is_random else []
         output = func(*args, **kwargs)
-        operator.draws = 0 if draws is None else draws.count()
+        for generator, state in drawn:
+            is_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+            operator.draws = None if is_own else _drawn(generator, state)
         operator.depends = not self._depends.isdisjoint(operator.reads)
         self._nodes.setdefault(node, len(self.operators))
         new = self._take(operator, output)
@@ -238,7 +247,9 @@ class Recorder(OperatorMode):
         decision = self._choices.by_name(operator.func)
         if decision is not Decision.KEEP and self._choices.asks:
             module = self._locator.here()[0] if self._locator is not None else None
-            call = OperatorCall(operator.func, module, len(self.operators), sum(map(nbytes_of, new)))
+            call = OperatorCall(
+                operator.func, module, len(self.operators), sum(each.nbytes for each in new if is_strided(each))
+            )
             answer, must = self._choices.by_call(call, output, args, kwargs)
             if decision is None or answer is Decision.KEEP:
                 decision = answer
@@ -273,7 +284,7 @@ def is_cast(args: tuple[Any, ...]) -> bool:
     """Whether a copy of its first argument may be autocast's. See NOTE [ Autocast's casts ]."""
     # Autocast is off inside its own casts: so it cannot be asked whether it is on.
     tensor = args[0]
-    return bool(tensor.requires_grad and tensor.is_leaf and tensor._base is None)
+    return bool(tensor.requires_grad and tensor.is_leaf and base_of(tensor) is None)
 
 
 def casts_leaf(tensor: torch.Tensor) -> bool:
@@ -284,31 +295,21 @@ def casts_leaf(tensor: torch.Tensor) -> bool:
     return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")
 
 
-class _Draws:
-    """How far an operator advances its generator."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._is_own = given_generator(args, kwargs) is not None
-        self._generator = default_generator(device_of(args, kwargs))
-        self._state = state_now(self._generator)
-
-    def count(self) -> int | None:
-        """The distance so far; ``None`` if it is unknown or cannot be repeated."""
-        if self._is_own:
+def _drawn(generator: torch.Generator, before: torch.Tensor) -> int | None:
+    """How far a generator has advanced; ``None`` if that is unknown, or cannot be repeated without drawing."""
+    with disable_modes():
+        now = generator.get_state()
+        if torch.equal(now, before):
+            return 0
+        if generator.device.type == "cpu" or len(now) != 2 * _OFFSET:
             return None
-        with _disable_current_modes():
-            now = state_now(self._generator)
-            if torch.equal(now, self._state):
-                return 0
-            if self._generator.device.type == "cpu" or len(now) != 2 * _OFFSET:
-                return None
-            (before,), (after,) = (state[_OFFSET:].view(torch.int64).tolist() for state in (self._state, now))
-            return int(after - before)
+        first, last = (state[_OFFSET:].view(torch.int64).item() for state in (before, now))
+        return int(last - first)
 
 
 def advance(generator: torch.Generator, count: int) -> None:
     """Advance a generator, as an operator that is left out would have done."""
-    with _disable_current_modes():
+    with disable_modes():
         state = generator.get_state()
         state[_OFFSET:].view(torch.int64).add_(count)
         generator.set_state(state)
@@ -339,8 +340,6 @@ class Observer(Protocol):
         ...
 
 
-_ENTER = torch.ops.profiler._record_function_enter_new.default
-_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 _LABEL = "FSDP::"
 _CASTS = "FSDP::cast_forward"
 """Label of casts of a module's inputs and outputs, which are recomputed as anything else."""
@@ -355,12 +354,12 @@ class HiddenOperators:
 
     def __call__(self, operator: Any, args: tuple[Any, ...]) -> bool:
         """Whether this operator is hidden."""
-        if operator is _ENTER:
+        if operator is LABEL_BEGINS:
             label = str(args[0])
             if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
                 self.depth += 1
             return True
-        if operator is _EXIT:
+        if operator is LABEL_ENDS:
             self.depth = max(0, self.depth - 1)
             return True
         return self.depth > 0
@@ -377,17 +376,17 @@ class Values:
     def find(self, tensor: torch.Tensor) -> int | None:
         """The value of a plain tensor, if it has one."""
         memory = self._memory(tensor)
-        known = self._known.get(memory._cdata)
+        known = self._known.get(storage_key(memory))
         # A freed address is used again.
         return known[1] if known is not None and known[0]() is memory else None
 
     def find_or_name(self, tensor: torch.Tensor, value: int) -> int:
         """The value of a plain tensor. If it has none, it gets this one."""
         memory = self._memory(tensor)
-        known = self._known.get(memory._cdata)
+        known = self._known.get(storage_key(memory))
         if known is not None and known[0]() is memory:
             return known[1]
-        self._known[memory._cdata] = weakref.ref(memory), value
+        self._known[storage_key(memory)] = weakref.ref(memory), value
         return value
 
     def _memory(self, tensor: torch.Tensor) -> Any:

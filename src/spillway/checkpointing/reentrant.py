@@ -44,19 +44,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spillway._torch import untraced
+from spillway._torch import (
+    base_of,
+    dispatch_modes,
+    is_plain_backward,
+    storage_key,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    untraced,
+    version_of,
+)
 from spillway.checkpointing.checks import difference_error, fingerprints_of
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
-from spillway.checkpointing.reached import ReadTracker, copy_of
+from spillway.checkpointing.reached import ReadMode, copy_of
 from spillway.checkpointing.replayable import ReplayableCall
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.errors import RecomputeError, UnsupportedError
 from spillway.saved_tensors.handles import KeptHandle, unpack
 
 _NOTHING = nullcontext()
-_is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 
 class ReentrantCall(ReplayableCall):
@@ -79,7 +87,7 @@ class ReentrantCall(ReplayableCall):
         if not self._may_begin(tensors):
             return first()
         self._forward_begins(tensors)
-        versions = [tensor._version if tensor.requires_grad else -1 for tensor in tensors]
+        versions = [version_of(tensor) if tensor.requires_grad else -1 for tensor in tensors]
         output = None
         try:
             with torch.no_grad():
@@ -108,7 +116,7 @@ class ReentrantCall(ReplayableCall):
         return tree_unflatten(list(given[: len(leaves)]), spec)
 
     def _may_be_output(self, written: torch.Tensor) -> torch.Tensor:
-        if written._is_view():
+        if base_of(written) is not None:
             raise UnsupportedError(
                 f"got {self._label} with use_reentrant=True, which writes an argument in place that is a view of "
                 f"another tensor, expected one that writes no views; use use_reentrant=False, or give it a clone"
@@ -159,12 +167,12 @@ class ReentrantCall(ReplayableCall):
         found = {name: t for name, t in self._function.histories.items() if name not in self._learned.unread}
         if not found:
             return
-        reads = ReadTracker(found)
-        self._run_again(mode=reads)
-        if reads.names:
+        read = {name for name, tensor in found.items() if not is_strided(tensor)}
+        self._run_again(mode=ReadMode([(tensor, name) for name, tensor in found.items()], read.add))
+        if read:
             raise RecomputeError(
                 f"{self._label}, recomputed with use_reentrant=True, keeps a tensor with a history in "
-                f"{', '.join(sorted(reads.names))}, which it reads in its next call. That mode loses the gradient "
+                f"{', '.join(sorted(read))}, which it reads in its next call. That mode loses the gradient "
                 f"that goes through it. Use use_reentrant=False."
             )
         self._learned.unread |= found.keys()
@@ -211,11 +219,11 @@ class ReentrantCall(ReplayableCall):
                 if type(tensor) not in PLAIN or not is_strided(tensor):
                     return KeptHandle(tensor)
                 storage = tensor.untyped_storage()
-                if storage._cdata in written:
+                if storage_key(storage) in written:
                     # Its current content is restored after the replay.
                     return KeptHandle(copy_of(tensor))
-                if storage._cdata not in counted:
-                    counted.add(storage._cdata)
+                if storage_key(storage) not in counted:
+                    counted.add(storage_key(storage))
                     ledger.recomputed_bytes += storage.nbytes()
                 return KeptHandle(tensor)
 
@@ -295,7 +303,7 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if not _is_plain_backward() or torch.is_grad_enabled():
+        if not is_plain_backward() or torch.is_grad_enabled():
             raise UnsupportedError(
                 "got torch.autograd.grad(), or a backward with inputs= or create_graph=True, through a function "
                 "recomputed with use_reentrant=True, expected a plain backward(), since it runs a backward of its own; "
@@ -316,7 +324,7 @@ def _input(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple
             return leaf, leaf.clone()
         if not requires_grad or (tensor.requires_grad and tensor.is_leaf):
             return leaf, leaf
-        if not is_strided(leaf) or torch._C._len_torch_dispatch_stack() > 0:
+        if not is_strided(leaf) or dispatch_modes() > 0:
             return leaf, leaf
         # It was no leaf. Casts of leaves are taken for casts of autocast.
         return leaf, whole_view_of(leaf)

@@ -6,18 +6,18 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from spillway.checkpointing.ambient import AmbientState, generators_of, replay_lock, restorer_of
+from spillway._torch import top_hooks, version_of
+from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
 from spillway.checkpointing.checks import PendingChecks, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
 from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.reached import ReachedTensors, RefusedTensor, RefuseReads, copy_of, overlap
+from spillway.checkpointing.reached import ReachedTensors, ReadMode, RefusedTensor, copy_of, overlap, refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.hooks import Pass
@@ -76,9 +76,8 @@ class ReplayableCall:
         """Whether it is observed in full: see NOTE [ Learning ]."""
         self._compares = not is_captured and (setup.compares or self._is_observed or learned.is_sampled())
         self._ambient = AmbientState.now()
-        self._restore: Callable[[], None] = _nothing
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
-        """In an observed call: random generators with their states before forward."""
+        """Random generators with their states before forward."""
         self._devices: set[torch.device] = set()
         self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
         """For each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
@@ -107,7 +106,7 @@ class ReplayableCall:
             return True
         # Copies of the two would not share memory.
         self._scope.ledger.note(
-            f"{self._label} writes an argument that shares memory with another one. What autograd saves in it is kept, "
+            f"{self._label} writes an argument that shares memory with another one. Its saved tensors are kept, "
             f"not recomputed."
         )
         return False
@@ -117,10 +116,7 @@ class ReplayableCall:
         observed = self._is_observed
         self._devices = {tensor.device for tensor in tensors}
         if self._draws:
-            generators = generators_of(self._devices)
-            self._restore = restorer_of(generators)
-            if observed:
-                self._states = [(each, each.get_state()) for each in generators]
+            self._states = states_of(generators_of(self._devices))
         named = self._state.reachable()
         read = [*tensors, *(each for _, each in named)]
         if not PLAIN.issuperset(map(type, read)):
@@ -132,7 +128,7 @@ class ReplayableCall:
             )
             self._scope.flush()
         if observed:
-            self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+            self._versions = [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
     def _forward_ended(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Find out what forward wrote, after the function has run or raised."""
@@ -147,7 +143,7 @@ class ReplayableCall:
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have the arguments saved, and copied in an observed call."""
-        around = _top_saved_tensors_default_hooks(True)
+        around = top_hooks(True)
         scope, is_light = self._scope, False
         pack: Callable[[torch.Tensor], Any] = KeptHandle
         back: Callable[[Any], torch.Tensor] = unpack
@@ -184,7 +180,7 @@ class ReplayableCall:
             copy, version = self._copies[place], self._versions[place]
             if copy is None or version == -1:
                 continue
-            if tensor._version != version or not has_content_of(tensor, copy):
+            if version_of(tensor) != version or not has_content_of(tensor, copy):
                 learned.written_inputs |= {place}
                 self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
         self._copies.clear()
@@ -205,11 +201,10 @@ class ReplayableCall:
 
     def _inputs_back(self) -> list[torch.Tensor]:
         """The tensors among the arguments. Ranks gather them once a replay: one may run the function more often."""
-        if self._partition is None:
-            return [back(handle) for handle, back, *_ in self._tensors]
-        if not self._gathered:
-            self._gathered = [back(handle) for handle, back, *_ in self._tensors]
-        return self._gathered
+        tensors = self._gathered or [back(handle) for handle, back, *_ in self._tensors]
+        if self._partition is not None:
+            self._gathered = tensors
+        return tensors
 
     def _replay_ended(self) -> None:
         self._gathered = []
@@ -227,27 +222,34 @@ class ReplayableCall:
         Raises:
             RecomputeError: if the function has read one.
         """
-        touched: list[RefusedTensor] = []
+        touched: list[tuple[torch.Tensor, int]] = []
+
+        def refuse(written: tuple[torch.Tensor, int]) -> NoReturn:
+            # The function may catch the error.
+            touched.append(written)
+            refuse_written(*written)
+
         may_go = self._state.replaceable() if changed else set()
-        refused = {id(each): RefusedTensor.of(each, v, touched) for each, v in changed if _may_be_refused(each, may_go)}
-        others = [pair for pair in changed if id(pair[0]) not in refused]
-        refuses = RefuseReads(others) if others else None
+        refused = {
+            id(pair[0]): RefusedTensor.of(pair[0], partial(refuse, pair))
+            for pair in changed
+            if id(pair[0]) in may_go and type(pair[0]) in PLAIN and is_strided(pair[0])
+        }
+        others = [(pair[0], pair) for pair in changed if id(pair[0]) not in refused]
         with replay_lock:
-            restore = restorer_of(generators_of(self._devices)) if self._draws else _nothing
+            now = states_of(generators_of(self._devices)) if self._draws else []
             try:
-                self._restore()
+                put_states(self._states)
                 with (
                     self._ambient.in_force(),
                     torch.enable_grad(),
-                    nullcontext() if refuses is None else refuses,
+                    ReadMode(others, refuse) if others else nullcontext(),
                 ):
                     yield partial(self._as_before, tensors, refused)
             finally:
-                restore()
-        if refuses is not None:
-            refuses.check()
-        for each in touched:
-            each.refuse()
+                put_states(now)
+        if touched:
+            refuse_written(*touched[0])
 
     @contextmanager
     def _as_before(
@@ -262,12 +264,3 @@ class ReplayableCall:
             finally:
                 # Saved tensors are compared before their content is put back.
                 has_run(chain(others.values(), reached.protected()))
-
-
-def _nothing() -> None:
-    return None
-
-
-def _may_be_refused(tensor: torch.Tensor, replaceable: set[int]) -> bool:
-    """Whether a stand-in can take its place: see NOTE [ Tensors written since forward ]."""
-    return id(tensor) in replaceable and type(tensor) in PLAIN and is_strided(tensor)

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from spillway._torch import Overload, schema_of
+
 Key = int | str
 """Position or keyword of an argument."""
 
@@ -91,9 +93,9 @@ _known: dict[int, tuple[Any, OperatorFacts]] = {}
 
 
 def _read(operator: Any) -> OperatorFacts:
-    if not isinstance(operator, torch._ops.OpOverload):
+    if not isinstance(operator, Overload):
         return _UNKNOWN
-    schema = operator._schema
+    schema = schema_of(operator)
     names: dict[frozenset[str], Key] = {}
     writes: list[Key] = []
     for position, argument in enumerate(schema.arguments):
