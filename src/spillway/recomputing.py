@@ -24,12 +24,11 @@ from spillway._torch import (
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.collector import shapes_of
-from spillway.checkpointing.function import Arguments, ReplayedFunction, in_replay
+from spillway.checkpointing.function import Arguments, ReplayedFunction, in_replay, module_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
-from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.checkpointing.replayable import CallSetup
@@ -247,7 +246,8 @@ def _call_checkpointed(
 
     session = session if session is not None else Session.default()
     if in_replay():
-        return _call_in_replay(how, function, arguments, tensors, first, session)
+        again = ReplayedFunction(function, arguments, reentrant=how.use_reentrant)
+        return _call_in_replay(how, again, session, first, tensors)
     session.check_open()
     see_again()
     planned, scope = how.choices.planned, current_pass(session)
@@ -270,9 +270,27 @@ def _call_checkpointed(
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    call = _call(how, function, arguments, tensors, session, scope, learned, partition, observer)
-    if call is None:
+    again = ReplayedFunction(function, arguments, reentrant=how.use_reentrant)
+    kept = again.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
+    if kept is not None:
+        scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")
         return first()
+    is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
+    if is_captured:
+        learned.check_capture(draws=how.preserve_rng_state)
+    setup = CallSetup(
+        again,
+        learned,
+        scope,
+        how.choices.inputs,
+        session.of(PendingChecks),
+        draws=how.preserve_rng_state and not is_captured,
+        compares=how.verify == "always",
+        is_captured=is_captured,
+        partition=partition,
+        unused=() if how.choices.preserves else how.choices.unused(),
+    )
+    call = _replayable(how, setup, observer, module_of(function))
     output = call.run(first, tensors)
     if isinstance(call, CheckpointedCall):
         for tensor, slot in call.outputs:
@@ -287,75 +305,37 @@ call_checkpointed_untraced = untraced(_call_checkpointed)
 
 
 def _call_in_replay(
-    how: Recompute,
-    function: Callable[..., Any],
-    arguments: Arguments,
-    tensors: Sequence[torch.Tensor],
-    first: Callable[[], Any],
-    session: Session,
+    how: Recompute, again: ReplayedFunction, session: Session, first: Callable[[], Any], tensors: Sequence[torch.Tensor]
 ) -> Any:
     """Run a function that an outer one calls in its replay, whose checks cover it."""
-    state, learned = PythonState(function, arguments.objects()), LearnedCalls.trusted()
-    if _why_kept(state, learned) is not None:
+    if again.why_kept() is not None:
         return first()
-    again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
     inputs = Decision.KEEP if how.choices.inputs is not None else None
-    scope, checks = current_pass(session), session.of(PendingChecks)
-    setup = CallSetup(again, state, learned, scope, inputs, checks, _label(function), how.preserve_rng_state)
-    if how.use_reentrant:
-        return ReentrantCall(setup).run(first, tensors)
-    return CheckpointedCall(setup, stops_early=how.early_stop).run(first, tensors)
+    scope, learned = current_pass(session), LearnedCalls.trusted()
+    setup = CallSetup(again, learned, scope, inputs, session.of(PendingChecks), how.preserve_rng_state)
+    call = ReentrantCall(setup) if how.use_reentrant else CheckpointedCall(setup, stops_early=how.early_stop)
+    return call.run(first, tensors)
 
 
-def _call(
-    how: Recompute,
-    function: Callable[..., Any],
-    arguments: Arguments,
-    tensors: Sequence[torch.Tensor],
-    session: Session,
-    scope: Pass,
-    learned: LearnedCalls,
-    partition: Partition | None,
-    observer: Observer | None,
-) -> CheckpointedCall | ReentrantCall | None:
-    """The call, in the mode of the options; ``None`` if the function cannot be replayed."""
-    state, label, choices = PythonState(function, arguments.objects()), _label(function), how.choices
-    kept = _why_kept(state, learned)
-    if kept is not None:
-        scope.ledger.note(f"{label} {kept}. Its saved tensors are kept, not recomputed.")
-        return None
-    if learned.varies:
-        scope.ledger.note(
-            f"{label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it is recomputed "
-            f"whole."
+def _replayable(
+    how: Recompute, setup: CallSetup, observer: Observer | None, module: torch.nn.Module | None
+) -> CheckpointedCall | ReentrantCall:
+    """The call, in the mode of the options."""
+    if setup.learned.varies:
+        setup.scope.ledger.note(
+            f"{setup.function.label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it "
+            f"is recomputed whole."
         )
-    is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
-    if is_captured:
-        learned.check_capture(draws=how.preserve_rng_state)
-    setup = CallSetup(
-        ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant),
-        state,
-        learned,
-        scope,
-        choices.inputs,
-        session.of(PendingChecks),
-        label,
-        draws=how.preserve_rng_state and not is_captured,
-        compares=how.verify == "always",
-        is_captured=is_captured,
-        partition=partition,
-        unused=() if choices.preserves else choices.unused(),
-    )
     if how.use_reentrant:
         return ReentrantCall(setup)
-    planned = choices.planned
+    choices, planned = how.choices, how.choices.planned
     records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
     return CheckpointedCall(
         setup,
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
-        selection=Selection(choices, how.choices_key, _module_of(function)) if records else None,
+        selection=Selection(choices, how.choices_key, module) if records else None,
         observer=observer,
     )
 
@@ -367,17 +347,6 @@ def hooks_around() -> tuple[bool, bool]:
     return hooks is not None and not is_ours, is_ours
 
 
-def _why_kept(state: PythonState, learned: LearnedCalls) -> str | None:
-    """Why the function cannot be replayed, if it cannot."""
-    if state.has_iterators:
-        return "has an iterator, or a file, whose state cannot be copied for a second run"
-    if state.is_lazy:
-        return "has a lazy layer, which makes its parameters in this call"
-    if state.writes_parameters:
-        return "has an embedding with max_norm, whose forward writes its weight"
-    return "takes a gradient of what it computes" if learned.takes_gradients else None
-
-
 def _learned(
     how: Recompute,
     known: LearnedFunction,
@@ -387,7 +356,7 @@ def _learned(
 ) -> LearnedCalls:
     """Knowledge about this kind of call: types of tensors, numbers, the mode, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
-    kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None), how.use_reentrant)
+    kind: Hashable = (types, arguments.numbers(), getattr(module_of(function), "training", None), how.use_reentrant)
     learned: LearnedCalls | None = known.calls.get(kind)
     if learned is None:
         # A number may count calls.
@@ -407,23 +376,11 @@ def _partition(how: Recompute, scope: Pass, *, is_foreign: bool) -> Partition | 
     return how.partition
 
 
-def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
-    """The module that the function is, or is a method of."""
-    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
-    return module if isinstance(module, torch.nn.Module) else None
-
-
-def _label(function: Callable[..., Any]) -> str:
-    """Name of a function in errors."""
-    module = _module_of(function)
-    return type(module).__name__ if module is not None else getattr(function, "__qualname__", repr(function))
-
-
 def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Hashable:
     """Identity of a function: a module, or code and the functions that it uses."""
     if more:
         return (_identity_of(function), *(_identity_of(each, depth=depth - 1) for each in more))
-    module = _module_of(function)
+    module = module_of(function)
     if module is not None:
         is_other = isinstance(function, types.MethodType) and function.__name__ != "forward"
         return (weakref.ref(module), function.__func__) if is_other else weakref.ref(module)
@@ -447,7 +404,7 @@ def _is_filled(cell: Any) -> bool:
 
 def _has_gradients(function: Callable[..., Any]) -> bool:
     """Whether a module, of which no input requires grad, has parameters that do."""
-    module = _module_of(function)
+    module = module_of(function)
     if module is None:
         raise UsageError(
             f"use_reentrant=True: got no input that requires grad for {function!r}, expected one, or a module whose "

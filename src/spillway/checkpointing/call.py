@@ -39,7 +39,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
-from spillway.checkpointing.checks import difference_error, fingerprint_of
+from spillway.checkpointing.checks import fingerprint_of
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.function import replay_argument, replaying
 from spillway.checkpointing.partial_replay import PartialReplay
@@ -58,16 +58,7 @@ _STRIDED = torch.strided
 
 
 class CheckpointedCall(ReplayableCall):
-    """One call. See NOTE [ A checkpointed call ].
-
-    Args:
-        setup: the function, its state, and how it is called.
-        stops_early: whether a replay ends with the last tensor that is wanted.
-        checks: whether shape, dtype and device of what is saved are compared.
-        drops_output: whether outputs, too, can be recomputed: :attr:`outputs` then has them.
-        selection: what is preserved; ``None``: nothing, and its operators are not recorded.
-        observer: a profiler.
-    """
+    """One call. See NOTE [ A checkpointed call ]. Its operators are recorded only if there is a ``selection``."""
 
     def __init__(
         self,
@@ -116,12 +107,7 @@ class CheckpointedCall(ReplayableCall):
     # Forward.
 
     def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the function, and return its output.
-
-        Args:
-            first: runs it, with the caller's own arguments.
-            tensors: the tensors among the arguments.
-        """
+        """Run the function, by ``first`` with the caller's own arguments, and return its output."""
         if not self._may_begin(tensors):
             return first()
         if self._selection is not None:
@@ -209,12 +195,11 @@ class CheckpointedCall(ReplayableCall):
         if self._is_captured:
             # Nothing can be compared in a captured graph.
             self._records = False
-            if decisions is not None and (decisions.is_validated or not decisions.leaves_out):
+            if decisions is not None and not decisions.is_new:
                 self._decisions = decisions
             return
         self._decisions = decisions
-        is_new = decisions is not None and decisions.leaves_out and not decisions.is_validated
-        self._compares = self._compares or self._records or is_new
+        self._compares = self._compares or self._records or (decisions is not None and decisions.is_new)
         # A replay that records must draw what forward drew: nothing is preserved yet.
         self._draws |= self._records
 
@@ -256,8 +241,7 @@ class CheckpointedCall(ReplayableCall):
             if self._is_running and not self._keeps:
                 self._keeps = self.holds_values = self._learned.takes_gradients = True
                 self._scope.ledger.note(
-                    f"{self._label} takes a gradient of what it computes. Its saved tensors are kept, not "
-                    f"recomputed."
+                    f"{self._label} takes a gradient of what it computes. Its saved tensors are kept, not recomputed."
                 )
             if slot.value is None:
                 if self._is_replaying:
@@ -288,9 +272,7 @@ class CheckpointedCall(ReplayableCall):
     def _replay(self) -> None:
         self._replay_begins()
         compares = self._compares
-        decisions = self._decisions
-        is_new = decisions is not None and decisions.leaves_out and not decisions.is_validated
-        if self._is_observed or self._records or is_new:
+        if self._is_observed or self._records or (self._decisions is not None and self._decisions.is_new):
             self._learned.learned_from += 1
         if self._is_running:
             self._fingerprint_pending(None)
@@ -298,7 +280,7 @@ class CheckpointedCall(ReplayableCall):
         if collector is None:
             collector = self._run_again(compares)
         if compares and not collector.is_same():
-            again = self._replay_on_current_state(compares)
+            again = self._on_current_state(lambda: self._run_again(compares))
             if again is None or not again.is_same():
                 raise collector.error()
             collector = again
@@ -335,7 +317,7 @@ class CheckpointedCall(ReplayableCall):
             handle = given.get(value)
             return None if handle is None else handle.unpack()
 
-        poisons = not decisions.is_validated or any(map(self._scope.poisons, self._devices))
+        poisons = decisions.is_new or any(map(self._scope.poisons, self._devices))
         mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
         collector: Collector | None = None
         try:
@@ -354,7 +336,7 @@ class CheckpointedCall(ReplayableCall):
             self._scope.ledger.note(f"{self._label} was recomputed whole: {why}.")
             return None
         if compares:
-            decisions.is_validated = True
+            decisions.is_new = False
         return collector
 
     def _record(self) -> Collector | None:
@@ -374,24 +356,8 @@ class CheckpointedCall(ReplayableCall):
             self._scope.ledger.note_unused(decisions.unused)
         return collector
 
-    def _replay_on_current_state(self, compares: bool) -> Collector | None:
-        """A replay of a function that prepares itself in its first call; ``None`` if the state has not changed."""
-        with self._function.on_current_state() as is_another:
-            if not is_another:
-                return None
-            try:
-                return self._run_again(compares)
-            except Exception as error:
-                # On another state than that of forward, anything may be missing.
-                raise difference_error([self._label]) from error
-
     def _run_again(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
-        """Run the function again, and collect the tensors that it saves.
-
-        Args:
-            compares: whether they are compared with those of forward.
-            mode: sees its operators.
-        """
+        """Run the function again, under a mode if there is one, and collect the tensors that it saves."""
         slots = [slot for each in self._slots if (slot := each()) is not None]
         outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
         wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
@@ -435,17 +401,15 @@ class CheckpointedCall(ReplayableCall):
         mode: Recorder | PartialReplay | None,
         around: AbstractContextManager[object] = _NOTHING,
     ) -> None:
-        """Run the function.
-
-        Args:
-            collector: takes the tensors that it saves.
-            changed: tensors that were written since forward, with their versions in forward.
-            mode: sees its operators.
-            around: a context around the function, within the mode.
-        """
+        """Run the function, with a context around it within the mode."""
         with below_modes(self._subclass):
             backs = zip(self._inputs_back(), self._tensors, strict=True)
-            tensors = [replay_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
+            tensors = [
+                tensor
+                if tensor.requires_grad and tensor.is_leaf and not written
+                else replay_argument(tensor, grad, written)[1]
+                for tensor, (*_, grad, written) in backs
+            ]
         collector.know([*tensors, *self._reached.tensors()])
         if isinstance(mode, Recorder):
             mode.begin(tensors)

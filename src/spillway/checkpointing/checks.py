@@ -234,11 +234,12 @@ class PendingChecks:
                 raise difference_error(wrong)
 
 
-def difference_error(labels: list[str]) -> RecomputeError:
-    """The error for functions with these names, whose replays gave other values."""
-    names = ", ".join(dict.fromkeys(labels))
+def difference_error(
+    labels: list[str], did: str = "gave other values", how: str = "the gradients of that backward are wrong"
+) -> RecomputeError:
+    """The error for functions with these names, whose replays differ from forward."""
     return RecomputeError(
-        f"{names} gave other values when it was recomputed than in its forward pass: the gradients of that backward "
-        f"are wrong. It reads something besides its arguments and parameters that changed in between. Pass that as an "
+        f"{', '.join(dict.fromkeys(labels))} {did} when it was recomputed than in its forward pass: {how}. It reads "
+        f"something besides its arguments, parameters and Python state that changed in between. Pass that as an "
         f"argument, or leave it outside of the checkpointed function."
     )

@@ -110,10 +110,7 @@ class Collector:
         return sum(nbytes for storage, nbytes in made.items() if storage not in known)
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """The hook. See NOTE [ The end of a replay ].
-
-        The simple case is inlined: a decoder layer saves some forty tensors, and the GPU may wait for the CPU.
-        """
+        """The hook. See NOTE [ The end of a replay ]. The simple case is inlined: a layer saves some forty tensors."""
         node = next_node()
         if node != self._node:
             if self._last >= 0:
@@ -300,13 +297,7 @@ class Collector:
 
     def error(self) -> RecomputeError:
         """The error of a replay that differs."""
-        if not self._other:
-            return difference_error([self._label])
-        return RecomputeError(
-            f"{self._label} saved other tensors when it was recomputed than in its forward pass: {self._other}. It "
-            f"reads something besides its arguments, parameters and Python state that changed in between. Pass that "
-            f"as an argument, or leave it outside of the checkpointed function."
-        )
+        return difference_error([self._label], *(("saved other tensors", self._other) if self._other else ()))
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -84,27 +84,19 @@ class LearnedCalls:
         return cls(is_validated=True, _offset=1)
 
     def check_capture(self, *, draws: bool) -> None:
-        """Check a call that is about to be captured into a graph, where nothing is compared, and no generator is set.
+        """Raise an error for a call in a captured graph, where nothing is compared, if its replay cannot be trusted.
 
-        Args:
-            draws: whether a replay must draw the random numbers of forward.
-
-        Raises:
-            UnsupportedError: if the call needs either.
+        ``draws``: its replay must draw the random numbers of forward, and a captured graph sets no generator.
         """
         if not self.is_validated or (draws and self.draws):
             raise UnsupportedError(
-                "got a checkpointed function in a graph that is being captured, expected one of which a call was "
-                "recomputed before, and that draws no random numbers; run a step like it in the same session first, "
-                "without capturing; with dropout, use save='random' and preserve_rng_state=False"
+                "A checkpointed function cannot be captured into a graph before one of its calls was recomputed and "
+                "compared, nor if it draws random numbers. Run a step like it in the same session first, without "
+                "capturing. With dropout, use save='random' and preserve_rng_state=False."
             )
 
     def decisions(self, shapes: Hashable, selection: Selection) -> tuple[Decisions | None, bool]:
-        """Decisions about a call with tensors of these shapes, if they are known, and whether to record its program.
-
-        Raises:
-            RecomputeError: if a policy says that an output must be saved, and that output is written in place.
-        """
+        """Decisions about a call with tensors of these shapes, if they are known, and whether to record its program."""
         program = self._programs.get(shapes)
         if program is None:
             return None, len(self._programs) < _MOST_PROGRAMS
@@ -138,11 +130,9 @@ class LearnedCalls:
         self._programs[shapes] = program
 
     def differed(self, program: Program, *, is_final: bool) -> None:
-        """Take note of a call that did not follow its program.
+        """Take note of a call that did not follow its program. The next one is recorded, a few times.
 
-        Args:
-            program: the program of the call.
-            is_final: whether such calls have no program from now on. Otherwise the next call is recorded, a few times.
+        If ``is_final``, such calls have no program from now on.
         """
         for shapes, known in list(self._programs.items()):
             if known is program:

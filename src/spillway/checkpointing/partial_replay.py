@@ -30,7 +30,7 @@ import torch
 
 from spillway._torch import disable_dispatch, schema_of, storage_key
 from spillway.checkpointing.ambient import default_generator, device_of
-from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved, PreservedParts
+from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, split, tensors_in
@@ -47,11 +47,7 @@ class Differs(Exception):  # noqa: N818  (not shown to users: the function is re
 class PartialReplay(OperatorMode):
     """The mode. See NOTE [ A partial replay ].
 
-    Args:
-        decisions: preserved tensors, and the act for each operator.
-        given: returns a preserved value as the tensor that its operator returned.
-        draws: whether operators that are left out advance their generators.
-        poisons: whether memory without content is filled with NaN.
+    ``given`` returns a preserved value as the tensor that its operator returned.
     """
 
     def __init__(
@@ -59,7 +55,7 @@ class PartialReplay(OperatorMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions = decisions
-        self.is_new = not decisions.is_validated
+        self.is_new = decisions.is_new
         """Whether it is the first replay with these decisions."""
         self._operators, self._acts = decisions.program.operators, decisions.acts
         self._given = given
@@ -105,11 +101,11 @@ class PartialReplay(OperatorMode):
         how = self.decisions.saved[number] if number < len(self.decisions.saved) else False
         if isinstance(how, Preserved):
             self._check_preserved(how.value, tensor)
-        elif isinstance(how, PreservedParts):
+        elif isinstance(how, list):
             plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
-            if len(plain) != len(how.parts):
+            if len(plain) != len(how):
                 raise self._other("it saves a tensor of other parts than the one that was preserved")
-            for each, part in zip(how.parts, plain, strict=True):
+            for each, part in zip(how, plain, strict=True):
                 self._check_preserved(each.value, part)
 
     def _check_preserved(self, value: int, tensor: torch.Tensor) -> None:

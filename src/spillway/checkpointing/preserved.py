@@ -30,7 +30,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import dispatch_modes, next_node, node_number
-from spillway.checkpointing.program import Decisions, Input, Preserved, PreservedParts, Program, lies_within
+from spillway.checkpointing.program import Decisions, Input, Preserved, Program, lies_within
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, unpack
 from spillway.saved_tensors.hooks import Pass
@@ -49,12 +49,7 @@ Argument = tuple[Any, Callable[[Any], torch.Tensor], bool, bool]
 class PreservedTensors:
     """Preserved tensors of one call. See NOTE [ Preserved tensors ].
 
-    Args:
-        decisions: decisions about such calls.
-        scope: the forward scope that the call belongs to.
-        tensors: the function's tensors.
-        arguments: the same, as the call holds them. Empty: they are split over ranks.
-        reached: constants that the function can reach besides these.
+    ``arguments`` are the function's tensors as the call holds them; empty if they are split over ranks.
     """
 
     def __init__(
@@ -91,19 +86,18 @@ class PreservedTensors:
         if how is True and type(tensor) in PLAIN:
             with below_modes():
                 return KeptHandle(tensor)
-        if isinstance(how, Input) and self._is_foreign(how):
+        if isinstance(how, Input) and (
+            not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, AwayHandle)
+        ):
+            # Other hooks hold the input: they may unpack it only once, for the replay.
             return None
         handle: Handle | None = None
-        if isinstance(how, PreservedParts):
+        if isinstance(how, list):
             handle = self._pack_parts(tensor, how)
         elif isinstance(how, (Input, Preserved)) and self._is_like(tensor, how.recipe):
             handle = self._pack_input(tensor, how) if isinstance(how, Input) else self._pack_made(tensor, how)
         self.is_other = handle is None
         return handle
-
-    def _is_foreign(self, how: Input) -> bool:
-        """Whether other hooks hold an input: they may unpack it only once, for the replay."""
-        return not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, AwayHandle)
 
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
@@ -114,16 +108,16 @@ class PreservedTensors:
             and recipe._replace(offset=int(tensor.storage_offset())).is_of(tensor)
         )
 
-    def _pack_parts(self, tensor: torch.Tensor, how: PreservedParts) -> Handle | None:
+    def _pack_parts(self, tensor: torch.Tensor, how: list[Preserved]) -> Handle | None:
         plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
-        if len(plain) != len(how.parts) or type(tensor) in PLAIN:
+        if len(plain) != len(how) or type(tensor) in PLAIN:
             return None
-        for part, each in zip(plain, how.parts, strict=True):
+        for part, each in zip(plain, how, strict=True):
             if not self._is_like(part, each.recipe) or self._pack_made(part, each) is None:
                 return None
         with below_modes(tensor):
             # Its parts were saved before.
-            return self._scope.save(tensor, how.parts[0].decision)
+            return self._scope.save(tensor, how[0].decision)
 
     def _pack_input(self, tensor: torch.Tensor, how: Input) -> Handle | None:
         handle, _, _, is_written = self._arguments[how.place]
@@ -195,47 +189,32 @@ class _SavedTensor(NamedTuple):
     is_made: bool
     dtype: torch.dtype | None
     size: Any
-    """``None``, as the dtype, if it is unknown."""
+    """Dtype and size are ``None`` if they are unknown."""
 
 
 class SavingOrder:
-    """Decisions about the saved tensors of a block, in the order of saving.
-
-    Args:
-        program: the program of such calls.
-        planned: the plan. Tensors that it does not name are kept.
-    """
+    """Decisions about the saved tensors of a block, in the order of saving. Tensors without a decision are kept."""
 
     def __init__(self, program: Program, planned: Planned) -> None:
         self.program = program
         self.kept_bytes: dict[int, int] = {}
         """Counted bytes of kept tensors, by numbers."""
-        self.saved: Sequence[_SavedTensor] = [
-            self._saved(program, planned, number) for number in range(len(program.saved))
-        ]
-
-    @staticmethod
-    def _saved(program: Program, planned: Planned, number: int) -> _SavedTensor:
-        each = program.saved[number]
-        value, recipe = each.value, each.recipe
-        dtype, size = (None, None) if recipe is None else (recipe.dtype, recipe.size)
-        maker = program.makers.get(-1 if value is None else value)
-        if maker is not None:
-            decision = planned.decision(maker, program.operators[maker].func)
-            return _SavedTensor(number, _KEEP if decision is Decision.RECOMPUTE else decision, True, dtype, size)
-        is_input = value in program.inputs and not each.is_parameter
-        # Tensors without grad, as masks, are shared with other blocks.
-        decision_of_inputs = planned.inputs if is_input and each.requires_grad else None
-        return _SavedTensor(number, decision_of_inputs, False, dtype, size)
+        self.saved: list[_SavedTensor] = []
+        for number, each in enumerate(program.saved):
+            decision: Decision | None = None
+            maker = program.makers.get(-1 if each.value is None else each.value)
+            if maker is not None:
+                decision = planned.decision(maker, program.operators[maker].func)
+                decision = _KEEP if decision is Decision.RECOMPUTE else decision
+            elif each.value in program.inputs and each.requires_grad and not each.is_parameter:
+                # Tensors without grad, as masks, are shared with other blocks.
+                decision = planned.inputs
+            dtype, size = (None, None) if each.recipe is None else (each.recipe.dtype, each.recipe.size)
+            self.saved.append(_SavedTensor(number, decision, maker is not None, dtype, size))
 
 
 class PreservingCall:
-    """One call. See NOTE [ Nothing is recomputed ].
-
-    Args:
-        order: decisions about its saved tensors.
-        scope: the forward scope that the call belongs to.
-    """
+    """One call. See NOTE [ Nothing is recomputed ]."""
 
     def __init__(self, order: SavingOrder, scope: Pass) -> None:
         self._order = order

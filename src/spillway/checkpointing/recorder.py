@@ -55,11 +55,7 @@ _OFFSET = 8
 
 
 class Recorder(OperatorMode):
-    """Runs and notes each operator. See NOTE [ Recording ].
-
-    Args:
-        selection: tensors to be preserved.
-    """
+    """Runs and notes each operator. See NOTE [ Recording ]."""
 
     def __init__(self, selection: Selection) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -258,26 +254,20 @@ class Recorder(OperatorMode):
 
 
 class OutsideTensor:
-    """A tensor that the function reads and did not make."""
+    """A tensor that the function reads and did not make, for a profiler. Only its memory is referred to, weakly."""
 
     __slots__ = ("device", "is_floating_point", "is_leaf", "nbytes", "requires_grad", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        self.is_floating_point = tensor.is_floating_point()
-        self.is_leaf = tensor.is_leaf
-        self.requires_grad = tensor.requires_grad
-        self.storage: Callable[[], torch.UntypedStorage | None] = _nothing
+        self.device, self.is_floating_point = tensor.device, tensor.is_floating_point()
+        self.is_leaf, self.requires_grad = tensor.is_leaf, tensor.requires_grad
+        self.storage: Callable[[], torch.UntypedStorage | None] = lambda: None
         """Its memory, if it is alive."""
         self.nbytes = 0
         if is_strided(tensor):
-            self.nbytes = tensor.untyped_storage().nbytes()
             # No reference to the tensor: torch.utils.swap_tensors would refuse it.
             self.storage = weakref.ref(tensor.untyped_storage())
-
-
-def _nothing() -> None:
-    return None
+            self.nbytes = tensor.untyped_storage().nbytes()
 
 
 def is_cast(args: tuple[Any, ...]) -> bool:
@@ -321,23 +311,18 @@ class Observer(Protocol):
     @property
     def wants_operators(self) -> bool:
         """Whether to measure the call's operators. Then the function runs once more after its forward."""
-        ...
 
     def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
         """A context around that run, inside the mode that records it."""
-        ...
 
     def ended(self, recorder: Recorder) -> None:
         """That run has ended."""
-        ...
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """Take memory of a cast of a leaf in forward, which is still alive."""
-        ...
 
     def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
         """Backward unpacks a tensor that was saved after so many operators, by a handle that autograd holds."""
-        ...
 
 
 _LABEL = "FSDP::"
@@ -356,8 +341,7 @@ class HiddenOperators:
         """Whether this operator is hidden."""
         if operator is LABEL_BEGINS:
             label = str(args[0])
-            if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
-                self.depth += 1
+            self.depth += bool(self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)))
             return True
         if operator is LABEL_ENDS:
             self.depth = max(0, self.depth - 1)
@@ -382,20 +366,21 @@ class Values:
 
     def find_or_name(self, tensor: torch.Tensor, value: int) -> int:
         """The value of a plain tensor. If it has none, it gets this one."""
+        found = self.find(tensor)
+        if found is not None:
+            return found
         memory = self._memory(tensor)
-        known = self._known.get(storage_key(memory))
-        if known is not None and known[0]() is memory:
-            return known[1]
         self._known[storage_key(memory)] = weakref.ref(memory), value
         return value
 
     def _memory(self, tensor: torch.Tensor) -> Any:
+        memory: Any = tensor
         try:
             memory = tensor.untyped_storage()
             # A wrapper may have a storage of its own, which is empty: its operators use tensors that no one sees here.
             if type(tensor) in PLAIN or isinstance(tensor, FakeTensor) or has_bits(tensor):
                 return memory
         except (NotImplementedError, RuntimeError):
-            memory = tensor
+            pass
         self.opaque = f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}"
         return memory

@@ -47,7 +47,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import (
     base_of,
-    dispatch_modes,
     is_plain_backward,
     storage_key,
     tree_flatten,
@@ -58,9 +57,10 @@ from spillway._torch import (
 )
 from spillway.checkpointing.checks import difference_error, fingerprints_of
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
+from spillway.checkpointing.function import replay_argument
 from spillway.checkpointing.reached import ReadMode, copy_of
 from spillway.checkpointing.replayable import ReplayableCall
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.errors import RecomputeError, UnsupportedError
 from spillway.saved_tensors.handles import KeptHandle, unpack
 
@@ -150,17 +150,10 @@ class ReentrantCall(ReplayableCall):
         if self._is_same(replay.leaves) or (self._compares and self._is_same_without_grad()):
             return replay
         other = self._other(replay.leaves)
-        with self._function.on_current_state() as is_another:
-            # A function that prepares itself in its first call.
-            if is_another and self._compares:
-                try:
-                    replay = self._run_again()
-                except Exception as error:
-                    # On another state than that of forward, anything may be missing.
-                    raise difference_error([self._label]) from error
-                if self._is_same(replay.leaves):
-                    return replay
-        raise self._error(other)
+        again = self._on_current_state(self._run_again) if self._compares else None
+        if again is not None and self._is_same(again.leaves):
+            return again
+        raise difference_error([self._label], *(("gave something else", other) if other else ()))
 
     def _check_histories(self) -> None:
         """See NOTE [ Histories that forward loses ]."""
@@ -181,7 +174,7 @@ class ReentrantCall(ReplayableCall):
         reached = self._reached
         with below_modes(self._subclass):
             backs = zip(self._inputs_back(), self._tensors, strict=True)
-            pairs = [_input(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
+            pairs = [replay_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
         inputs, tensors = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         had = {id(tensor) for tensor in (*tensors, *reached.protected()) if tensor.requires_grad}
         written: list[torch.Tensor] = []
@@ -263,15 +256,6 @@ class ReentrantCall(ReplayableCall):
                 return f"output {place} is {name_of(now)}, and was {name_of(meta)}"
         return ""
 
-    def _error(self, other: str) -> RecomputeError:
-        if not other:
-            return difference_error([self._label])
-        return RecomputeError(
-            f"{self._label} gave something else when it was recomputed than in its forward pass: {other}. It reads "
-            f"something besides its arguments, parameters and Python state that changed in between. Pass that as an "
-            f"argument, or leave it outside of the checkpointed function."
-        )
-
 
 class Replay(NamedTuple):
     """Tensors of a replay."""
@@ -313,21 +297,6 @@ class _Node(torch.autograd.Function):
         ctx.saved_tensors  # noqa: B018
         call = ctx.call()
         return None, None, None, None, None, *call.gradients(given)
-
-
-def _input(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """For one of the function's tensors: the leaf that gets its gradient, and the argument of the function."""
-    with below_modes(tensor), torch.enable_grad():
-        leaf = tensor.detach().requires_grad_(requires_grad)
-        if is_written:
-            # Neither a leaf nor a view of one can be written in place.
-            return leaf, leaf.clone()
-        if not requires_grad or (tensor.requires_grad and tensor.is_leaf):
-            return leaf, leaf
-        if not is_strided(leaf) or dispatch_modes() > 0:
-            return leaf, leaf
-        # It was no leaf. Casts of leaves are taken for casts of autocast.
-        return leaf, whole_view_of(leaf)
 
 
 def _needs_grad(leaf: Any) -> bool:

@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from spillway._torch import top_hooks, version_of
 from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
-from spillway.checkpointing.checks import PendingChecks, fingerprints_of, has_content_of
+from spillway.checkpointing.checks import PendingChecks, difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
-from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.reached import ReachedTensors, ReadMode, RefusedTensor, copy_of, overlap, refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.saved_tensors.handles import KeptHandle, unpack
@@ -24,6 +23,7 @@ from spillway.saved_tensors.hooks import Pass
 from spillway.types import Decision
 
 _KEEP = Decision.KEEP
+Result = TypeVar("Result")
 HasRun = Callable[[Iterable[torch.Tensor]], None]
 Within = Callable[[HasRun], AbstractContextManager[None]]
 """Makes the context around the function's code in a replay. Its argument is called after that code, with the tensors
@@ -34,19 +34,13 @@ class CallSetup(NamedTuple):
     """One call of a function as its caller sets it up."""
 
     function: ReplayedFunction
-    """The function with its arguments; called with the tensors among the arguments."""
-    state: PythonState
-    """Its Python state before the call."""
     learned: LearnedCalls
-    """What earlier calls of this kind taught."""
+    """Knowledge from earlier calls of this kind."""
     scope: Pass
     """The forward scope that the call belongs to: counts bytes, and offloads inputs if asked to."""
     inputs: Decision | None
-    """What is done with the tensors among the arguments; ``None``: what the hooks around the call do."""
+    """The decision about tensors among the arguments; ``None``: that of the hooks around the call."""
     pending_checks: PendingChecks
-    """Takes comparisons whose outcome the device has yet to tell."""
-    label: str
-    """Names the function in messages."""
     draws: bool
     """Whether the replay draws the random numbers of forward."""
     compares: bool = False
@@ -54,27 +48,23 @@ class CallSetup(NamedTuple):
     is_captured: bool = False
     """Whether the call is captured into a graph, where nothing is compared."""
     partition: Partition | None = None
-    """How tensors among the arguments are split over ranks; ``None``: not at all."""
+    """The split of tensors among the arguments over ranks, if they are split."""
     unused: Sequence[object] = ()
     """Selectors that choose nothing, for a note."""
 
 
 class ReplayableCall:
-    """One call of a function with what a replay needs: arguments, Python state, settings and random generators.
-
-    Args:
-        setup: the function, its state, and how it is called.
-    """
+    """One call of a function with all that a replay needs: arguments, Python state, settings and random generators."""
 
     def __init__(self, setup: CallSetup) -> None:
-        self._function, self._state, self._learned = setup.function, setup.state, setup.learned
-        self._scope, self._inputs, self._pending_checks = setup.scope, setup.inputs, setup.pending_checks
-        self._label, self._draws, self._unused = setup.label, setup.draws, setup.unused
-        self._partition, self._is_captured = setup.partition, setup.is_captured
+        self._function, self._learned, self._scope, self._inputs = setup[:4]
+        self._pending_checks, self._draws, compares, self._is_captured = setup[4:8]
+        self._partition, self._unused = setup[8:]
+        self._state, self._label = setup.function.state, setup.function.label
         learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
         """Whether it is observed in full: see NOTE [ Learning ]."""
-        self._compares = not is_captured and (setup.compares or self._is_observed or learned.is_sampled())
+        self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._ambient = AmbientState.now()
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
         """Random generators with their states before forward."""
@@ -195,6 +185,17 @@ class ReplayableCall:
 
     # Backward.
 
+    def _on_current_state(self, replay: Callable[[], Result]) -> Result | None:
+        """A replay of a function that prepares itself in its first call; ``None`` if its state has not changed."""
+        with self._function.on_current_state() as is_another:
+            if not is_another:
+                return None
+            try:
+                return replay()
+            except Exception as error:
+                # On another state than that of forward, anything may be missing.
+                raise difference_error([self._label]) from error
+
     def _replay_begins(self) -> None:
         self._scope.was_recomputed = True
         self._scope.ledger.note_unused(self._unused)
@@ -215,12 +216,7 @@ class ReplayableCall:
     ) -> Iterator[Within]:
         """A context with the settings and random generators of forward, for a replay.
 
-        Args:
-            tensors: the function's tensors.
-            changed: tensors that were written since forward, and must not be read.
-
-        Raises:
-            RecomputeError: if the function has read one.
+        If the function has read a tensor that was changed since forward, the context raises an error at its end.
         """
         touched: list[tuple[torch.Tensor, int]] = []
 
