@@ -77,7 +77,6 @@ class Recompute:
     verify: str = "sampled"
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
-    choices_key: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for option, allowed in (("determinism_check", _CHECKS), ("verify", _VERIFIES)):
@@ -104,7 +103,6 @@ class Recompute:
         group = self.partition_inputs
         partition = None if group is None else Partition(group, always_checks=self.check_partition)
         object.__setattr__(self, "choices", choices)
-        object.__setattr__(self, "choices_key", choices.key)
         object.__setattr__(self, "partition", partition)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -254,9 +252,8 @@ def _call_checkpointed(
     is_foreign, is_scoped = hooks_around()
     if how.drop_output and not is_scoped:
         raise UsageError(
-            "drop_output: got it outside of any spillway.offload context, expected one around the function and its "
-            "consumer, since nothing else sees the consumer save the output; write `with "
-            "spillway.offload(policy=spillway.policies.Keep()):` around both"
+            "drop_output has no effect outside of a spillway.offload context, which sees the consumer save the output. "
+            "Write `with spillway.offload(policy=spillway.policies.Keep()):` around the function and its consumer."
         )
     known = session.of(LearnedFunctions).of(_identity_of(function, arguments.callables()))
     partition = _partition(how, scope, is_foreign=is_foreign)
@@ -335,7 +332,7 @@ def _replayable(
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
-        selection=Selection(choices, how.choices_key, module) if records else None,
+        selection=Selection(choices, module) if records else None,
         observer=observer,
     )
 

@@ -218,6 +218,11 @@ class Choices:
             self._add(selector, decision)
         if policy is not None and self._selectors:
             raise UsageError("got both a policy and selectors, expected one of them")
+        self.key: Hashable = self.planned or (
+            _key_of(policy),
+            *((decision, _key_of(selector)) for selector, decision in self._selectors),
+        )
+        """Tells these choices from others."""
         self._met: set[int] = set()
         """Places of the plan's operators that came."""
 
@@ -230,13 +235,6 @@ class Choices:
     def preserves(self) -> bool:
         """Whether a tensor may be kept or offloaded, apart from the inputs."""
         return bool(self.planned.decisions) if self.planned is not None else self.any or bool(self._saved_by)
-
-    @property
-    def key(self) -> Hashable:
-        """Tells these choices from others."""
-        if self.planned is not None:
-            return self.planned
-        return _key_of(self._policy), *((decision, _key_of(selector)) for selector, decision in self._selectors)
 
     def has(self, decision: Decision) -> bool:
         """Whether a selector other than the inputs has this decision."""

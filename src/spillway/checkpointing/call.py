@@ -2,23 +2,21 @@
 
 NOTE [ A checkpointed call ]
 
-Forward runs the function under a pack hook and without dispatch modes. Autograd gets a :class:`SavedSlot` for each
-tensor that it saves. The slot has the tensor's number in the order of saving, and no memory.
+In forward, autograd gets a :class:`SavedSlot` for each tensor that the function saves. The slot has the tensor's number
+in the order of saving, and no memory. No dispatch mode is active.
 
-Backward unpacks one of the slots. The function then runs again (the *replay*) under a hook that collects the tensors
-by the same numbers. Its Python state, random generators, autocast and other settings are those of forward. The replay
-ends with the last tensor that is still wanted.
+In backward, autograd unpacks a slot. The function then runs again (the *replay*) under a hook that collects the tensors
+by the same numbers, on the Python state, random generators, autocast and other settings of forward. The replay ends
+with the last tensor that is still wanted.
 
 The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. Spillway checks more than
 torch does: number, shape, dtype and device of each saved tensor in every call, versions of the tensors that the
 function reads, and the values themselves in the first call and in samples of later ones (``learned.py``).
 
-Selectors, a policy or a plan may preserve some of the tensors: see ``preserved.py``.
-
 NOTE [ Gradients inside ]
 
-A function may take a gradient of what it computes. Autograd then unpacks a slot before forward has ended. The function
-is replayed as far as forward has come, and is compared. From there on, all that it saves is kept, and this call is not
+A function may take a gradient of its own results. Autograd then unpacks a slot before forward has ended. The function
+is replayed as far as forward has come, and is compared. From there on, its saved tensors are kept, and this call is not
 replayed again. Later calls of the kind are plain.
 
 NOTE [ Ownership ]

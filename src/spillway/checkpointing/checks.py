@@ -3,10 +3,10 @@
 NOTE [ Sums ]
 
 A large tensor is reduced before it is hashed. Its bytes, as 64-bit integers, are laid out in rows, and the rows are
-added up, until few sums are left. So each byte is read once, and the order of additions does not matter. One changed
-word is always seen, and so are many unrelated ones. Two words that change places are not seen if they lie in the same
-column. So the distance between rows is coprime to the number of words: tokens, heads or halves that
-change places are seen. The last row is longer for it.
+added up, until few sums are left. Each byte is read once, in any order. One changed word is always seen, and so are
+many unrelated ones. Two words that change places are not seen if they lie in the same column. So the distance between
+rows is coprime to the number of words: tokens, heads or halves that change places are seen. The last row is longer for
+it.
 
 Up to 32,768 sums one reduction is enough, which takes half the CPU time of two. Beyond that, there are some 65,000
 columns, each with a thread of its own. Small tensors are reduced to a 61st. There are at most 255 rows, at odd
@@ -143,11 +143,7 @@ class PendingChecks:
         self._has_ended = False
 
     def add(self, label: str, differs: torch.Tensor) -> None:
-        """Add a comparison of two runs of a function. See NOTE [ Queueing the copy ].
-
-        Args:
-            label: names the function.
-            differs: a boolean without dimensions, on the device.
+        """Add the comparison of two runs of a function: a boolean on the device. See NOTE [ Queueing the copy ].
 
         Raises:
             RecomputeError: if this comparison, or an earlier one, is known to have failed.
@@ -215,10 +211,7 @@ class PendingChecks:
             self.read(wait=True)
 
     def read(self, *, wait: bool = False) -> None:
-        """Read the results that have arrived.
-
-        Args:
-            wait: wait for all of them.
+        """Read the results that have arrived, or wait for all of them.
 
         Raises:
             RecomputeError: if a comparison failed.

@@ -6,14 +6,14 @@ Most operators save a tensor that already has its content, and the replay ends b
 tensor that their kernel writes afterwards (the noise of ``rrelu``), without a new version. So if the last wanted tensor
 needs no gradient and was made in the replay, the replay ends when the next operator begins to save.
 
-A replay that is compared runs to the end of the function, but not if reached tensors were written since forward: an
-optimizer that steps in backward writes weights that only the rest of the function reads. Then it ends as others do, and
-what came is compared.
+A replay that is compared runs to the end of the function, unless reached tensors were written since forward: an
+optimizer that steps in backward writes weights that only the rest of the function reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
@@ -35,48 +35,35 @@ class ReplayEnded(BaseException):
     """Ends a replay that has made all wanted tensors. Not an ``Exception``: functions do not catch it."""
 
 
+@dataclass(eq=False)
 class Collector:
     """Takes the tensors that a replay saves, by their numbers."""
 
-    def __init__(
-        self,
-        label: str,
-        wanted: set[int],
-        outputs: dict[int, int],
-        until: int | None,
-        metas: Sequence[Meta],
-        fingerprints: dict[int, torch.Tensor] | None,
-        output_fingerprints: Sequence[torch.Tensor | None] | None,
-        written: set[int],
-        changed: dict[int, tuple[torch.Tensor, int]],
-        *,
-        checks: bool,
-        compares_at_once: bool,
-        saves: Callable[[int, torch.Tensor], None] | None = None,
-        refuse_unpack: Callable[[], Exception] | None = None,
-        holds: bool = True,
-    ) -> None:
-        self._label = label
-        self._wanted = wanted
-        self._outputs = outputs
-        """Numbers of wanted outputs, with their places among the tensors of the output."""
-        self._until = until
-        self._metas = metas
-        self._fingerprints = fingerprints
-        self._output_fingerprints = output_fingerprints
-        self._written = written
-        """Memory that forward wrote. After the replay its current content and version are restored."""
-        self._changed = changed
-        """Memory that was written since forward, with the tensor and its version in forward."""
-        self._checks = checks
-        self._compares_at_once = compares_at_once
-        """Whether values are compared at once. Otherwise the GPU compares them, and the result is read later."""
-        self._refuse_unpack = refuse_unpack
-        """Makes the error of a partial replay in which the function takes a gradient: a tensor may have no content."""
-        self._holds = holds
-        """Whether the graph of the replay holds its saved tensors."""
-        self._saves = saves
-        """Called for each tensor that the replay saves, with its number."""
+    label: str
+    wanted: set[int]
+    outputs: dict[int, int]
+    """Numbers of wanted outputs, with their places among the tensors of the output."""
+    until: int | None
+    """The number with which the replay may end."""
+    metas: Sequence[Meta]
+    fingerprints: dict[int, torch.Tensor] | None
+    output_fingerprints: Sequence[torch.Tensor | None] | None
+    written: set[int]
+    """Memory that forward wrote. After the replay its current content and version are restored."""
+    changed: dict[int, tuple[torch.Tensor, int]]
+    """Memory that was written since forward, with the tensor and its version in forward."""
+    _: KW_ONLY
+    checks: bool
+    compares_at_once: bool
+    """Whether values are compared at once. Otherwise the GPU compares them, and the result is read later."""
+    saves: Callable[[int, torch.Tensor], None] | None = None
+    """Called for each tensor that the replay saves, with its number."""
+    refuse_unpack: Callable[[], Exception] | None = None
+    """Makes the error of a partial replay in which the function takes a gradient: a tensor may have no content."""
+    holds: bool = True
+    """Whether the graph of the replay holds its saved tensors."""
+
+    def __post_init__(self) -> None:
         self._count = 0
         self._there: Sequence[torch.Tensor] = ()
         self._held: list[torch.Tensor | None] = []
@@ -84,7 +71,7 @@ class Collector:
         self._late: dict[int, torch.Tensor] = {}
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
         self._pending: list[tuple[int, torch.Tensor, int]] = []
-        self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._node = self._last = -1
         """The node that saves now, and the node with which the replay ends."""
         self._saving: list[torch.Tensor] = []
@@ -92,7 +79,7 @@ class Collector:
         self._other = ""
         """How the saved tensors differ from those of forward."""
         self.has_ended = False
-        self._is_simple = saves is None and fingerprints is None and not (written or changed)
+        self._is_simple = self.saves is None and self.fingerprints is None and not (self.written or self.changed)
         """Whether saved tensors are only held."""
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -128,8 +115,8 @@ class Collector:
             and not tensor.is_nested
             and not dispatch_modes()
         ):
-            meta = self._metas[number] if number < len(self._metas) else None
-            if meta is None or (self._checks and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != meta):
+            meta = self.metas[number] if number < len(self.metas) else None
+            if meta is None or (self.checks and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != meta):
                 self._compare_meta(number, tensor)
             if tensor.is_leaf:
                 alias = tensor
@@ -138,12 +125,12 @@ class Collector:
                 if tensor.__dict__:
                     carry_attributes(tensor, alias)
             self._held.append(alias)
-            if number in self._wanted:
+            if number in self.wanted:
                 self._values[number] = alias, -1 if alias.is_inference() else version_of(alias)
                 self._saving.append(tensor)
         else:
             self._pack(tensor, number, node)
-        until = self._until
+        until = self.until
         if until is not None and number >= until and not self.has_ended:
             if all(map(self._is_written, self._saving)):
                 self.has_ended = True
@@ -156,24 +143,24 @@ class Collector:
         if self.has_ended:
             self._late[number] = tensor.detach()
             return
-        if self._saves is not None:
-            self._saves(number, tensor)
-            if not self._holds:
+        if self.saves is not None:
+            self.saves(number, tensor)
+            if not self.holds:
                 self._held.append(None)
                 return
         self._compare_meta(number, tensor)
         with below_modes(tensor):
             alias = alias_of(tensor)
-            self._held.append(alias if self._refuse_unpack is None or number in self._wanted else None)
-            if self._fingerprints is not None:
+            self._held.append(alias if self.refuse_unpack is None or number in self.wanted else None)
+            if self.fingerprints is not None:
                 self._compare_pending(node)
-                if number in self._fingerprints:
+                if number in self.fingerprints:
                     self._pending.append((number, alias, node))
-            if number in self._wanted:
+            if number in self.wanted:
                 if (
-                    self._changed
+                    self.changed
                     and is_strided(alias)
-                    and (known := self._changed.get(storage_key(alias.untyped_storage())))
+                    and (known := self.changed.get(storage_key(alias.untyped_storage())))
                 ):
                     refuse_written(*known)
                 self._values[number] = alias, self._version_of(alias)
@@ -182,10 +169,10 @@ class Collector:
     def _compare_meta(self, number: int, tensor: torch.Tensor) -> None:
         if self._other:
             return
-        if number >= len(self._metas):
-            self._other = f"more tensors than the {len(self._metas)} of the forward pass"
-        elif self._checks and (meta := meta_of(tensor)) != self._metas[number]:
-            self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self._metas[number])}"
+        if number >= len(self.metas):
+            self._other = f"more tensors than the {len(self.metas)} of the forward pass"
+        elif self.checks and (meta := meta_of(tensor)) != self.metas[number]:
+            self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self.metas[number])}"
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether it already has its content: it comes from outside, or an earlier operator made it."""
@@ -194,9 +181,8 @@ class Collector:
         return is_strided(tensor) and storage_key(tensor.untyped_storage()) in storages_of(self._there)
 
     def _version_of(self, alias: torch.Tensor) -> int:
-        if self._written and is_strided(alias) and storage_key(alias.untyped_storage()) in self._written:
-            return -1
-        return -1 if alias.is_inference() else version_of(alias)
+        is_written = self.written and is_strided(alias) and storage_key(alias.untyped_storage()) in self.written
+        return -1 if is_written or alias.is_inference() else version_of(alias)
 
     def unpack(self, number: int) -> torch.Tensor:
         """The hook."""
@@ -207,54 +193,54 @@ class Collector:
         held = self._late.get(number) if number >= len(self._held) else self._held[number]
         if held is not None:
             return held
-        if self._refuse_unpack is not None and not self.has_ended:
-            raise self._refuse_unpack()
+        if self.refuse_unpack is not None and not self.has_ended:
+            raise self.refuse_unpack()
         raise RecomputeError(
-            f"backward reached a graph that {self._label} left behind when it was recomputed. Backward may go through "
+            f"backward reached a graph that {self.label} left behind when it was recomputed. Backward may go through "
             f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."
         )
 
     def _compare_pending(self, node: int | None) -> None:
-        fingerprints = self._fingerprints
+        fingerprints = self.fingerprints
         assert fingerprints is not None
         while self._pending and (node is None or self._pending[0][2] < node):
             number, tensor, _ = self._pending.pop(0)
             found = fingerprint_of(tensor)
             if found is not None:
-                self._pairs.append((number, fingerprints[number], found))
+                self._pairs.append((fingerprints[number], found))
 
     def gave(self, output: Any) -> None:
         """The function has returned this."""
-        if self._outputs:
+        if self.outputs:
             tensors = tensors_in(tree_leaves(output))
-            if len(tensors) <= max(self._outputs.values()):
+            if len(tensors) <= max(self.outputs.values()):
                 self._other = self._other or f"it gave {len(tensors)} tensors"
                 return
-            for number, index in self._outputs.items():
+            for number, index in self.outputs.items():
                 # Without the graph, which would hold this object.
                 self._values[number] = alias_of(tensors[index]), self._version_of(tensors[index])
-        if self._fingerprints is None or self._output_fingerprints is None:
+        if self.fingerprints is None or self.output_fingerprints is None:
             return
         found = fingerprints_of(output)
-        if len(found) != len(self._output_fingerprints):
-            self._other = self._other or f"it gave {len(found)} tensors, not {len(self._output_fingerprints)}"
+        if len(found) != len(self.output_fingerprints):
+            self._other = self._other or f"it gave {len(found)} tensors, not {len(self.output_fingerprints)}"
             return
         self._pairs += [
-            (-1, ours, theirs)
-            for ours, theirs in zip(found, self._output_fingerprints, strict=True)
+            (ours, theirs)
+            for ours, theirs in zip(found, self.output_fingerprints, strict=True)
             if ours is not None and theirs is not None
         ]
 
     def compare_pending(self) -> None:
         """Take the fingerprints that are still to be compared."""
-        if self._fingerprints is not None:
+        if self.fingerprints is not None:
             with below_modes():
                 self._compare_pending(None)
 
     def end(self) -> None:
         """The replay has ended, or has failed."""
-        if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
-            self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
+        if not self._other and not self.has_ended and self._count <= max(self.wanted, default=-1):
+            self._other = f"{self._count} tensors, not the {len(self.metas)} of the forward pass"
         self.has_ended = True
         self._held.clear()
         self._saving.clear()
@@ -278,26 +264,26 @@ class Collector:
         """Whether metadata, and values that are compared at once, are equal."""
         if self._other:
             return False
-        return not self._compares_at_once or all(torch.equal(a, b) for _, a, b in self._pairs)
+        return not self.compares_at_once or all(torch.equal(a, b) for a, b in self._pairs)
 
     def differences(self) -> list[torch.Tensor]:
         """Whether values differ, as a boolean on each device, if they are not compared at once."""
-        if self._compares_at_once or not self._pairs:
+        if self.compares_at_once or not self._pairs:
             return []
         with below_modes():
             found: dict[torch.device, list[torch.Tensor]] = {}
-            for _, a, b in self._pairs:
+            for a, b in self._pairs:
                 found.setdefault(a.device, []).append(a != b)
             return [torch.stack(each).any() for each in found.values()]
 
     def raise_if_other(self) -> None:
         """Raise an error if shapes, dtypes, devices or the number of tensors differ from forward."""
-        if self._other and (self._checks or not self._values.keys() >= (self._wanted | self._outputs.keys())):
+        if self._other and (self.checks or not self._values.keys() >= (self.wanted | self.outputs.keys())):
             raise self.error()
 
     def error(self) -> RecomputeError:
         """The error of a replay that differs."""
-        return difference_error([self._label], *(("saved other tensors", self._other) if self._other else ()))
+        return difference_error([self.label], *(("saved other tensors", self._other) if self._other else ()))
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -6,8 +6,8 @@ Calls of one kind share types of tensors, numbers among the arguments, and wheth
 a kind is observed, without a dispatch mode:
 
 * A fingerprint is taken of each saved tensor. The first replay runs to its end, and is compared with the fingerprints.
-* The versions of all tensors that the function can reach are compared before and after forward. So in-place writes are
-  known. Later calls copy such tensors before they begin.
+* The versions of all tensors that the function can reach are compared before and after forward. Later calls copy the
+  tensors that the function writes, before they begin.
 * Saved tensors that share memory with an output are noted by number. Later calls check their versions, as autograd
   does.
 
@@ -102,15 +102,15 @@ class LearnedCalls:
             return None, len(self._programs) < _MOST_PROGRAMS
         if program.opaque is not None:
             return None, False
-        known = self._decisions.get((shapes, selection.key))
+        known = self._decisions.get((shapes, selection.choices.key))
         if known is None:
-            chosen = program.chosen.get(selection.key)
+            chosen = program.chosen.get(selection.choices.key)
             if chosen is None and selection.choices.asks and selection.choices.planned is None:
                 # The policy must see each operator while it runs.
                 return None, True
             if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
-            known = self._decisions[shapes, selection.key] = Decisions.of(program, selection.choices, chosen)
+            known = self._decisions[shapes, selection.choices.key] = Decisions.of(program, selection.choices, chosen)
         return known, False
 
     def order(self, shapes: Hashable, planned: Planned) -> SavingOrder | None:

@@ -3,8 +3,8 @@
 NOTE [ A partial replay ]
 
 The function's own code runs. A dispatch mode sees its operators, in the order of the program. Preserved values are
-handed in, and operators that the replay does not need are left out (``needed`` in ``program.py``). The replay is
-partial only as long as the function follows its program:
+handed in, and operators that the replay does not need are left out. The replay is partial only as long as the function
+follows its program:
 
 * Each operator must be the program's next one.
 * No operator that runs may read memory without content.

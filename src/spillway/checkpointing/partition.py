@@ -2,14 +2,12 @@
 
 Ranks that share a layer (tensor parallel) run it on the same input, and each of them would hold all of it until
 backward. Instead each rank clones a part, in the order of memory, and drops the input. Before a replay, the ranks
-gather the parts: one collective for each input, when backward comes to it. All ranks must run the same program, so that
-the order is the same. Whether an input is split depends on shape, strides and dtype only, never on addresses.
-
-A gathered input has the same distance from an aligned address as the original: kernels choose their code by it, and so
-their last bits.
+gather the parts: one collective for each input. All ranks must run the same program, so that the order is the same.
+Whether an input is split depends on shape, strides and dtype only, never on addresses. A gathered input has the same
+distance from an aligned address as the original: kernels choose their code by it, and so their last bits.
 
 The caller says that the ranks have the same input. This is checked at the first call of a function, or at each call on
-request. All ranks exchange a number for shapes and strides and a hash of the bits, so all of them raise, or none.
+request. All ranks exchange a number for shapes and strides and a fingerprint, so all of them raise, or none.
 """
 
 from __future__ import annotations
@@ -37,15 +35,7 @@ if TYPE_CHECKING:
 
 
 class Partition:
-    """Splits inputs over the ranks of a group.
-
-    Args:
-        group: whose ranks have the same inputs.
-        always_checks: whether inputs are compared at each call, and not only at the first of each function.
-
-    Raises:
-        UsageError: if it is no process group, or this process is not in it.
-    """
+    """Splits inputs over the ranks of a group that have the same inputs."""
 
     def __init__(self, group: ProcessGroup | DeviceMesh, *, always_checks: bool) -> None:
         self._group = _group_of(group)
@@ -73,7 +63,7 @@ class Partition:
         """Compare split inputs with the other ranks, at the first call of a function, or always.
 
         Raises:
-            UsageError: on all ranks, where they differ.
+            UsageError: on all ranks, if they differ.
         """
         if known.ranks_agreed and not self._always_checks:
             return
@@ -108,23 +98,20 @@ class Partition:
             return over(tensor.untyped_storage(), tensor.dtype, offset, (end - start,), (1,)).clone()
 
     def gather(self, part: torch.Tensor, recipe: ViewRecipe, phase: int) -> torch.Tensor:
-        """The input, gathered from all ranks. All ranks of the group must call it.
+        """The input, gathered from the parts of all ranks, which must all call it.
 
-        Args:
-            part: the result of :meth:`part_of`.
-            recipe: shape, strides and dtype of the input.
-            phase: distance of its first element from an aligned address, in bytes.
+        ``phase`` is the distance of its first element from an aligned address, in bytes.
         """
         chunk = self._chunk(recipe.size.numel())
         with torch.no_grad(), disable_dispatch():
             if part.numel() < chunk:
                 part = torch.cat([part, part.new_zeros(chunk - part.numel())])
-            room = part.new_empty(self.ranks * chunk + ALIGNMENT // part.itemsize)
-            offset = (phase - room.data_ptr()) % ALIGNMENT // part.itemsize
+            memory = part.new_empty(self.ranks * chunk + ALIGNMENT // part.itemsize)
+            offset = (phase - memory.data_ptr()) % ALIGNMENT // part.itemsize
             # As bytes: not every library of collectives knows every dtype.
-            whole = room[offset : offset + self.ranks * chunk].view(torch.uint8)
+            whole = memory[offset : offset + self.ranks * chunk].view(torch.uint8)
             torch.distributed.all_gather_into_tensor(whole, part.view(torch.uint8), group=self._group)
-            return over(room.untyped_storage(), recipe.dtype, offset, recipe.size, recipe.stride)
+            return over(memory.untyped_storage(), recipe.dtype, offset, recipe.size, recipe.stride)
 
     def _chunk(self, numel: int) -> int:
         """Elements of a part. The last parts may be shorter."""
@@ -132,15 +119,7 @@ class Partition:
 
 
 class PartHandle:
-    """Stands for an input of which this rank keeps a part.
-
-    Args:
-        tensor: the input.
-        partition: how it is split.
-        pack: packs the part.
-        unpack: unpacks it.
-        nothing: an empty tensor on its device.
-    """
+    """Stands for an input of which this rank keeps a part."""
 
     __slots__ = ("_packed", "_partition", "_phase", "_recipe", "_tracker", "_unpack", "_version")
 

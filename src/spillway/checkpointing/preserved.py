@@ -2,10 +2,10 @@
 
 NOTE [ Preserved tensors ]
 
-Once the first replay has recorded the program of such calls (``recorder.py``), preserved tensors are known by their
-numbers. For each value the whole tensor that an operator returned is kept or offloaded. Each saved tensor that lies in
-it has a handle of its own, and so has the replay, if the value is handed in. A reloaded value stays on the device until
-all its handles were unpacked.
+Once a replay has recorded the program of such calls, preserved tensors are known by their numbers. For each value the
+whole tensor that an operator returned is kept or offloaded. Each saved tensor that lies in it has a handle of its own,
+and so has the replay, if the value is handed in. A reloaded value stays on the device until all its handles were
+unpacked.
 
 A call may depart from its program. So each tensor must lie in its memory as the program says, and two tensors with one
 value must share one memory. If not, the call drops all later tensors and is replayed whole, and the next call is
@@ -13,10 +13,9 @@ recorded again.
 
 NOTE [ Nothing is recomputed ]
 
-If a plan recomputes nothing of a block, all its saved tensors are kept or offloaded. The program says which operator
-made each saved tensor, by its number, so no mode is needed. Only memory depends on it: offloaded tensors come back
-unchanged. So sizes may differ from call to call, as those of a mixture's experts do. If a saved tensor has another
-dtype or another number of dimensions than in the program, the call keeps the rest.
+If a plan recomputes nothing of a block, all its saved tensors are kept or offloaded, by their numbers. No mode is
+needed. Only memory depends on it, so sizes may differ from call to call, as those of a mixture's experts do. If a saved
+tensor has another dtype or another number of dimensions than in the program, the call keeps the rest.
 """
 
 from __future__ import annotations

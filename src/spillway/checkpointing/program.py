@@ -2,15 +2,14 @@
 
 NOTE [ Needed operators ]
 
-Some saved tensors are preserved: kept on the device or offloaded. The others are recomputed. An operator is needed if
-it makes or writes a wanted value. Then the values that it reads are wanted, too. So operators are visited from the last
-to the first. If all wanted outputs of an operator are preserved, it does not run, and they are handed in. If none of
-its outputs is wanted, it does not run either. Its outputs get memory without content, since the function's own code
-still holds and reshapes them. Views always run: they compute nothing.
+An operator is needed if it makes or writes a wanted value. Then the values that it reads are wanted, too. So operators
+are visited from the last to the first. If all wanted outputs of an operator are preserved, it does not run, and they
+are handed in. If none of its outputs is wanted, it does not run either: its outputs get memory without content, since
+the function's own code still holds and reshapes them. Views always run: they compute nothing.
 
 A random operator that is left out must advance its generator. If a generator cannot be advanced without drawing, either
-all operators that draw from such generators run, or none does. An operator that writes in place runs if what it writes
-was computed: other code may hold it.
+all operators that draw from such generators run, or none does. An operator that writes in place runs if the target was
+computed: other code may hold it.
 
 NOTE [ Values ]
 
@@ -21,7 +20,7 @@ operators write it. So two saved tensors may be one value, and a value is preser
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -218,8 +217,6 @@ class Selection(NamedTuple):
     """Tensors of a function's calls to be preserved."""
 
     choices: Choices
-    key: Hashable
-    """Tells these choices from others."""
     root: torch.nn.Module | None
     """The module that the function belongs to: paths of submodules begin below it."""
 

@@ -2,22 +2,22 @@
 
 NOTE [ Tensors that a function writes ]
 
-A replay must read what forward read, and leave no trace. Forward notes the version of each reached tensor before and
-after. It also copies small ones that need no gradient, and those that earlier calls were seen to write: some functions
-write a buffer now and then only, and batch-norm kernels write without a new version.
+A replay must read the contents of forward, and leave no trace. Forward notes the version of each reached tensor before
+and after. It also copies small ones that need no gradient, and those that earlier calls were seen to write: some
+functions write a buffer now and then only, and batch-norm kernels write without a new version.
 
-If forward has written any, the copies are held, and the replay starts from them. After the replay, contents and
-versions are those from before it. If only modules refer to a buffer, the modules get a copy of it during the replay.
-Other tensors are written twice: before the replay, and after it.
+If forward has written any, the replay starts from the copies. After the replay, contents and versions are those from
+before it. If only modules refer to a buffer, the modules get a copy of it during the replay. Other tensors are written
+twice: before the replay, and after it.
 
 If forward has written a tensor without a copy (a large one, for the first time), it cannot be put back. In a call that
 is compared in full, the comparison decides whether that matters. In another call the replay is refused if it reads it.
 
 NOTE [ Tensors written since forward ]
 
-A replay must not read a tensor that was written after forward. Only a dispatch mode sees what operators read, and under
-a mode torch takes other kernels for some operators. So stand-ins take the place of such tensors in containers of Python
-state during the replay. A stand-in tells its shape and type, and raises an error if its content is read.
+A replay must not read a tensor that was written after forward. Only a dispatch mode sees the reads of operators, and
+under a mode torch takes other kernels for some operators. So stand-ins take the place of such tensors in containers of
+Python state during the replay. A stand-in tells its shape and type, and raises an error if its content is read.
 """
 
 from __future__ import annotations
@@ -53,15 +53,7 @@ _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
 
 
 class ReachedTensors:
-    """The reached tensors of one call. See NOTE [ Tensors that a function writes ].
-
-    Args:
-        named: the tensors with their names.
-        learned: names that earlier calls were seen to write.
-        is_observed: whether this call is compared in full.
-        is_compared: whether its values are compared.
-        subclass: a tensor of a subclass that the function reads, if there is one.
-    """
+    """The reached tensors of one call, with their names. See NOTE [ Tensors that a function writes ]."""
 
     def __init__(
         self,
@@ -143,11 +135,7 @@ class ReachedTensors:
     def as_before(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
         """A context in which tensors have their contents from before forward. It restores the current ones.
 
-        Yields copies that modules get in place of their buffers, by the buffers' ids.
-
-        Args:
-            sole: ids of buffers to which only their modules refer.
-            inputs: the function's inputs.
+        Yields copies that modules get in place of their ``sole`` buffers, to which only they refer, by ids.
         """
         protected = self.protected()
         if not protected:
@@ -202,20 +190,19 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
     """Whether a tensor at one of these places shares memory with another tensor."""
-    spans = [_span_of(tensor) if is_strided(tensor) and has_bits(tensor) else None for tensor in tensors]
-    for place in places:
-        span = spans[place] if place < len(spans) else None
-        if span is None:
-            continue
-        for other_place, other in enumerate(spans):
-            if other_place != place and other is not None and span[0] < other[1] and other[0] < span[1]:
-                return True
-    return False
+    spans = [_span_of(tensor) for tensor in tensors]
+    return any(
+        place != other and spans[place][0] < span[1] and span[0] < spans[place][1]
+        for place in places
+        if place < len(spans)
+        for other, span in enumerate(spans)
+    )
 
 
-def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    if type(tensor) not in PLAIN or not tensor.numel():
-        return None
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte, and after its last one."""
+    if type(tensor) not in PLAIN or not is_strided(tensor) or not has_bits(tensor) or not tensor.numel():
+        return 0, 0
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
@@ -270,12 +257,7 @@ class RefusedTensor(torch.Tensor):
 
     @classmethod
     def of(cls, tensor: torch.Tensor, refuse: Callable[[], NoReturn]) -> RefusedTensor:
-        """Stand for a tensor.
-
-        Args:
-            tensor: the tensor.
-            refuse: called when its content is read.
-        """
+        """Stand for a tensor. If its content is read, ``refuse`` is called."""
         with below_modes(), disable_function(), torch.no_grad():
             memory = torch.empty((), dtype=tensor.dtype, device=tensor.device)
             stand_in: RefusedTensor = memory.expand(tensor.shape).as_subclass(cls)
@@ -310,12 +292,7 @@ def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
 
 
 class ReadMode(OperatorMode):  # type: ignore[no-untyped-call]
-    """Sees which operators read some tensors.
-
-    Args:
-        tensors: the tensors, each with its key.
-        reads: called with the key of a tensor before an operator reads it.
-    """
+    """Calls a function with the key of a tensor before an operator reads it."""
 
     def __init__(self, tensors: Iterable[tuple[torch.Tensor, Any]], reads: Callable[[Any], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

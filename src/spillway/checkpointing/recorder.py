@@ -59,7 +59,7 @@ class Recorder(OperatorMode):
 
     def __init__(self, selection: Selection) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._choices, self._key = selection.choices, selection.key
+        self._choices = selection.choices
         wants_modules = self._choices.wants_modules
         self._locator = Locator(modules=True, operators=False, root=selection.root) if wants_modules else None
         self._hidden = HiddenOperators()
@@ -154,7 +154,7 @@ class Recorder(OperatorMode):
             {values[0]: (place, self._starts[place]) for place, values in enumerate(self.inputs) if len(values) == 1},
             frozenset(self.written),
             self.recipes,
-            {self._key: self._chosen},
+            {self._choices.key: self._chosen},
             self.values.opaque,
         )
 

@@ -3,24 +3,21 @@
 NOTE [ A reentrant call ]
 
 Forward runs the function without grad, so autograd saves nothing in it. Its outputs become outputs of one node. The
-backward of that node runs the function again, with grad, on detached inputs, and in the state of forward. It then runs
-a backward of its own through the graph of that run.
-
-Saved tensors are unknown in this mode, so outputs are compared: number, shape, dtype and device in every call, values
+backward of that node runs the function again, with grad, on detached inputs and in the state of forward, and then runs
+a backward of its own through that graph. Outputs are compared: number, shape, dtype and device in every call, values
 in the first call and in samples of later ones.
 
 NOTE [ Inputs that a function writes ]
 
-If the function writes an input that requires grad, later reads of the input depend on what was written. So the input is
-an output of the node, too. An input, or another reached tensor, that requires no grad may get a history in a replay by
-what is written into it. Forward lost that history, so this is refused.
+If the function writes an input that requires grad, the input becomes an output of the node, too, for later reads. An
+input, or another reached tensor, that requires no grad may get a history in a replay when the function writes into it.
+Forward lost that history, so this is refused.
 
 NOTE [ Histories that forward loses ]
 
-A function may leave what it computes in an attribute, and read it in its next call. Forward leaves it without a
-history, and the gradient through it would be lost. So if a replay leaves a tensor with a history in an attribute that
-had a tensor, the function runs once more under a mode that sees whether it reads the former tensor. If so, it is
-refused.
+A function may leave a result in an attribute, and read it in its next call. Forward leaves it without a history, and
+the gradient through it would be lost. So if a replay leaves a tensor with a history in an attribute that had a tensor,
+the function runs once more under a mode that sees whether it reads the former tensor. If so, it is refused.
 
 NOTE [ Kernels without grad ]
 
@@ -31,8 +28,8 @@ values of forward, later calls of the kind are not compared. (Twice, since a fun
 NOTE [ Ownership of reentrant calls ]
 
 Autograd owns the call by a tensor without elements that the node saves: its pack hook returns the call. So the call
-dies when the graph is freed, and autograd refuses a second backward as for any other node. The node itself has a weak
-reference to the call.
+dies with the graph, and autograd refuses a second backward as for any other node. The node itself has a weak reference
+to the call.
 """
 
 from __future__ import annotations
@@ -78,12 +75,7 @@ class ReentrantCall(ReplayableCall):
     # Forward.
 
     def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the function, and return its output.
-
-        Args:
-            first: runs it, with the caller's own arguments.
-            tensors: the tensors among the arguments. The outputs require grad even if none of these does.
-        """
+        """Run the function, by ``first`` with the caller's arguments. Outputs require grad even if no input does."""
         if not self._may_begin(tensors):
             return first()
         self._forward_begins(tensors)
@@ -127,11 +119,7 @@ class ReentrantCall(ReplayableCall):
 
     @untraced
     def gradients(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the function's tensors.
-
-        Args:
-            given: gradients of its outputs.
-        """
+        """Gradients of the function's tensors, from those of its outputs."""
         self._replay_begins()
         try:
             replay = self._replay()
@@ -200,11 +188,7 @@ class ReentrantCall(ReplayableCall):
         return Replay(inputs, tensors, leaves)
 
     def _packing(self, known: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], KeptHandle]:
-        """The pack hook of a replay.
-
-        Args:
-            known: tensors that exist without it.
-        """
+        """The pack hook of a replay. ``known`` are tensors that exist without it."""
         ledger, counted, written = self._scope.ledger, set(storages_of(known)), self._reached.storages()
 
         def pack(tensor: torch.Tensor) -> KeptHandle:

@@ -26,7 +26,6 @@ from spillway.saved_tensors.identity import ViewRecipe
 if TYPE_CHECKING:
     from spillway.checkpointing.call import CheckpointedCall
 
-
 _weak = weakref.ref
 
 
@@ -87,17 +86,12 @@ class OutputSlot(SavedSlot):
 
 
 class DroppedOutput:
-    """One output of a checkpointed function that can be recomputed.
-
-    Args:
-        tensor: the output, which covers its storage.
-        computed: recomputes it.
-    """
+    """One output of a checkpointed function that can be recomputed by its slot. It covers its storage."""
 
     def __init__(self, tensor: torch.Tensor, computed: OutputSlot) -> None:
         self._computed = computed
         self._version = version_of(tensor)
-        self._storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
+        self._storage = _weak(tensor.untyped_storage())
         self._held: torch.UntypedStorage | None = None
         self._lock = threading.Lock()
         self._handles = 0
@@ -117,7 +111,7 @@ class DroppedOutput:
             storage = self._storage()
             if storage is None:
                 storage = self._computed.unpack().untyped_storage()
-                self._storage = weakref.ref(storage)
+                self._storage = _weak(storage)
                 self._unpacked = 0
                 again = False
             self._unpacked += not again
