@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 from torch.utils._pytree import tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 import spillway
 from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, one_place, ways
@@ -289,6 +290,86 @@ def test_kernels_that_a_mode_would_change(regions: Regions, how: Options) -> Non
                 loss = call(net, x * 1, z, **how)
             loss.backward()
             yield from (loss.detach(), *gradients(x, net))
+
+    regions(step)
+
+
+CHOOSERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "eigvalsh": lambda a: torch.linalg.eigvalsh(a @ a.T).abs().amax(),
+    "eigvals": lambda a: torch.linalg.eigvals(a @ a.T).abs().amax(),
+    "svdvals": lambda a: torch.linalg.svdvals(a).amax(),
+    "cond": lambda a: torch.linalg.cond(a @ a.T + torch.eye(len(a))),
+    "nuclear": lambda a: torch.linalg.norm(a, "nuc"),
+    "pool": lambda a: functional.max_pool1d(a[None], 2).sum(),
+}
+"""Functions that take other kernels under a dispatch mode. On some inputs the results agree all the same."""
+
+
+@pytest.mark.parametrize("name", CHOOSERS)
+def test_kernels_that_a_mode_changes_for_some_inputs(regions: Regions, name: str) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        net, norm, function = nn.Linear(4, 4), nn.LayerNorm(4), CHOOSERS[name]
+
+        def block(x: Tensor, z: Tensor) -> Tensor:
+            h = torch.tanh(net(x)) / (1 + function(z))
+            return norm(h / (h.std(dim=1, keepdim=True) + 1))
+
+        for number in range(24):
+            x = torch.randn(3, 4, requires_grad=True)
+            # The first calls, from which the program is learned, have a matrix for which all kernels agree.
+            z = torch.eye(6) if number < 4 else torch.randn(6, 6)
+            with call.context():
+                y = call(block, x * 1, z, save=["matmul", "norm"])
+            y.square().mean().backward()
+            yield from gradients(x)
+
+    regions(step)
+
+
+def _used_memory(value: float) -> None:
+    """Free memory of many sizes with this content, which later tensors get."""
+    _ = [torch.full((size,), value) for size in (10, 50, 100, 200, 400, 800, 1600) for _ in range(3)]
+
+
+@ways
+def test_saved_memory_that_a_kernel_leaves_unwritten(regions: Regions, how: Options) -> None:
+    # ctc_loss fills its table as far as the lengths of inputs and targets ask for.
+    targets, lengths, inputs = torch.randint(1, 6, (4, 5)), torch.tensor([5, 3, 2, 4]), torch.tensor([12, 9, 12, 7])
+
+    def step(call: Call) -> Iterator[Tensor]:
+        net = nn.Linear(6, 6)
+
+        def function(x: Tensor) -> Tensor:
+            return functional.ctc_loss(net(x).log_softmax(2), targets, inputs, lengths)
+
+        for number in range(5):
+            x = torch.randn(12, 4, 6, requires_grad=True)
+            _used_memory(0.25)
+            with call.context():
+                loss = call(function, x * 1, **how)
+            _used_memory(number + 0.5)
+            loss.backward()
+            yield from (loss.detach(), *gradients(x, *net.parameters()))
+
+    regions(step)
+
+
+def test_a_replay_that_runs_twice_within_torchs_checkpoint(regions: Regions) -> None:
+    # Torch's checkpoint gives each tensor that it saved once: here the input, which two runs of the replay need.
+    def step(call: Call) -> Iterator[Tensor]:
+        def inner(h: Tensor) -> Tensor:
+            square = h.detach() @ h.detach().T
+            return h / (1 + torch.linalg.eigvalsh(square).abs().amax())
+
+        def outer(h: Tensor) -> Tensor:
+            return call(inner, h, offload=[spillway.saved_by("matmul")]) * 2
+
+        for _ in range(3):
+            x = torch.randn(3, 4, requires_grad=True)
+            with call.context():
+                y = checkpoint(outer, x * 1, use_reentrant=False)
+            y.square().mean().backward()
+            yield from gradients(x)
 
     regions(step)
 

@@ -37,7 +37,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
-from spillway.checkpointing.checks import fingerprint_of
+from spillway.checkpointing.checks import fingerprint_of, nodes_with_unwritten_memory
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.function import replay_argument, replaying
 from spillway.checkpointing.partial_replay import PartialReplay
@@ -94,6 +94,8 @@ class CheckpointedCall(ReplayableCall):
         """Weak references to slots of saved tensors, and then to those of dropped outputs."""
         self._fingerprints: dict[int, torch.Tensor] = {}
         """Fingerprints of the tensors that forward saved, if values are compared."""
+        self._saved_by: dict[int, int] = {}
+        """The number of the node that saved each of these tensors, until forward has ended."""
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         """Tensors saved by the running operator, which may still write them, with the number of its node."""
         self._storages: dict[int, int] = {}
@@ -115,7 +117,7 @@ class CheckpointedCall(ReplayableCall):
             arguments = self._tensors if self._partition is None else ()
             reached = self._reached.constants()
             self._preserved = PreservedTensors(self._decisions, self._scope, tensors, arguments, reached)
-        self._is_running, output = True, None
+        self._is_running, output, first_node = True, None, next_node()
         try:
             with saved_tensors_hooks(self._packing(), unpack):
                 output = first()
@@ -130,6 +132,10 @@ class CheckpointedCall(ReplayableCall):
             with below_modes(self._subclass):
                 if self._compares:
                     self._fingerprint_pending(None)
+                    unwritten = nodes_with_unwritten_memory(output, first_node)
+                    for number in [number for number, node in self._saved_by.items() if node in unwritten]:
+                        del self._fingerprints[number]
+                    self._saved_by.clear()
                 if self._preserved is not None:
                     self._preserved.forward_ended(output, len(self._metas))
                 self._forward_ended(output, tensors)
@@ -213,10 +219,11 @@ class CheckpointedCall(ReplayableCall):
     def _fingerprint_pending(self, node: int | None) -> None:
         """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
         while self._pending and (node is None or self._pending[0][2] < node):
-            number, tensor, _ = self._pending.pop(0)
+            number, tensor, saved_by = self._pending.pop(0)
             found = fingerprint_of(tensor)
             if found is not None:
                 self._fingerprints[number] = found
+                self._saved_by[number] = saved_by
 
     def _learn(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._learn(output, tensors)

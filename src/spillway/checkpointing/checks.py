@@ -38,7 +38,7 @@ from typing import Any
 
 import torch
 
-from spillway._torch import at_end_of_backward, disable_dispatch, graph_task, tree_leaves
+from spillway._torch import at_end_of_backward, disable_dispatch, graph_task, node_number, tree_leaves
 from spillway.checkpointing.tensors import PLAIN, below_modes, has_bits, is_dense, is_strided, may_be_seed, tensors_in
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
@@ -116,6 +116,24 @@ def fingerprints_of(output: Any) -> list[torch.Tensor | None]:
     parts = tensors_in(tree_leaves(output))
     with below_modes(next((part for part in parts if type(part) not in PLAIN), None)):
         return [fingerprint_of(part) for part in parts]
+
+
+def nodes_with_unwritten_memory(output: Any, first: int) -> set[int]:
+    """Numbers after those of nodes, from the first on, that save memory which their kernel leaves unwritten in part.
+
+    ``ctc_loss`` saves its table of probabilities, and fills the part for the lengths of its inputs.
+    """
+    found: set[int] = set()
+    seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    while rest:
+        node: Any = rest.pop()
+        if node is None or node in seen or node_number(node) < first:
+            continue
+        seen.add(node)
+        if node.name() == "CtcLossBackward0":
+            found.add(node_number(node) + 1)
+        rest += [each for each, _ in node.next_functions]
+    return found
 
 
 def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:

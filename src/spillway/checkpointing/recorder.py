@@ -6,6 +6,10 @@ Under a dispatch mode some functions of torch choose other kernels, and give oth
 replay, and not in forward. The saved tensors are compared with those of forward, as in every first replay. If they
 differ, the function is replayed again without the mode, and its calls have no program.
 
+Two kernels may also agree in the first call and differ in a later one: without gradients ``torch.linalg.eigvalsh``
+computes no eigenvectors, but under a mode it does. So a call has no program, either, if it runs an operator that stands
+for another one under a mode.
+
 NOTE [ Autocast's casts ]
 
 Autocast casts a weight once, and caches the cast until its outermost context exits. So the cast is a part of one replay
@@ -52,6 +56,23 @@ _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "Vie
 """Views of a cast weight that a matrix product may save."""
 _OFFSET = 8
 """Bytes of a generator's state before its offset, on devices whose generators have one."""
+
+
+_POOL = torch.ops.aten.max_pool2d_with_indices.default
+_FACTORS = frozenset(
+    (torch.ops.aten._linalg_eigh.default, torch.ops.aten._linalg_svd.default, torch.ops.aten.linalg_eig.default)
+)
+
+
+def _chosen_under_a_mode(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether torch may have chosen this operator only because a mode is active. See NOTE [ Recording ].
+
+    Without gradients and modes, functions of eigenvalues and singular values (also norms and condition numbers) compute
+    no vectors, and ``max_pool1d`` has a kernel of its own. Found by running torch's database of operators both ways.
+    """
+    if func not in _FACTORS and not (func is _POOL and args[1][0] == 1):
+        return False
+    return not args[0].requires_grad
 
 
 class Recorder(OperatorMode):
@@ -173,6 +194,8 @@ class Recorder(OperatorMode):
             for part in tensors_in((output,)):
                 self.casts.add(self._value(part, is_input=True))
             return output
+        if _chosen_under_a_mode(func, args):
+            self.values.opaque = f"torch may run another kernel than {func} without a dispatch mode"
         node = next_node()
         operator = Operator(func, facts, tuple([self._value(each) for each in split(args, kwargs)[0]]))
         targets = [argument(args, kwargs, key) for key in facts.writes]

@@ -72,8 +72,8 @@ class ReplayableCall:
         self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
         """For each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
         function writes it in place."""
-        self._gathered: list[torch.Tensor] = []
-        """The same tensors, gathered from all ranks, during a replay with a partition."""
+        self._unpacked: list[torch.Tensor] = []
+        """The same tensors, unpacked, during a replay."""
         self._copies: list[torch.Tensor | None] = []
         self._versions: list[int] = []
         """Copies of these tensors and their versions, until an observed forward has ended."""
@@ -201,14 +201,16 @@ class ReplayableCall:
         self._scope.ledger.note_unused(self._unused)
 
     def _inputs_back(self) -> list[torch.Tensor]:
-        """The tensors among the arguments. Ranks gather them once a replay: one may run the function more often."""
-        tensors = self._gathered or [back(handle) for handle, back, *_ in self._tensors]
-        if self._partition is not None:
-            self._gathered = tensors
-        return tensors
+        """The tensors among the arguments. A replay unpacks them once, though it may run the function more often.
+
+        Ranks gather them by that, and hooks around the call may give a tensor only once, as torch's checkpoint does.
+        """
+        if not self._unpacked:
+            self._unpacked = [back(handle) for handle, back, *_ in self._tensors]
+        return self._unpacked
 
     def _replay_ended(self) -> None:
-        self._gathered = []
+        self._unpacked = []
 
     @contextmanager
     def _as_of_forward(
