@@ -5,13 +5,13 @@ NOTE [ A checkpointed call ]
 In forward, autograd gets a :class:`SavedSlot` for each tensor that the function saves. The slot has the tensor's number
 in the order of saving, and no memory. No dispatch mode is active.
 
-In backward, autograd unpacks a slot. The function then runs again (the *replay*) under a hook that collects the tensors
+In backward, autograd unpacks a slot. The function is recomputed (the *replay*) under a hook that collects the tensors
 by the same numbers, on the Python state, random generators, autocast and other settings of forward. The replay ends
 with the last tensor that is still wanted.
 
 The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. Spillway checks more than
-torch does: number, shape, dtype and device of each saved tensor in every call, versions of the tensors that the
-function reads, and the values themselves in the first call and in samples of later ones (``learned.py``).
+torch does. In every call it compares number, shape, dtype and device of saved tensors, and versions of the tensors that
+the function reads. In the first call and in samples of later ones, it compares the values (``learned.py``).
 
 NOTE [ Gradients inside ]
 
@@ -37,7 +37,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
-from spillway.checkpointing.checks import fingerprint_of, nodes_with_unwritten_memory
+from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.function import replay_argument, replaying
 from spillway.checkpointing.partial_replay import PartialReplay
@@ -77,7 +77,7 @@ class CheckpointedCall(ReplayableCall):
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
         self.holds_values = observer is not None
-        """Whether slots come back to the call each time that they are unpacked."""
+        """Whether slots ask the call each time that they are unpacked."""
         self._selection = selection
         self._observer = observer
         self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
@@ -92,12 +92,8 @@ class CheckpointedCall(ReplayableCall):
         """Shape, dtype, device and strides of each tensor that forward saved."""
         self._slots: list[Callable[[], SavedSlot | None]] = []
         """Weak references to slots of saved tensors, and then to those of dropped outputs."""
-        self._fingerprints: dict[int, torch.Tensor] = {}
-        """Fingerprints of the tensors that forward saved, if values are compared."""
-        self._saved_by: dict[int, int] = {}
-        """The number of the node that saved each of these tensors, until forward has ended."""
-        self._pending: list[tuple[int, torch.Tensor, int]] = []
-        """Tensors saved by the running operator, which may still write them, with the number of its node."""
+        self._fingerprints = Fingerprints()
+        """Those of the tensors that forward saved, if values are compared."""
         self._storages: dict[int, int] = {}
         """In an observed call: memory of the tensors that forward saved, by numbers."""
         self._lock = threading.RLock()
@@ -131,11 +127,7 @@ class CheckpointedCall(ReplayableCall):
             self._is_running = False
             with below_modes(self._subclass):
                 if self._compares:
-                    self._fingerprint_pending(None)
-                    unwritten = nodes_with_unwritten_memory(output, first_node)
-                    for number in [number for number, node in self._saved_by.items() if node in unwritten]:
-                        del self._fingerprints[number]
-                    self._saved_by.clear()
+                    self._fingerprints.end(output, first_node)
                 if self._preserved is not None:
                     self._preserved.forward_ended(output, len(self._metas))
                 self._forward_ended(output, tensors)
@@ -173,7 +165,7 @@ class CheckpointedCall(ReplayableCall):
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
-                        self._fingerprint_pending(next_node())
+                        self._fingerprints.take(next_node())
                 handle = preserved.pack(tensor, number)
                 if handle is not None:
                     slots.append(_nothing)
@@ -196,34 +188,23 @@ class CheckpointedCall(ReplayableCall):
         self._shapes = shapes_of(tensors)
         decisions, self._records = self._learned.decisions(self._shapes, selection)
         self._program = None if decisions is None else decisions.program
+        is_new = decisions is not None and decisions.is_new
         if self._is_captured:
             # Nothing can be compared in a captured graph.
-            self._records = False
-            if decisions is not None and not decisions.is_new:
-                self._decisions = decisions
-            return
+            decisions, is_new, self._records = None if is_new else decisions, False, False
         self._decisions = decisions
-        self._compares = self._compares or self._records or (decisions is not None and decisions.is_new)
+        self._compares = self._compares or self._records or is_new
         # A replay that records must draw what forward drew: nothing is preserved yet.
         self._draws |= self._records
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
         with below_modes(tensor):
-            self._fingerprint_pending(next_node())
+            self._fingerprints.take(next_node())
             if self._is_observed or number in self._learned.escaping:
                 slot.track(tensor)
             if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
                 self._storages[number] = storage_key(tensor.untyped_storage())
-            self._pending.append((number, tensor.detach(), next_node()))
-
-    def _fingerprint_pending(self, node: int | None) -> None:
-        """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
-        while self._pending and (node is None or self._pending[0][2] < node):
-            number, tensor, saved_by = self._pending.pop(0)
-            found = fingerprint_of(tensor)
-            if found is not None:
-                self._fingerprints[number] = found
-                self._saved_by[number] = saved_by
+            self._fingerprints.add(number, tensor.detach(), next_node())
 
     def _learn(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._learn(output, tensors)
@@ -280,7 +261,7 @@ class CheckpointedCall(ReplayableCall):
         if self._is_observed or self._records or (self._decisions is not None and self._decisions.is_new):
             self._learned.learned_from += 1
         if self._is_running:
-            self._fingerprint_pending(None)
+            self._fingerprints.take()
         collector = None if self._is_running else self._replay_by_program(compares)
         if collector is None:
             collector = self._run_again(compares)
@@ -352,9 +333,9 @@ class CheckpointedCall(ReplayableCall):
         recorder = Recorder(selection)
         collector = self._run_again(True, recorder)
         if not collector.is_same():
-            learned.record(self._shapes, selection, Program(opaque="it gives other values under a dispatch mode"))
+            learned.record(self._shapes, Program(opaque="it gives other values under a dispatch mode"))
             return None
-        learned.record(self._shapes, selection, recorder.program())
+        learned.record(self._shapes, recorder.program())
         # This asks the selectors.
         decisions, _ = learned.decisions(self._shapes, selection)
         if decisions is not None:
@@ -372,7 +353,7 @@ class CheckpointedCall(ReplayableCall):
         ends_early = not compares or (bool(changed) and not (self._is_observed or isinstance(mode, Recorder)))
         # If forward still runs, it has come no further.
         stops = self._is_running or (self._stops_early and ends_early and not outputs)
-        until, fingerprints = max(wanted, default=-1), self._fingerprints
+        until, fingerprints = max(wanted, default=-1), self._fingerprints.found
         output_fingerprints: list[torch.Tensor | None] | None = self._output_fingerprints
         if isinstance(mode, PartialReplay):
             # Tensors that are left out have no content. Outputs may be among them.
@@ -466,7 +447,7 @@ class CheckpointedCall(ReplayableCall):
         self._replay_ended()
         observer.ended(recorder)
         self._program = recorder.program()
-        self._learned.record(self._shapes, self._selection, self._program)
+        self._learned.record(self._shapes, self._program)
         self._records = False
 
     def _note_cast(self, tensor: torch.Tensor) -> None:

@@ -118,22 +118,47 @@ def fingerprints_of(output: Any) -> list[torch.Tensor | None]:
         return [fingerprint_of(part) for part in parts]
 
 
-def nodes_with_unwritten_memory(output: Any, first: int) -> set[int]:
-    """Numbers after those of nodes, from the first on, that save memory which their kernel leaves unwritten in part.
+class Fingerprints:
+    """Fingerprints of the tensors that a run of a function saves, by numbers.
 
-    ``ctc_loss`` saves its table of probabilities, and fills the part for the lengths of its inputs.
+    An operator may still write a tensor that it has saved: its fingerprint is taken when a later operator saves.
     """
-    found: set[int] = set()
-    seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    while rest:
-        node: Any = rest.pop()
-        if node is None or node in seen or node_number(node) < first:
-            continue
-        seen.add(node)
-        if node.name() == "CtcLossBackward0":
-            found.add(node_number(node) + 1)
-        rest += [each for each, _ in node.next_functions]
-    return found
+
+    def __init__(self) -> None:
+        self.found: dict[int, torch.Tensor] = {}
+        self._pending: list[tuple[int, torch.Tensor, int]] = []
+        self._nodes: dict[int, int] = {}
+        """For each of them, the number that autograd gave next when it was saved."""
+
+    def add(self, number: int, tensor: torch.Tensor, node: int) -> None:
+        """Add a tensor that is saved for this node."""
+        self._pending.append((number, tensor, node))
+
+    def take(self, node: int | None = None) -> None:
+        """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
+        while self._pending and (node is None or self._pending[0][2] < node):
+            number, tensor, saved_by = self._pending.pop(0)
+            found = fingerprint_of(tensor)
+            if found is not None:
+                self.found[number], self._nodes[number] = found, saved_by
+
+    def end(self, output: Any, first: int) -> None:
+        """Take all, and drop those of memory that a kernel leaves unwritten in part, for nodes from the first one on.
+
+        ``ctc_loss`` saves its table of probabilities, and fills the part for the lengths of its inputs.
+        """
+        self.take()
+        unwritten: set[int] = set()
+        seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        while rest:
+            node: Any = rest.pop()
+            if node is None or node in seen or node_number(node) < first:
+                continue
+            seen.add(node)
+            if node.name() == "CtcLossBackward0":
+                unwritten.add(node_number(node) + 1)
+            rest += [each for each, _ in node.next_functions]
+        self.found = {number: each for number, each in self.found.items() if self._nodes[number] not in unwritten}
 
 
 def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:

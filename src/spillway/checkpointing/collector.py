@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from spillway._torch import dispatch_modes, next_node, storage_key, tree_leaves, version_of
-from spillway.checkpointing.checks import difference_error, fingerprint_of, fingerprints_of
+from spillway.checkpointing.checks import Fingerprints, difference_error, fingerprints_of
 from spillway.checkpointing.reached import refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
@@ -70,8 +70,9 @@ class Collector:
         """Saved tensors of the replay's graph, by numbers. The graph has only the numbers, and may be kept."""
         self._late: dict[int, torch.Tensor] = {}
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._pending: list[tuple[int, torch.Tensor, int]] = []
+        self._taken = Fingerprints()
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Fingerprints of outputs, and those of forward."""
         self._node = self._last = -1
         """The node that saves now, and the node with which the replay ends."""
         self._saving: list[torch.Tensor] = []
@@ -87,7 +88,7 @@ class Collector:
         self._there = tensors
 
     def numbers(self) -> Set[int]:
-        """Which wanted tensors the replay has saved."""
+        """Numbers of the wanted tensors that the replay has saved."""
         return set(self._values)
 
     def made_bytes(self) -> int:
@@ -153,9 +154,9 @@ class Collector:
             alias = alias_of(tensor)
             self._held.append(alias if self.refuse_unpack is None or number in self.wanted else None)
             if self.fingerprints is not None:
-                self._compare_pending(node)
+                self._taken.take(node)
                 if number in self.fingerprints:
-                    self._pending.append((number, alias, node))
+                    self._taken.add(number, alias, node)
             if number in self.wanted:
                 if (
                     self.changed
@@ -200,15 +201,6 @@ class Collector:
             f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."
         )
 
-    def _compare_pending(self, node: int | None) -> None:
-        fingerprints = self.fingerprints
-        assert fingerprints is not None
-        while self._pending and (node is None or self._pending[0][2] < node):
-            number, tensor, _ = self._pending.pop(0)
-            found = fingerprint_of(tensor)
-            if found is not None:
-                self._pairs.append((fingerprints[number], found))
-
     def gave(self, output: Any) -> None:
         """The function has returned this."""
         if self.outputs:
@@ -225,17 +217,14 @@ class Collector:
         if len(found) != len(self.output_fingerprints):
             self._other = self._other or f"it gave {len(found)} tensors, not {len(self.output_fingerprints)}"
             return
-        self._pairs += [
-            (ours, theirs)
-            for ours, theirs in zip(found, self.output_fingerprints, strict=True)
-            if ours is not None and theirs is not None
-        ]
+        pairs = zip(found, self.output_fingerprints, strict=True)
+        self._pairs = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
     def compare_pending(self) -> None:
         """Take the fingerprints that are still to be compared."""
         if self.fingerprints is not None:
             with below_modes():
-                self._compare_pending(None)
+                self._taken.take()
 
     def end(self) -> None:
         """The replay has ended, or has failed."""
@@ -260,19 +249,23 @@ class Collector:
         """Whether shapes, dtypes, devices or the number of tensors differ from forward."""
         return bool(self._other)
 
+    def _compared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        before = self.fingerprints or {}
+        return [*((before[number], found) for number, found in self._taken.found.items()), *self._pairs]
+
     def is_same(self) -> bool:
         """Whether metadata, and values that are compared at once, are equal."""
         if self._other:
             return False
-        return not self.compares_at_once or all(torch.equal(a, b) for a, b in self._pairs)
+        return not self.compares_at_once or all(torch.equal(a, b) for a, b in self._compared())
 
     def differences(self) -> list[torch.Tensor]:
         """Whether values differ, as a boolean on each device, if they are not compared at once."""
-        if self.compares_at_once or not self._pairs:
+        if self.compares_at_once:
             return []
         with below_modes():
             found: dict[torch.device, list[torch.Tensor]] = {}
-            for a, b in self._pairs:
+            for a, b in self._compared():
                 found.setdefault(a.device, []).append(a != b)
             return [torch.stack(each).any() for each in found.values()]
 

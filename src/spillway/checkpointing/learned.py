@@ -122,7 +122,7 @@ class LearnedCalls:
             self._order = program, planned, SavingOrder(program, planned)
         return self._order[2]
 
-    def record(self, shapes: Hashable, selection: Selection, program: Program) -> None:
+    def record(self, shapes: Hashable, program: Program) -> None:
         """Take a recorded program."""
         before = self._programs.get(shapes)
         if before is not None:

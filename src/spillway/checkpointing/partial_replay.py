@@ -33,7 +33,7 @@ from spillway.checkpointing.ambient import default_generator, device_of
 from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, split, tensors_in
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, tensors_in
 from spillway.runtime.bytes import Bytes
 from spillway.saved_tensors.identity import ViewRecipe
 
@@ -128,7 +128,7 @@ class PartialReplay(OperatorMode):
         return any(storage() is not None for storage in self._empty.values())
 
     def _check(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in split(args, kwargs)[0]:
+        for tensor in tensors_in((*args, *kwargs.values())):
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):

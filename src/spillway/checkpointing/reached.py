@@ -41,7 +41,7 @@ from spillway._torch import (
 from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.checks import has_content_of
 from spillway.checkpointing.schema import facts_of
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, below_modes, has_bits, is_strided, split
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, below_modes, has_bits, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
 
@@ -304,7 +304,7 @@ class ReadMode(OperatorMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         if not facts_of(func).is_view:
-            for tensor in split(args, kwargs)[0]:
+            for tensor in tensors_in((*args, *kwargs.values())):
                 key = self._keys.get(storage_key(tensor.untyped_storage())) if is_strided(tensor) else None
                 if key is not None:
                     self._reads(key)

@@ -45,7 +45,7 @@ from spillway._torch import (
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, split, tensors_in
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, tensors_in
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.selectors import OperatorCall
@@ -197,7 +197,7 @@ class Recorder(OperatorMode):
         if _chosen_under_a_mode(func, args):
             self.values.opaque = f"torch may run another kernel than {func} without a dispatch mode"
         node = next_node()
-        operator = Operator(func, facts, tuple([self._value(each) for each in split(args, kwargs)[0]]))
+        operator = Operator(func, facts, tuple([self._value(each) for each in tensors_in((*args, *kwargs.values()))]))
         targets = [argument(args, kwargs, key) for key in facts.writes]
         operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
         self.written.update(operator.writes)

@@ -73,41 +73,16 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The plain tensors among arguments or outputs, also in lists, and the parts of wrappers."""
     found: list[torch.Tensor] = []
     for value in values:
-        if type(value) in PLAIN:
+        kind = type(value)
+        if kind in PLAIN:
             found.append(value)
+        elif kind in _NUMBERS:
+            continue
         elif isinstance(value, torch.Tensor):
             found.extend(storage_parts(value) if is_wrapper(value) else (value,))
         elif isinstance(value, (list, tuple)):
             found.extend(tensors_in(value))
     return found
-
-
-def split(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """The plain tensors among the arguments of a call, and the other arguments."""
-    tensors: list[torch.Tensor] = []
-    constants: list[Any] = []
-    _split(args, tensors, constants)
-    if kwargs:
-        constants.append(tuple(kwargs))
-        _split(kwargs.values(), tensors, constants)
-    return tensors, tuple(constants)
-
-
-def _split(values: Iterable[Any], tensors: list[torch.Tensor], constants: list[Any]) -> None:
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN:
-            tensors.append(value)
-        elif kind in _NUMBERS:
-            constants.append(value)
-        elif isinstance(value, (list, tuple)):
-            others: list[Any] = []
-            _split(value, tensors, others)
-            constants.append(tuple(others))
-        elif isinstance(value, torch.Tensor):
-            tensors += storage_parts(value) if is_wrapper(value) else (value,)
-        elif not isinstance(value, torch.Generator):
-            constants.append(value)
 
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:

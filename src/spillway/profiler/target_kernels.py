@@ -50,7 +50,7 @@ import torch
 from torch.nn import functional
 
 from spillway.checkpointing.schema import OperatorFacts, argument
-from spillway.checkpointing.tensors import split, tensors_in
+from spillway.checkpointing.tensors import tensors_in
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planner.hardware import Effort, Hardware, Precision, Work
 
@@ -370,7 +370,7 @@ def effort_of(
     from torch.utils.flop_counter import flop_registry
 
     name = func._schema.name
-    inputs, _ = split(args, kwargs)
+    inputs = tensors_in((*args, *kwargs.values()))
     outputs = tensors_in((output,))
     there = {tensor.untyped_storage()._cdata for tensor in inputs}
     is_view = all(tensor.untyped_storage()._cdata in there for tensor in outputs)
