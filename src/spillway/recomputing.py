@@ -96,10 +96,10 @@ class Recompute:
             ):
                 if given:
                     raise UsageError(
-                        f"got {name} with use_reentrant=True, whose forward {why}, expected use_reentrant=False"
+                        f"{name} with use_reentrant=True has no effect: its forward {why}. Use use_reentrant=False."
                     )
         if self.check_partition and self.partition_inputs is None:
-            raise UsageError("check_partition: got it without partition_inputs, expected the group to compare over")
+            raise UsageError("check_partition needs partition_inputs, the group to compare over. Set both, or none.")
         group = self.partition_inputs
         partition = None if group is None else Partition(group, always_checks=self.check_partition)
         object.__setattr__(self, "choices", choices)

@@ -217,7 +217,7 @@ class Choices:
         for selector, decision in self._selectors:
             self._add(selector, decision)
         if policy is not None and self._selectors:
-            raise UsageError("got both a policy and selectors, expected one of them")
+            raise UsageError("A policy and selectors (save, offload) exclude each other. Give one of them.")
         self.key: Hashable = self.planned or (
             _key_of(policy),
             *((decision, _key_of(selector)) for selector, decision in self._selectors),

@@ -270,12 +270,13 @@ class PendingChecks:
                 raise difference_error(wrong)
 
 
-def difference_error(
-    labels: list[str], did: str = "gave other values", how: str = "the gradients of that backward are wrong"
-) -> RecomputeError:
-    """The error for functions with these names, whose replays differ from forward."""
+def difference_error(labels: list[str], how: str = "") -> RecomputeError:
+    """The error for functions with these names, whose replays differ from forward; by values, if it is not said how."""
+    values = (
+        "gave other values when it was recomputed than in its forward pass: the gradients of that backward are wrong"
+    )
     return RecomputeError(
-        f"{', '.join(dict.fromkeys(labels))} {did} when it was recomputed than in its forward pass: {how}. It reads "
-        f"something besides its arguments, parameters and Python state that changed in between. Pass that as an "
-        f"argument, or leave it outside of the checkpointed function."
+        f"{', '.join(dict.fromkeys(labels))} {how or f'{values} wrong'}. It reads something besides its arguments, parameters and "
+        f"Python state that changed in between. Pass that as an argument, or leave it outside of the checkpointed "
+        f"function."
     )

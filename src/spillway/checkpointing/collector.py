@@ -276,7 +276,8 @@ class Collector:
 
     def error(self) -> RecomputeError:
         """The error of a replay that differs."""
-        return difference_error([self.label], *(("saved other tensors", self._other) if self._other else ()))
+        how = f"saved other tensors when it was recomputed than in its forward pass: {self._other}"
+        return difference_error([self.label], how if self._other else "")
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

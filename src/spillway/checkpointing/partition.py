@@ -44,8 +44,8 @@ class Partition:
         self.rank = torch.distributed.get_rank(self._group)
         if self.rank < 0:
             raise UsageError(
-                f"partition_inputs: got a group that rank {torch.distributed.get_rank()} is not in, expected one whose "
-                f"ranks all run the function on the same inputs; give each rank the group that it is in"
+                f"partition_inputs: got a group that rank {torch.distributed.get_rank()} is not in. All ranks of "
+                f"the group run the function on the same inputs. Give each rank the group that it is in."
             )
 
     def splits(self, tensor: torch.Tensor) -> bool:
@@ -82,9 +82,9 @@ class Partition:
                 continue
             what = "other shapes, strides or dtypes" if structure != first[0] else "another content"
             raise UsageError(
-                f"partition_inputs: got inputs that have {what} in rank {rank} of the group than in rank 0, expected "
-                f"the same inputs in all of its ranks, since each keeps but a part of them; give the group over which "
-                f"they are replicated (tensor parallel, not data parallel), or leave the option out"
+                f"partition_inputs: the inputs have {what} in rank {rank} of the group than in rank 0. Each rank keeps "
+                f"a part of them, so all must have the same. Give the group over which inputs are replicated (tensor "
+                f"parallel, not data parallel), or leave the option out."
             )
         known.ranks_agreed = True
 
@@ -150,8 +150,8 @@ class PartHandle:
 def _group_of(group: Any) -> ProcessGroup:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise UsageError(
-            f"partition_inputs: got {group!r} where torch.distributed is not initialized, expected a process group; "
-            f"call torch.distributed.init_process_group() first"
+            f"partition_inputs: {group!r} needs torch.distributed, which is not initialized. Call "
+            f"torch.distributed.init_process_group() first."
         )
     from torch.distributed.device_mesh import DeviceMesh
 

@@ -110,8 +110,8 @@ class ReentrantCall(ReplayableCall):
     def _may_be_output(self, written: torch.Tensor) -> torch.Tensor:
         if base_of(written) is not None:
             raise UnsupportedError(
-                f"got {self._label} with use_reentrant=True, which writes an argument in place that is a view of "
-                f"another tensor, expected one that writes no views; use use_reentrant=False, or give it a clone"
+                f"{self._label} writes an argument in place that is a view of another tensor, which use_reentrant=True "
+                f"does not support. Use use_reentrant=False, or give the function a clone."
             )
         return written
 
@@ -141,7 +141,8 @@ class ReentrantCall(ReplayableCall):
         again = self._on_current_state(self._run_again) if self._compares else None
         if again is not None and self._is_same(again.leaves):
             return again
-        raise difference_error([self._label], *(("gave something else", other) if other else ()))
+        how = f"gave something else when it was recomputed than in its forward pass: {other}"
+        raise difference_error([self._label], how if other else "")
 
     def _check_histories(self) -> None:
         """See NOTE [ Histories that forward loses ]."""
@@ -273,9 +274,9 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         if not is_plain_backward() or torch.is_grad_enabled():
             raise UnsupportedError(
-                "got torch.autograd.grad(), or a backward with inputs= or create_graph=True, through a function "
-                "recomputed with use_reentrant=True, expected a plain backward(), since it runs a backward of its own; "
-                "use use_reentrant=False"
+                "A function with use_reentrant=True runs a backward of its own. So torch.autograd.grad(), and a "
+                "backward with inputs= or create_graph=True, cannot go through it. Call a plain backward(), or use "
+                "use_reentrant=False."
             )
         # Raises if the graph was freed.
         ctx.saved_tensors  # noqa: B018
