@@ -270,13 +270,14 @@ class PendingChecks:
                 raise difference_error(wrong)
 
 
-def difference_error(labels: list[str], how: str = "") -> RecomputeError:
-    """The error for functions with these names, whose replays differ from forward; by values, if it is not said how."""
-    values = (
-        "gave other values when it was recomputed than in its forward pass: the gradients of that backward are wrong"
-    )
+_OTHER_VALUES = (
+    "gave other values when it was recomputed than in its forward pass: the gradients of that backward are wrong"
+)
+
+
+def difference_error(labels: list[str], how: str = _OTHER_VALUES) -> RecomputeError:
+    """The error for functions with these names, whose replays differ from forward."""
     return RecomputeError(
-        f"{', '.join(dict.fromkeys(labels))} {how or f'{values} wrong'}. It reads something besides its arguments, parameters and "
-        f"Python state that changed in between. Pass that as an argument, or leave it outside of the checkpointed "
-        f"function."
+        f"{', '.join(dict.fromkeys(labels))} {how}. It reads something besides its arguments, parameters and Python "
+        f"state that changed in between. Pass that as an argument, or leave it outside of the checkpointed function."
     )

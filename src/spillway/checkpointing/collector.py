@@ -276,8 +276,10 @@ class Collector:
 
     def error(self) -> RecomputeError:
         """The error of a replay that differs."""
+        if not self._other:
+            return difference_error([self.label])
         how = f"saved other tensors when it was recomputed than in its forward pass: {self._other}"
-        return difference_error([self.label], how if self._other else "")
+        return difference_error([self.label], how)
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:

@@ -141,8 +141,10 @@ class ReentrantCall(ReplayableCall):
         again = self._on_current_state(self._run_again) if self._compares else None
         if again is not None and self._is_same(again.leaves):
             return again
+        if not other:
+            raise difference_error([self._label])
         how = f"gave something else when it was recomputed than in its forward pass: {other}"
-        raise difference_error([self._label], how if other else "")
+        raise difference_error([self._label], how)
 
     def _check_histories(self) -> None:
         """See NOTE [ Histories that forward loses ]."""
