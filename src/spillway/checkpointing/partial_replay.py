@@ -33,7 +33,7 @@ from spillway.checkpointing.ambient import default_generator, device_of
 from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, tensors_in
+from spillway.checkpointing.tensors import OperatorMode, alias_of, strided_parts, tensors_in
 from spillway.runtime.bytes import Bytes
 from spillway.saved_tensors.identity import ViewRecipe
 
@@ -102,7 +102,7 @@ class PartialReplay(OperatorMode):
         if isinstance(how, Preserved):
             self._check_preserved(how.value, tensor)
         elif isinstance(how, list):
-            plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
+            plain = strided_parts(tensor)
             if len(plain) != len(how):
                 raise self._other("it saves a tensor of other parts than the one that was preserved")
             for each, part in zip(how, plain, strict=True):

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import dispatch_modes, next_node, node_number
 from spillway.checkpointing.program import Decisions, Input, Preserved, Program, lies_within
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
 from spillway.saved_tensors.handles import AwayHandle, Handle, KeptHandle, unpack
 from spillway.saved_tensors.hooks import Pass
 from spillway.saved_tensors.identity import ViewRecipe
@@ -108,7 +108,7 @@ class PreservedTensors:
         )
 
     def _pack_parts(self, tensor: torch.Tensor, how: list[Preserved]) -> Handle | None:
-        plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
+        plain = strided_parts(tensor)
         if len(plain) != len(how) or type(tensor) in PLAIN:
             return None
         for part, each in zip(plain, how, strict=True):
@@ -137,11 +137,9 @@ class PreservedTensors:
             handle = self._given.get(value)
             if handle is None:
                 self._memory[value] = _weak(storage)
-                made = (
-                    tensor
-                    if whole is how.recipe
-                    else tensor.detach().as_strided(whole.size, whole.stride, whole.offset)
-                )
+                made = tensor
+                if whole is not how.recipe:
+                    made = tensor.detach().as_strided(whole.size, whole.stride, whole.offset)
                 if how.decision is _KEEP:
                     handle = self._keeping.keep(made, value, self.decisions.kept_bytes)
                 else:

@@ -45,7 +45,7 @@ from spillway._torch import (
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, tensors_in
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.selectors import OperatorCall
@@ -154,8 +154,7 @@ class Recorder(OperatorMode):
                     self._unknown.append((len(self.saved), tensor.detach()))
         else:
             with disable_modes():
-                plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
-                found = [(self.values.find(part), ViewRecipe.of(part)) for part in plain]
+                found = [(self.values.find(part), ViewRecipe.of(part)) for part in strided_parts(tensor)]
             parts = tuple([(value, recipe) for value, recipe in found if value is not None])
         self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad, parts))
 

@@ -85,6 +85,11 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors with strides that a wrapper is made of."""
+    return [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
+
+
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """An alias that shares the version counter. It holds no memory of a strided tensor."""
     # Below autograd, where a mode is called, an alias does not share the counter unless told to.
