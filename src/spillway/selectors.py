@@ -220,7 +220,8 @@ class Choices:
             raise UsageError("A policy and selectors (save, offload) exclude each other. Give one of them.")
         self.key: Hashable = self.planned or (
             _key_of(policy),
-            *((decision, _key_of(selector)) for selector, decision in self._selectors),
+            # By name: the hash of an enum is a Python function.
+            *((decision.name, _key_of(selector)) for selector, decision in self._selectors),
         )
         """Tells these choices from others."""
         self._met: set[int] = set()
