@@ -315,7 +315,7 @@ class CheckpointedCall(ReplayableCall):
         why = mode.differs
         if why is None and mode.is_held():
             why = "it keeps a tensor that was left out of its replay"
-        if why is None and (collector is None or collector.is_other or not collector.is_same()):
+        if why is None and (collector is None or collector.other or not collector.is_same()):
             why = "other tensors were saved"
         if why is not None:
             self._learned.differed(decisions.program, is_final=mode.differs is None)

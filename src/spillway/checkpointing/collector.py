@@ -77,8 +77,8 @@ class Collector:
         """The node that saves now, and the node with which the replay ends."""
         self._saving: list[torch.Tensor] = []
         """Wanted tensors that this node has saved."""
-        self._other = ""
-        """How the saved tensors differ from those of forward."""
+        self.other = ""
+        """How the saved tensors differ from those of forward, apart from values."""
         self.has_ended = False
         self._is_simple = self.saves is None and self.fingerprints is None and not (self.written or self.changed)
         """Whether saved tensors are only held."""
@@ -168,12 +168,12 @@ class Collector:
                 self._saving.append(tensor)
 
     def _compare_meta(self, number: int, tensor: torch.Tensor) -> None:
-        if self._other:
+        if self.other:
             return
         if number >= len(self.metas):
-            self._other = f"more tensors than the {len(self.metas)} of the forward pass"
+            self.other = f"more tensors than the {len(self.metas)} of the forward pass"
         elif self.checks and (meta := meta_of(tensor)) != self.metas[number]:
-            self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self.metas[number])}"
+            self.other = f"tensor {number} is {name_of(meta)}, and was {name_of(self.metas[number])}"
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether it already has its content: it comes from outside, or an earlier operator made it."""
@@ -206,7 +206,7 @@ class Collector:
         if self.outputs:
             tensors = tensors_in(tree_leaves(output))
             if len(tensors) <= max(self.outputs.values()):
-                self._other = self._other or f"it gave {len(tensors)} tensors"
+                self.other = self.other or f"it gave {len(tensors)} tensors"
                 return
             for number, index in self.outputs.items():
                 # Without the graph, which would hold this object.
@@ -215,7 +215,7 @@ class Collector:
             return
         found = fingerprints_of(output)
         if len(found) != len(self.output_fingerprints):
-            self._other = self._other or f"it gave {len(found)} tensors, not {len(self.output_fingerprints)}"
+            self.other = self.other or f"it gave {len(found)} tensors, not {len(self.output_fingerprints)}"
             return
         pairs = zip(found, self.output_fingerprints, strict=True)
         self._pairs = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
@@ -228,8 +228,8 @@ class Collector:
 
     def end(self) -> None:
         """The replay has ended, or has failed."""
-        if not self._other and not self.has_ended and self._count <= max(self.wanted, default=-1):
-            self._other = f"{self._count} tensors, not the {len(self.metas)} of the forward pass"
+        if not self.other and not self.has_ended and self._count <= max(self.wanted, default=-1):
+            self.other = f"{self._count} tensors, not the {len(self.metas)} of the forward pass"
         self.has_ended = True
         self._held.clear()
         self._saving.clear()
@@ -244,18 +244,13 @@ class Collector:
             for number, (tensor, version) in values.items()
         }
 
-    @property
-    def is_other(self) -> bool:
-        """Whether shapes, dtypes, devices or the number of tensors differ from forward."""
-        return bool(self._other)
-
     def _compared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         before = self.fingerprints or {}
         return [*((before[number], found) for number, found in self._taken.found.items()), *self._pairs]
 
     def is_same(self) -> bool:
         """Whether metadata, and values that are compared at once, are equal."""
-        if self._other:
+        if self.other:
             return False
         return not self.compares_at_once or all(torch.equal(a, b) for a, b in self._compared())
 
@@ -271,14 +266,14 @@ class Collector:
 
     def raise_if_other(self) -> None:
         """Raise an error if shapes, dtypes, devices or the number of tensors differ from forward."""
-        if self._other and (self.checks or not self._values.keys() >= (self.wanted | self.outputs.keys())):
+        if self.other and (self.checks or not self._values.keys() >= (self.wanted | self.outputs.keys())):
             raise self.error()
 
     def error(self) -> RecomputeError:
         """The error of a replay that differs."""
-        if not self._other:
+        if not self.other:
             return difference_error([self.label])
-        how = f"saved other tensors when it was recomputed than in its forward pass: {self._other}"
+        how = f"saved other tensors when it was recomputed than in its forward pass: {self.other}"
         return difference_error([self.label], how)
 
 
