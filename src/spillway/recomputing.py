@@ -99,7 +99,7 @@ class Recompute:
                         f"{name} with use_reentrant=True has no effect: its forward {why}. Use use_reentrant=False."
                     )
         if self.check_partition and self.partition_inputs is None:
-            raise UsageError("check_partition needs partition_inputs, the group to compare over. Set both, or none.")
+            raise UsageError("check_partition has no effect without partition_inputs, its group. Set both, or none.")
         group = self.partition_inputs
         partition = None if group is None else Partition(group, always_checks=self.check_partition)
         object.__setattr__(self, "choices", choices)
