@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors", "units"},
     "_torch": {"errors"},
     "policies": WORDS,
-    "selectors": WORDS,
+    "selectors": WORDS | {"_torch"},
     "blocks": WORDS | {"_torch"},
     "planner": WORDS,
     "runtime": WORDS | {"_torch"},

@@ -30,6 +30,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_pre_hooks, _has_any_global_hook
@@ -468,3 +470,101 @@ def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
 def nested_size(tensor: torch.Tensor) -> list[list[int]]:
     """The sizes of the parts of a strided nested tensor."""
     return tensor._nested_tensor_size().tolist()
+
+
+# checkpointing
+
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+"""The leaves, and the structure around them."""
+tree_unflatten: Callable[..., Any] = _pytree.tree_unflatten
+"""The structure with these leaves: ``tree_unflatten(leaves, treespec)``."""
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""The number of an autograd node. Later nodes of a thread have higher ones."""
+overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
+"""The name of an overload: ``"default"``, ``"Tensor"``."""
+Overloads = torch._ops.OpOverloadPacket
+"""The class of all overloads of an operator: ``torch.ops.aten.mm``."""
+AnyOperator = torch._ops.OperatorBase
+"""The base class of operators, also of those of higher order."""
+LABEL_BEGINS: Any = torch.ops.profiler._record_function_enter_new.default
+"""The operator that opens a label of ``torch.profiler.record_function``."""
+LABEL_ENDS: Any = torch.ops.profiler._record_function_exit._RecordFunction
+"""The operator that closes a label."""
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of active function modes."""
+function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+"""The active function modes, from the outermost."""
+disable_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+"""A context without ``__torch_function__``, of modes and of subclasses."""
+disable_subclass_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+"""A context without ``__torch_function__`` of subclasses."""
+preserve_versions: Callable[..., AbstractContextManager[object]] = _unsafe_preserve_version_counter
+"""A context after which these tensors (a tuple) have their versions from before it."""
+copy_many: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies the content of each tensor of the second list into its partner in the first one, in few kernels."""
+is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""Whether the running backward is a ``backward()`` without ``inputs=``."""
+disable_dynamo: Callable[[Function], Function] = _disable
+"""A function that Dynamo leaves out, also where it traces the caller."""
+sharing_versions: Callable[[], AbstractContextManager[object]] = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
+)
+"""A context below autograd in which an alias shares the version counter of its tensor, as it does above."""
+dispatch_to_subclasses: Callable[[], AbstractContextManager[object]] = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.Python, False
+)
+"""A context inside a dispatch mode in which the code of subclasses runs."""
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have the running backward call this at its end."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def without_dynamo(function: Any) -> Any:
+    """The function that ``torch.compile`` or ``torch.compiler.disable`` has wrapped, or the function itself."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+_PRECISIONS = (
+    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
+)
+
+
+def _reduced(put: Callable[..., object]) -> Callable[[Any], object]:
+    return lambda allowed: put(*(allowed if isinstance(allowed, tuple) else (allowed,)))
+
+
+KERNEL_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
+    (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        _reduced(torch._C._set_cublas_allow_fp16_reduced_precision_reduction),
+    ),
+    (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        _reduced(torch._C._set_cublas_allow_bf16_reduced_precision_reduction),
+    ),
+    *(
+        (
+            functools.partial(torch._C._get_fp32_precision_getter, *place),
+            functools.partial(torch._C._set_fp32_precision_setter, *place),
+        )
+        for place in _PRECISIONS
+    ),
+)
+"""Getters and setters of the process's settings that choose kernels: attention, TF32, determinism."""

@@ -10,19 +10,25 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch.utils.checkpoint import CheckpointPolicy
 
-from spillway._torch import in_backward, keep_out, refuse_transforms, untraced
+from spillway._torch import (
+    disable_dynamo,
+    in_backward,
+    keep_out,
+    refuse_transforms,
+    top_hooks,
+    untraced,
+    without_dynamo,
+)
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.collector import shapes_of
-from spillway.checkpointing.function import Arguments, ReplayedFunction
+from spillway.checkpointing.function import Arguments, ReplayedFunction, module_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
-from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.checkpointing.replayable import CallSetup
@@ -49,20 +55,7 @@ _MOST_KINDS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Recompute:
-    """The options of :func:`recompute` as a value, for :func:`spillway.attach`.
-
-    Args:
-        save: selectors of tensors to keep: one or several (:mod:`spillway.selectors`).
-        offload: selectors of tensors to offload. They are reloaded ahead of time.
-        policy: a policy function of torch's selective checkpointing, instead of ``save`` and ``offload``.
-        use_reentrant: which of the two modes of ``torch.utils.checkpoint``.
-        early_stop: end a replay with the last tensor that backward wants.
-        preserve_rng_state: draw the same random numbers in the replay.
-        determinism_check: ``"default"``: recomputed tensors must have the same shape, dtype and device; ``"none"``.
-        drop_output: drop the output, too, after its consumer has run.
-        partition_inputs: the group of ranks over which inputs are the same, and are split until the replay.
-        check_partition: compare inputs over that group at each call, and not only at the first of each function.
-        verify: ``"always"``: compare the values of each replay; ``"sampled"``: see :func:`recompute`.
+    """The options of :func:`recompute` as a value, for :func:`spillway.attach`. See there for each of them.
 
     Raises:
         UsageError: for options that are invalid or exclude each other, or a group that this process is not in.
@@ -85,36 +78,32 @@ class Recompute:
     verify: str = "sampled"
     choices: Choices = field(init=False, repr=False, compare=False)
     partition: Partition | None = field(init=False, repr=False, compare=False)
-    choices_key: Hashable = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.determinism_check not in _CHECKS:
-            raise UsageError(
-                f"determinism_check: got {self.determinism_check!r}, expected one of {', '.join(map(repr, _CHECKS))}"
-            )
-        if self.verify not in _VERIFIES:
-            raise UsageError(f"verify: got {self.verify!r}, expected one of {', '.join(map(repr, _VERIFIES))}")
+        for option, allowed in (("determinism_check", _CHECKS), ("verify", _VERIFIES)):
+            if getattr(self, option) not in allowed:
+                raise UsageError(
+                    f"{option}: got {getattr(self, option)!r}, expected one of {', '.join(map(repr, allowed))}"
+                )
         choices = Choices(self.save, self.offload, self.policy)
         if self.use_reentrant:
             kept, plain = "saves nothing that could be kept", "runs without autograd"
             for name, given, why in (
-                ("save", choices.names("save"), kept),
-                ("offload of more than 'inputs'", choices.names("offload"), kept),
+                ("save", choices.has(Decision.KEEP), kept),
+                ("offload of more than 'inputs'", choices.has(Decision.OFFLOAD), kept),
                 ("policy", self.policy is not None, kept),
                 ("drop_output", self.drop_output, plain),
                 ("determinism_check='none'", self.determinism_check == "none", plain),
             ):
                 if given:
                     raise UsageError(
-                        f"got {name} with use_reentrant=True, whose forward {why}, expected use_reentrant=False"
+                        f"{name} with use_reentrant=True has no effect: its forward {why}. Use use_reentrant=False."
                     )
-        object.__setattr__(self, "choices", choices)
-        object.__setattr__(self, "choices_key", choices.key)
         if self.check_partition and self.partition_inputs is None:
-            raise UsageError("check_partition: got it without partition_inputs, expected the group to compare over")
-        partition = None
-        if self.partition_inputs is not None:
-            partition = Partition(self.partition_inputs, always_checks=self.check_partition)
+            raise UsageError("check_partition has no effect without partition_inputs, its group. Set both, or none.")
+        group = self.partition_inputs
+        partition = None if group is None else Partition(group, always_checks=self.check_partition)
+        object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "partition", partition)
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -254,37 +243,24 @@ def _call_checkpointed(
     def first() -> Any:
         return function(*args, **kwargs)
 
-    if in_replay():
-        # Part of an outer replay, whose checks cover it.
-        owner = session if session is not None else Session.default()
-        state = PythonState(function, arguments.objects())
-        if state.has_iterators or state.is_lazy or state.writes_parameters:
-            return first()
-        again = ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant)
-        inputs = Decision.KEEP if how.choices.inputs is not None else None
-        scope, checks = current_scope(owner), owner.of(PendingChecks)
-        trusted, draws = LearnedCalls.trusted(), how.preserve_rng_state
-        setup = CallSetup(again, state, trusted, scope, inputs, checks, _label(function), draws)
-        return _replayable(how, setup).run(first, tensors)
     session = session if session is not None else Session.default()
+    if in_replay():
+        again = ReplayedFunction(function, arguments, reentrant=how.use_reentrant)
+        return _call_in_replay(how, again, session, first, tensors)
     session.check_open()
     see_again()
-    choices = how.choices
-    scope = current_scope(session)
+    planned, scope = how.choices.planned, current_scope(session)
     is_foreign, is_scoped = hooks_around()
     if how.drop_output and not is_scoped:
         raise UsageError(
-            "drop_output: got it outside of any spillway.offload context, expected one around the function and its "
-            "consumer, since nothing else sees the consumer save the output; write `with "
-            "spillway.offload(policy=spillway.policies.Keep()):` around both"
+            "drop_output has no effect outside of a spillway.offload context, which sees the consumer save the output. "
+            "Write `with spillway.offload(policy=spillway.policies.Keep()):` around the function and its consumer."
         )
-    label = _label(function)
     known = session.of(LearnedFunctions).of(_identity_of(function, arguments.callables()))
     partition = _partition(how, scope, is_foreign=is_foreign)
     if partition is not None:
         partition.check(tensors, known)
     learned = _learned(how, known, function, tensors, arguments)
-    planned = choices.planned
     if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
@@ -292,72 +268,81 @@ def _call_checkpointed(
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    state = PythonState(function, arguments.objects())
-    kept = _why_kept(state, learned)
+    again = ReplayedFunction(function, arguments, reentrant=how.use_reentrant)
+    kept = again.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
-        scope.ledger.note(f"{label} {kept}. What autograd saves in it is kept, not recomputed.")
+        scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")
         return first()
-    if learned.varies:
-        scope.ledger.note(
-            f"{label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it is recomputed "
-            f"whole."
-        )
     is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
-    records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
     setup = CallSetup(
-        ReplayedFunction(function, arguments, state, reentrant=how.use_reentrant),
-        state,
+        again,
         learned,
         scope,
-        choices.inputs,
+        how.choices.inputs,
         session.of(PendingChecks),
-        label,
         draws=how.preserve_rng_state and not is_captured,
         compares=how.verify == "always",
         is_captured=is_captured,
         partition=partition,
-        unused=() if choices.preserves else choices.unused(),
+        unused=() if how.choices.preserves else how.choices.unused(),
     )
-    selection = Selection(choices, how.choices_key, _module_of(function)) if records else None
-    replayable = _replayable(
-        how,
-        setup,
-        checks=how.determinism_check != "none",
-        drops_output=how.drop_output,
-        selection=selection,
-        observer=observer,
-    )
-    output = replayable.run(first, tensors)
-    if isinstance(replayable, CheckpointedCall):
-        for tensor, slot in replayable.outputs:
+    call = _replayable(how, setup, observer, module_of(function))
+    output = call.run(first, tensors)
+    if isinstance(call, CheckpointedCall):
+        for tensor, slot in call.outputs:
             session.of(SavedState).outputs.set(tensor, DroppedOutput(tensor, slot))
-        replayable.outputs.clear()
+        call.outputs.clear()
     return output
 
 
 # Tracers of the caller must leave it out. The shorter entry is for callers that are not traced.
-call_checkpointed: Callable[..., Any] = torch._disable_dynamo(_call_checkpointed)  # type: ignore[attr-defined, unused-ignore]
+call_checkpointed = disable_dynamo(_call_checkpointed)
 call_checkpointed_untraced = untraced(_call_checkpointed)
+
+
+def _call_in_replay(
+    how: Recompute, again: ReplayedFunction, session: Session, first: Callable[[], Any], tensors: Sequence[torch.Tensor]
+) -> Any:
+    """Run a function that an outer one calls in its replay, whose checks cover it."""
+    if again.why_kept() is not None:
+        return first()
+    inputs = Decision.KEEP if how.choices.inputs is not None else None
+    scope, learned = current_scope(session), LearnedCalls.trusted()
+    setup = CallSetup(again, learned, scope, inputs, session.of(PendingChecks), how.preserve_rng_state)
+    call = ReentrantCall(setup) if how.use_reentrant else CheckpointedCall(setup, stops_early=how.early_stop)
+    return call.run(first, tensors)
+
+
+def _replayable(
+    how: Recompute, setup: CallSetup, observer: Observer | None, module: torch.nn.Module | None
+) -> CheckpointedCall | ReentrantCall:
+    """The call, in the mode of the options."""
+    if setup.learned.varies:
+        setup.scope.ledger.note(
+            f"{setup.function.label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it "
+            f"is recomputed whole."
+        )
+    if how.use_reentrant:
+        return ReentrantCall(setup)
+    choices, planned = how.choices, how.choices.planned
+    records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
+    return CheckpointedCall(
+        setup,
+        stops_early=how.early_stop,
+        checks=how.determinism_check != "none",
+        drops_output=how.drop_output,
+        selection=Selection(choices, module) if records else None,
+        observer=observer,
+    )
 
 
 def hooks_around() -> tuple[bool, bool]:
     """Whether other saved-tensor hooks are around, and whether ours are."""
-    hooks: tuple[object, object] | None = _top_saved_tensors_default_hooks(True)
+    hooks = top_hooks(True)
     is_ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), ForwardScope)
     return hooks is not None and not is_ours, is_ours
-
-
-def _why_kept(state: PythonState, learned: LearnedCalls) -> str | None:
-    """Why the function cannot be replayed, if it cannot."""
-    if state.has_iterators:
-        return "has an iterator, or a file, whose state cannot be copied for a second run"
-    if state.is_lazy:
-        return "has a lazy layer, which makes its parameters in this call"
-    if state.writes_parameters:
-        return "has an embedding with max_norm, whose forward writes its weight"
-    return "takes a gradient of what it computes" if learned.takes_gradients else None
 
 
 def _learned(
@@ -369,20 +354,13 @@ def _learned(
 ) -> LearnedCalls:
     """Knowledge about this kind of call: types of tensors, numbers, the mode, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
-    kind: Hashable = (types, arguments.numbers(), getattr(_module_of(function), "training", None), how.use_reentrant)
+    kind: Hashable = (types, arguments.numbers(), getattr(module_of(function), "training", None), how.use_reentrant)
     learned: LearnedCalls | None = known.calls.get(kind)
     if learned is None:
         # A number may count calls.
         kind = (types, how.use_reentrant) if len(known.calls) >= _MOST_KINDS else kind
         learned = known.calls.setdefault(kind, LearnedCalls())
     return learned
-
-
-def _replayable(how: Recompute, setup: CallSetup, **options: Any) -> CheckpointedCall | ReentrantCall:
-    """The call, in the mode of the options."""
-    if how.use_reentrant:
-        return ReentrantCall(setup)
-    return CheckpointedCall(setup, stops_early=how.early_stop, **options)
 
 
 def _partition(how: Recompute, scope: ForwardScope, *, is_foreign: bool) -> Partition | None:
@@ -396,28 +374,16 @@ def _partition(how: Recompute, scope: ForwardScope, *, is_foreign: bool) -> Part
     return how.partition
 
 
-def _module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
-    """The module that the function is, or is a method of."""
-    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
-    return module if isinstance(module, torch.nn.Module) else None
-
-
-def _label(function: Callable[..., Any]) -> str:
-    """Name of a function in errors."""
-    module = _module_of(function)
-    return type(module).__name__ if module is not None else getattr(function, "__qualname__", repr(function))
-
-
 def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Hashable:
-    """Identity of a function for what its calls have taught: a module, or code and the functions that it uses."""
+    """Identity of a function: a module, or code and the functions that it uses."""
     if more:
         return (_identity_of(function), *(_identity_of(each, depth=depth - 1) for each in more))
-    module = _module_of(function)
+    module = module_of(function)
     if module is not None:
         is_other = isinstance(function, types.MethodType) and function.__name__ != "forward"
         return (weakref.ref(module), function.__func__) if is_other else weakref.ref(module)
     inner = function.func if isinstance(function, functools.partial) else function
-    inner = getattr(inner, "_torchdynamo_orig_callable", inner)
+    inner = without_dynamo(inner)
     code = getattr(inner, "__code__", None)
     if code is None or depth == 0:
         return inner if inner is function and isinstance(inner, type) else type(inner) if code is None else code
@@ -436,7 +402,7 @@ def _is_filled(cell: Any) -> bool:
 
 def _has_gradients(function: Callable[..., Any]) -> bool:
     """Whether a module, of which no input requires grad, has parameters that do."""
-    module = _module_of(function)
+    module = module_of(function)
     if module is None:
         raise UsageError(
             f"use_reentrant=True: got no input that requires grad for {function!r}, expected one, or a module whose "

@@ -1,4 +1,4 @@
-"""Operators by name: which outputs of a recomputed region are kept or offloaded, and which are computed again.
+"""Selectors: which operators' outputs of a checkpointed function are kept, offloaded or recomputed.
 
 A *selector* names operators. It is one of
 
@@ -6,23 +6,24 @@ A *selector* names operators. It is one of
   ``"pointwise"``, ``"random"``;
 * an operator: ``torch.ops.aten.mm.default``, all its overloads (``torch.ops.aten.mm``), or its name, with or without
   overload, as in a shell: ``"aten::mm"``, ``"aten::add.Tensor"``, ``"aten::*softmax*"``;
-* the submodule that ran it, by its path below the region's module: ``"*.q_proj"``, ``"mlp.*"``;
+* the submodule that ran it, by its path below the function's module: ``"*.q_proj"``, ``"mlp.*"``;
 * :class:`within`: both of these, operators that run inside of a submodule;
-* :class:`saved_by`: what operators save for backward, whoever computed it;
+* :class:`saved_by`: the tensors that operators save for backward;
 * a predicate, called with an :class:`OperatorCall`;
-* ``"inputs"``: the inputs of the region.
+* ``"inputs"``: the inputs of the function.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, SelectiveCheckpointContext
 
+from spillway._torch import AnyOperator, Overload, Overloads, overload_of, schema_of
 from spillway.errors import PolicyError, UsageError
 from spillway.types import Decision
 
@@ -53,14 +54,14 @@ FAMILIES = (*_NAMES, *_TAGS)
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """One operator that ran in a region: what a predicate decides from."""
+    """One operator that a checkpointed function ran, for predicates."""
 
     operator: Any
     """The overload: ``torch.ops.aten.mm.default``."""
     module: str | None
-    """Path of the submodule that ran it, below the region's module, which is ``""``."""
+    """Path of the submodule that ran it, below the function's module, which is ``""``."""
     index: int
-    """How many operators ran in the region before it."""
+    """Number of operators that the function ran before it."""
     nbytes: int
     """Bytes of its outputs."""
 
@@ -75,10 +76,10 @@ Predicate = Callable[[OperatorCall], bool]
 
 @dataclass(frozen=True)
 class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
-    """What operators save for backward and has been computed in the region: their inputs and outputs, as autograd asks.
+    """Tensors that operators save for backward, and that the function has computed: their inputs and outputs.
 
-    ``offload=[saved_by("attention")]`` sends away the very queries, keys and values that attention was given (after
-    rotary embedding, that is), its output and its statistics, so that nothing before it has to run again for its sake.
+    ``offload=[saved_by("attention")]`` offloads the queries, keys and values that attention reads (after rotary
+    embedding), its output and its statistics. No operator before attention is recomputed for their sake.
 
     Args:
         selector: a family, or an operator.
@@ -98,16 +99,16 @@ class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
 class within:  # noqa: N801  (read aloud: save=within("mlp", "matmul"))
     """Operators that run inside of a submodule: those that both arguments name.
 
-    ``save=[within("mlp", "matmul")]`` keeps what the matrix products of ``mlp`` give. Products elsewhere, and other
-    operators of ``mlp``, are recomputed. A submodule's own submodules, at any depth, are inside of it.
+    ``save=[within("mlp", "matmul")]`` keeps the outputs of the matrix products of ``mlp``. Products elsewhere, and
+    other operators of ``mlp``, are recomputed. A submodule's own submodules, at any depth, are inside of it.
 
     Args:
-        module: the submodule's path below the region's module, or a pattern of paths as in a shell: ``"mlp"``,
+        module: the submodule's path below the function's module, or a pattern of paths as in a shell: ``"mlp"``,
             ``"*.experts"``.
         selector: a family, or an operator.
 
     Raises:
-        UsageError: for a path that is none, or a selector that is neither.
+        UsageError: for an invalid path or selector.
 
     Example:
         >>> how = spillway.Recompute(save=spillway.within("mlp", "matmul"), offload="attention")  # doctest: +SKIP
@@ -126,42 +127,39 @@ class within:  # noqa: N801  (read aloud: save=within("mlp", "matmul"))
 
     def __call__(self, call: OperatorCall) -> bool:
         """Whether the operator is one of them."""
-        return call.module is not None and self._names(call.operator) and self._has(call.module)
-
-    def _has(self, path: str) -> bool:
-        names = path.split(".")
+        if call.module is None or not self._names(call.operator):
+            return False
+        names = call.module.split(".")
         outer = (".".join(names[:count]) for count in range(1, len(names) + 1))
         return any(fnmatch.fnmatchcase(each, self.module) for each in outer)
 
 
 @dataclass(frozen=True, eq=False)
 class Planned:
-    """Decisions about a region, operator by operator, as a plan makes them.
+    """A plan's decisions about a block, operator by operator.
 
-    An operator that is not the one that stands at its place in the plan is computed again.
+    If another operator stands at a place than in the plan, its outputs are recomputed.
     """
 
     decisions: Mapping[int, tuple[str, Decision]]
-    """By how many operators ran before it: its name, as ``"aten::mm.default"``, and what is done with what it gives."""
+    """For an operator, by the number of operators before it: its name (``"aten::mm.default"``), and the decision."""
     inputs: Decision = Decision.KEEP
-    """What is done with the region's inputs."""
+    """The decision about the inputs."""
     recomputes: bool = True
-    """Whether anything that is saved is computed again. An attached block of which nothing is, is no region: what is
-    not named stays."""
+    """Whether any saved tensor is recomputed. Otherwise tensors without a decision are kept."""
 
     def decision(self, place: int, operator: Any) -> Decision:
-        """What is done with what the operator gives, which is the one at a place."""
+        """The decision about the operator at a place."""
         planned = self.decisions.get(place)
-        return _RECOMPUTE if planned is None or planned[0] != full_name(operator) else planned[1]
+        return Decision.RECOMPUTE if planned is None or planned[0] != full_name(operator) else planned[1]
 
 
-_RECOMPUTE = Decision.RECOMPUTE
-Selector = str | torch._ops.OpOverload | torch._ops.OpOverloadPacket | Predicate | within | saved_by
+Selector = str | Overload | Overloads | Predicate | within | saved_by
 
 
 @dataclass(slots=True, eq=False)
 class _Rule:
-    """One selector: what it is asked, and what follows if it says yes."""
+    """One selector: its test, and the decision if the test is true."""
 
     selector: Any
     test: Callable[[Any], bool]
@@ -170,7 +168,7 @@ class _Rule:
 
 
 def _first(rules: list[_Rule], asked: Any) -> Decision | None:
-    """The decision of the first rule that says yes."""
+    """The decision of the first rule whose test is true."""
     for rule in rules:
         if rule.test(asked):
             rule.has_named = True
@@ -179,18 +177,17 @@ def _first(rules: list[_Rule], asked: Any) -> Decision | None:
 
 
 class Choices:
-    """Decides about the operators of a region.
+    """Decides about the operators of a checkpointed function.
 
     Args:
-        save: selectors of what is kept.
-        offload: selectors of what leaves. What both name is kept; :class:`saved_by` is asked last.
-        policy: a :class:`Planned`, or a policy function of
-            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, asked instead. The ``MUST`` and ``PREFER``
-            values differ in one thing: an output that must be saved or offloaded and is then written in place is an
-            error, one that is preferred to be is computed again.
+        save: selectors of tensors to keep. They win over ``offload``. :class:`saved_by` comes last.
+        offload: selectors of tensors to offload.
+        policy: instead, a :class:`Planned`, or a policy function of
+            ``torch.utils.checkpoint.create_selective_checkpoint_contexts``. If an output is written in place, the
+            ``MUST`` values raise an error, and for the ``PREFER`` values it is recomputed.
 
     Raises:
-        UsageError: for a selector that cannot be meant.
+        UsageError: for an invalid selector.
     """
 
     def __init__(
@@ -199,125 +196,104 @@ class Choices:
         offload: Selector | Sequence[Selector] = (),
         policy: Planned | Callable[..., CheckpointPolicy | bool] | None = None,
     ) -> None:
-        self._planned = policy if isinstance(policy, Planned) else None
-        if policy is not None and self._planned is None and not callable(policy):
+        self.planned = policy if isinstance(policy, Planned) else None
+        """The plan, if there is one."""
+        if policy is not None and self.planned is None and not callable(policy):
             raise UsageError(f"policy: got {policy!r}, expected a callable as torch's selective checkpointing takes it")
         self._policy: Any = policy
-        self.said = tuple(
-            (tuple(_listed(selectors)), name) for selectors, name in ((save, "save"), (offload, "offload"))
-        )
-        """The selectors. With these alone, and no predicate among them, the same is decided again."""
-        self.inputs: Decision | None = None
-        """What is done with the inputs of a region."""
+        self.inputs: Decision | None = None if self.planned is None else self.planned.inputs
+        """The decision about the inputs."""
         self.wants_modules = False
         self.patterns: list[str] = []
         """Patterns of submodules."""
-        self.saved_by: list[_Rule] = []
-        """Asked last: what no name decides about."""
+        self._saved_by: list[_Rule] = []
         self._names: list[_Rule] = []
         self._predicates: list[_Rule] = []
-        for selectors, decision in ((save, Decision.KEEP), (offload, Decision.OFFLOAD)):
-            for selector in _listed(selectors):
-                self._add(selector, decision)
-        self._known: dict[Any, Decision | None] = {}
-        self._known_saving: dict[Any, Decision | None] = {}
-        if policy is not None and (self._names or self._predicates or self.saved_by or self.inputs):
-            raise UsageError("got both a policy and selectors, expected one of them")
+        self._selectors = [
+            (selector, decision)
+            for selectors, decision in ((save, Decision.KEEP), (offload, Decision.OFFLOAD))
+            for selector in (selectors if isinstance(selectors, (list, tuple, set, frozenset)) else (selectors,))
+        ]
+        for selector, decision in self._selectors:
+            self._add(selector, decision)
+        if policy is not None and self._selectors:
+            raise UsageError("A policy and selectors (save, offload) exclude each other. Give one of them.")
+        self.key: Hashable = self.planned or (
+            _key_of(policy),
+            # By name: the hash of an enum is a Python function.
+            *((decision.name, _key_of(selector)) for selector, decision in self._selectors),
+        )
+        """Tells these choices from others."""
         self._met: set[int] = set()
-        if self._planned is not None:
-            self.inputs = self._planned.inputs
+        """Places of the plan's operators that came."""
 
     @property
     def any(self) -> bool:
-        """Whether anything is said of operators' outputs."""
+        """Whether outputs of operators may be kept or offloaded, apart from :class:`saved_by`."""
         return bool(self._policy or self._names or self._predicates)
 
     @property
     def preserves(self) -> bool:
-        """Whether what some operator gives may be kept or offloaded."""
-        if self._planned is not None:
-            return bool(self._planned.decisions)
-        return self.any or bool(self.saved_by)
+        """Whether a tensor may be kept or offloaded, apart from the inputs."""
+        return bool(self.planned.decisions) if self.planned is not None else self.any or bool(self._saved_by)
 
-    @property
-    def key(self) -> Hashable:
-        """What tells these choices from others that may decide otherwise."""
-        if self._planned is not None:
-            return self._planned
-        return _key_of(self._policy), *((name, *map(_key_of, selectors)) for selectors, name in self.said)
-
-    def names(self, option: str) -> bool:
-        """Whether ``save`` or ``offload`` names anything but the inputs."""
-        return any(name == option and any(each != INPUTS for each in selectors) for selectors, name in self.said)
-
-    def by_name(self, operator: Any) -> Decision | None:
-        """The decision, if it follows from the operator alone."""
-        try:
-            return self._known[operator]
-        except KeyError:
-            decision = self._known[operator] = _first(self._names, operator)
-            return decision
+    def has(self, decision: Decision) -> bool:
+        """Whether a selector other than the inputs has this decision."""
+        return any(each is decision and selector != INPUTS for selector, each in self._selectors)
 
     @property
     def asks(self) -> bool:
-        """Whether each call must be asked about."""
+        """Whether decisions depend on more than the operator."""
         return bool(self._predicates) or self._policy is not None
 
-    @property
-    def planned(self) -> Planned | None:
-        """The plan, if the decisions follow from operators and their places."""
-        return self._planned
+    def by_name(self, operator: Any) -> Decision | None:
+        """The decision, if it follows from the operator alone."""
+        return _first(self._names, operator)
+
+    def by_saving(self, operator: Any) -> Decision | None:
+        """The decision about tensors that the operator saves."""
+        return _first(self._saved_by, operator)
 
     def by_place(self, place: int, operator: Any) -> Decision:
         """The plan's decision about the operator at a place."""
-        assert self._planned is not None
-        decision = self._planned.decision(place, operator)
-        if decision is not _RECOMPUTE:
+        assert self.planned is not None
+        decision = self.planned.decision(place, operator)
+        if decision is not Decision.RECOMPUTE:
             self._met.add(place)
         return decision
 
     def by_call(self, call: OperatorCall, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
-        """The decision about one call, and whether it must be so."""
-        if self._policy is not None:
-            return self._by_policy(call.operator, output, args, kwargs)
-        return _first(self._predicates, call) or Decision.RECOMPUTE, False
-
-    def by_saving(self, operator: Any) -> Decision | None:
-        """What is done with what the operator saves."""
-        try:
-            return self._known_saving[operator]
-        except KeyError:
-            decision = self._known_saving[operator] = _first(self.saved_by, operator)
-            return decision
-
-    def unused(self) -> list[Any]:
-        """Selectors that have named nothing yet, and operators of a plan that did not come."""
-        selectors = [rule.selector for rule in (*self._names, *self._predicates, *self.saved_by) if not rule.has_named]
-        missed = () if self._planned is None else self._planned.decisions.keys() - self._met
-        planned = {} if self._planned is None else self._planned.decisions
-        return selectors + [f"{planned[place][0]} at {place}" for place in sorted(missed)]
-
-    def _by_policy(self, operator: Any, output: Any, args: Any, kwargs: Any) -> tuple[Decision, bool]:
-        answer = self._policy(_context(output), operator, *args, **kwargs)
+        """The decision about one call, and whether it is a command."""
+        if self._policy is None:
+            return _first(self._predicates, call) or Decision.RECOMPUTE, False
+        context = SelectiveCheckpointContext(is_recompute=False)
+        context.op_output = output  # type: ignore[attr-defined, unused-ignore]  # younger than the oldest torch served
+        answer = self._policy(context, call.operator, *args, **kwargs)
         if isinstance(answer, bool):
             answer = CheckpointPolicy.MUST_SAVE if answer else CheckpointPolicy.PREFER_RECOMPUTE
         if not isinstance(answer, CheckpointPolicy):
             raise PolicyError(
-                f"policy {self._policy!r}: got {answer!r} for {operator}, expected a "
+                f"policy {self._policy!r}: got {answer!r} for {call.operator}, expected a "
                 f"torch.utils.checkpoint.CheckpointPolicy or a bool"
             )
-        return _MEANING[answer], answer.name.startswith("MUST")
+        return _MEANING[answer.name.partition("_")[2]], answer.name.startswith("MUST")
+
+    def unused(self) -> list[Any]:
+        """Selectors that have named no operator yet, and operators of a plan that did not come."""
+        selectors = [rule.selector for rule in (*self._names, *self._predicates, *self._saved_by) if not rule.has_named]
+        planned = {} if self.planned is None else self.planned.decisions
+        return selectors + [f"{planned[place][0]} at {place}" for place in sorted(planned.keys() - self._met)]
 
     def _add(self, selector: Any, decision: Decision) -> None:
         if isinstance(selector, str) and selector == INPUTS:
             self.inputs = self.inputs or decision
         elif isinstance(selector, saved_by):
-            self.saved_by.append(_Rule(selector, selector.matches, decision))
+            self._saved_by.append(_Rule(selector, selector.matches, decision))
         elif _is_module_pattern(selector):
             self.patterns.append(selector)
             self.wants_modules = True
             self._predicates.append(_Rule(selector, _in_module(selector), decision))
-        elif isinstance(selector, (str, torch._ops.OperatorBase, torch._ops.OpOverloadPacket)):
+        elif isinstance(selector, (str, AnyOperator, Overloads)):
             self._names.append(_Rule(selector, _test_of(selector), decision))
         elif callable(selector):
             if isinstance(selector, within):
@@ -329,31 +305,19 @@ class Choices:
             raise UsageError(_unknown(selector))
 
 
-_MEANING = {
-    CheckpointPolicy.MUST_SAVE: Decision.KEEP,
-    CheckpointPolicy.PREFER_SAVE: Decision.KEEP,
-    CheckpointPolicy.MUST_RECOMPUTE: Decision.RECOMPUTE,
-    CheckpointPolicy.PREFER_RECOMPUTE: Decision.RECOMPUTE,
-    CheckpointPolicy.MUST_CPU_OFFLOAD: Decision.OFFLOAD,
-    CheckpointPolicy.PREFER_CPU_OFFLOAD: Decision.OFFLOAD,
-}
+_MEANING = {"SAVE": Decision.KEEP, "RECOMPUTE": Decision.RECOMPUTE, "CPU_OFFLOAD": Decision.OFFLOAD}
+"""Decisions by names of ``CheckpointPolicy``, after ``MUST_`` or ``PREFER_``."""
 
 
 def full_name(operator: Any) -> str:
-    """``"aten::mm.default"``; of an operator of higher order, its name."""
-    if isinstance(operator, torch._ops.OpOverload):
-        return f"{operator._schema.name}.{operator._overloadname}"
+    """``"aten::mm.default"``; for an operator of higher order, its name."""
+    if isinstance(operator, Overload):
+        return f"{schema_of(operator).name}.{overload_of(operator)}"
     return str(operator)
 
 
-def _context(output: Any) -> SelectiveCheckpointContext:
-    context = SelectiveCheckpointContext(is_recompute=False)
-    context.op_output = output  # type: ignore[attr-defined, unused-ignore]  # younger than the oldest torch served
-    return context
-
-
 def _key_of(selector: Any) -> Hashable:
-    """What tells a selector from others: functions by their code and what they close over."""
+    """Tells a selector from others: functions by their code and their closures."""
     code = getattr(selector, "__code__", None)
     if code is None:
         return selector if isinstance(selector, Hashable) else id(selector)
@@ -361,16 +325,10 @@ def _key_of(selector: Any) -> Hashable:
     return code, *(each if isinstance(each, Hashable) else id(each) for each in cells)
 
 
-def _listed(selectors: Any) -> Iterable[Any]:
-    if isinstance(selectors, (list, tuple, set, frozenset)):
-        return selectors
-    return (selectors,)
-
-
 def _is_module_pattern(selector: Any) -> bool:
     if not isinstance(selector, str) or "::" in selector or selector in FAMILIES:
         return False
-    if selector == "" or not any(sign in selector for sign in ".*?["):
+    if not any(sign in selector for sign in ".*?["):
         raise UsageError(_unknown(selector))
     return True
 
@@ -380,10 +338,10 @@ def _in_module(pattern: str) -> Predicate:
 
 
 def _test_of(selector: Any) -> Callable[[Any], bool]:
-    """Whether an operator is meant by a family, an operator or its name."""
-    if isinstance(selector, torch._ops.OpOverloadPacket):
+    """The test of a family, an operator or its name."""
+    if isinstance(selector, Overloads):
         return lambda operator: getattr(operator, "overloadpacket", None) is selector
-    if isinstance(selector, torch._ops.OperatorBase):
+    if isinstance(selector, AnyOperator):
         return lambda operator: operator is selector
     if isinstance(selector, str) and selector in _TAGS:
         tag = _TAGS[selector]

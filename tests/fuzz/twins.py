@@ -158,7 +158,7 @@ class _Limits:
             # Torch's own checkpoint cannot, either.
             errors.append("NestedTensorImpl doesn't support sizes")
         if program.is_reentrant:
-            errors += ["Trying to backward through the graph a second time", "expected a plain backward()"]
+            errors += ["Trying to backward through the graph a second time", "Call a plain backward()"]
         # In the reentrant mode nothing is saved in forward. What a block writes itself, it reads again as it was.
         writes = program.is_reentrant and not program.names.isdisjoint(_WRITERS)
         unnoticed = ("has been modified by an inplace operation",) if writes else ()

@@ -27,7 +27,7 @@ def ended(before: Probe | None, work: Any) -> Probe:
     probe = Probe(torch.device("cpu"), before)
     assert not probe.is_complete
     probe._busy = work
-    probe.ended(Recorder(Selection(Choices(), None, None)))
+    probe.ended(Recorder(Selection(Choices(), None)))
     return probe
 
 

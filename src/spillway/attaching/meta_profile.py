@@ -237,7 +237,7 @@ class _BlockCall:
         with saved_tensors_hooks(self._pack, _unpack):
             if not observer.wants_operators:
                 return forward(*args, **kwargs)
-            self._recorder, self._observer = recorder, _ = Recorder(Selection(Choices(), None, None)), observer
+            self._recorder, self._observer = recorder, _ = Recorder(Selection(Choices(), None)), observer
             recorder.begin(tensors_of(args, kwargs))
             with recorder, observer.watching(recorder):
                 output = forward(*args, **kwargs)

@@ -1,1 +1,1 @@
-"""The recompute engine: a checkpointed function runs without modes, and runs again in backward."""
+"""The recompute engine: a checkpointed function runs without modes, and is recomputed in backward."""

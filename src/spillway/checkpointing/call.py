@@ -2,23 +2,21 @@
 
 NOTE [ A checkpointed call ]
 
-Forward runs the function under a pack hook and without dispatch modes. Autograd gets a :class:`SavedSlot` for each
-tensor that it saves. The slot has the tensor's number in the order of saving, and no memory.
+In forward, autograd gets a :class:`SavedSlot` for each tensor that the function saves. The slot has the tensor's number
+in the order of saving, and no memory. No dispatch mode is active.
 
-Backward unpacks one of the slots. The function then runs again (the *replay*) under a hook that collects the tensors
-by the same numbers. Its Python state, random generators, autocast and other settings are those of forward. The replay
-ends with the last tensor that is still wanted.
+In backward, autograd unpacks a slot. The function is recomputed (the *replay*) under a hook that collects the tensors
+by the same numbers, on the Python state, random generators, autocast and other settings of forward. The replay ends
+with the last tensor that is still wanted.
 
 The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. Spillway checks more than
-torch does: number, shape, dtype and device of each saved tensor in every call, versions of the tensors that the
-function reads, and the values themselves in the first call and in samples of later ones (``learned.py``).
-
-Selectors, a policy or a plan may preserve some of the tensors: see ``preserved.py``.
+torch does. In every call it compares number, shape, dtype and device of saved tensors, and versions of the tensors that
+the function reads. In the first call and in samples of later ones, it compares the values (``learned.py``).
 
 NOTE [ Gradients inside ]
 
-A function may take a gradient of what it computes. Autograd then unpacks a slot before forward has ended. The function
-is replayed as far as forward has come, and is compared. From there on, all that it saves is kept, and this call is not
+A function may take a gradient of its own results. Autograd then unpacks a slot before forward has ended. The function
+is replayed as far as forward has come, and is compared. From there on, its saved tensors are kept, and this call is not
 replayed again. Later calls of the kind are plain.
 
 NOTE [ Ownership ]
@@ -37,10 +35,9 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
-from spillway._torch import untraced
-from spillway.checkpointing.checks import difference_error, fingerprint_of, nodes_with_unwritten_memory
+from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
+from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.function import replay_argument
 from spillway.checkpointing.partial_replay import PartialReplay
@@ -54,22 +51,12 @@ from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 _STRIDED = torch.strided
 
 
 class CheckpointedCall(ReplayableCall):
-    """One call. See NOTE [ A checkpointed call ].
-
-    Args:
-        setup: the function, its state, and how it is called.
-        stops_early: whether a replay ends with the last tensor that is wanted.
-        checks: whether shape, dtype and device of what is saved are compared.
-        drops_output: whether outputs, too, can be recomputed: :attr:`outputs` then has them.
-        selection: what is preserved; ``None``: nothing, and its operators are not recorded.
-        observer: a profiler.
-    """
+    """One call. See NOTE [ A checkpointed call ]. Its operators are recorded only if there is a ``selection``."""
 
     def __init__(
         self,
@@ -90,7 +77,7 @@ class CheckpointedCall(ReplayableCall):
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
         self.holds_values = observer is not None
-        """Whether slots come back to the call each time that they are unpacked."""
+        """Whether slots ask the call each time that they are unpacked."""
         self._selection = selection
         self._observer = observer
         self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
@@ -105,12 +92,8 @@ class CheckpointedCall(ReplayableCall):
         """Shape, dtype, device and strides of each tensor that forward saved."""
         self._slots: list[Callable[[], SavedSlot | None]] = []
         """Weak references to slots of saved tensors, and then to those of dropped outputs."""
-        self._fingerprints: dict[int, torch.Tensor] = {}
-        """Fingerprints of the tensors that forward saved, if values are compared."""
-        self._saved_by: dict[int, int] = {}
-        """The number of the node that saved each of these tensors, until forward has ended."""
-        self._pending: list[tuple[int, torch.Tensor, int]] = []
-        """Tensors saved by the running operator, which may still write them, with the number of its node."""
+        self._fingerprints = Fingerprints()
+        """Those of the tensors that forward saved, if values are compared."""
         self._storages: dict[int, int] = {}
         """In an observed call: memory of the tensors that forward saved, by numbers."""
         self._lock = threading.RLock()
@@ -120,12 +103,7 @@ class CheckpointedCall(ReplayableCall):
     # Forward.
 
     def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the function, and return its output.
-
-        Args:
-            first: runs it, with the caller's own arguments.
-            tensors: the tensors among the arguments.
-        """
+        """Run the function, by ``first`` with the caller's own arguments, and return its output."""
         if not self._may_begin(tensors):
             return first()
         if self._selection is not None:
@@ -135,7 +113,7 @@ class CheckpointedCall(ReplayableCall):
             arguments = self._tensors if self._partition is None else ()
             reached = self._reached.constants()
             self._preserved = PreservedTensors(self._decisions, self._scope, tensors, arguments, reached)
-        self._is_running, output, first_node = True, None, _next_node()
+        self._is_running, output, first_node = True, None, next_node()
         try:
             with saved_tensors_hooks(self._packing(), unpack):
                 output = first()
@@ -149,11 +127,7 @@ class CheckpointedCall(ReplayableCall):
             self._is_running = False
             with below_modes(self._subclass):
                 if self._compares:
-                    self._fingerprint_pending(None)
-                    unwritten = nodes_with_unwritten_memory(output, first_node)
-                    for number in [number for number, node in self._saved_by.items() if node in unwritten]:
-                        del self._fingerprints[number]
-                    self._saved_by.clear()
+                    self._fingerprints.end(output, first_node)
                 if self._preserved is not None:
                     self._preserved.forward_ended(output, len(self._metas))
                 self._forward_ended(output, tensors)
@@ -168,7 +142,7 @@ class CheckpointedCall(ReplayableCall):
     def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         outside = storages_of([*tensors, *self._reached.tensors()])
         for index, tensor in enumerate(tensors_in(tree_leaves(output))):
-            if type(tensor) in PLAIN and is_strided(tensor) and tensor.untyped_storage()._cdata not in outside:
+            if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots), index, tensor)
                 self._slots.append(_weak(slot))
                 self.outputs.append((tensor, slot))
@@ -191,7 +165,7 @@ class CheckpointedCall(ReplayableCall):
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
-                        self._fingerprint_pending(_next_node())
+                        self._fingerprints.take(next_node())
                 handle = preserved.pack(tensor, number)
                 if handle is not None:
                     slots.append(_nothing)
@@ -214,35 +188,23 @@ class CheckpointedCall(ReplayableCall):
         self._shapes = shapes_of(tensors)
         decisions, self._records = self._learned.decisions(self._shapes, selection)
         self._program = None if decisions is None else decisions.program
+        is_new = decisions is not None and decisions.is_new
         if self._is_captured:
             # Nothing can be compared in a captured graph.
-            self._records = False
-            if decisions is not None and (decisions.is_validated or not decisions.leaves_out):
-                self._decisions = decisions
-            return
+            decisions, is_new, self._records = None if is_new else decisions, False, False
         self._decisions = decisions
-        is_new = decisions is not None and decisions.leaves_out and not decisions.is_validated
         self._compares = self._compares or self._records or is_new
         # A replay that records must draw what forward drew: nothing is preserved yet.
         self._draws |= self._records
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
         with below_modes(tensor):
-            self._fingerprint_pending(_next_node())
+            self._fingerprints.take(next_node())
             if self._is_observed or number in self._learned.escaping:
                 slot.track(tensor)
             if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
-                self._storages[number] = tensor.untyped_storage()._cdata
-            self._pending.append((number, tensor.detach(), _next_node()))
-
-    def _fingerprint_pending(self, node: int | None) -> None:
-        """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
-        while self._pending and (node is None or self._pending[0][2] < node):
-            number, tensor, saved_by = self._pending.pop(0)
-            found = fingerprint_of(tensor)
-            if found is not None:
-                self._fingerprints[number] = found
-                self._saved_by[number] = saved_by
+                self._storages[number] = storage_key(tensor.untyped_storage())
+            self._fingerprints.add(number, tensor.detach(), next_node())
 
     def _learn(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._learn(output, tensors)
@@ -250,7 +212,7 @@ class CheckpointedCall(ReplayableCall):
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._state.again().tensors() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
-        storages = {each.untyped_storage()._cdata for each in outside if type(each) in PLAIN and is_strided(each)}
+        storages = {storage_key(each.untyped_storage()) for each in outside if type(each) in PLAIN and is_strided(each)}
         self._learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
         self._storages.clear()
 
@@ -265,8 +227,7 @@ class CheckpointedCall(ReplayableCall):
             if self._is_running and not self._keeps:
                 self._keeps = self.holds_values = self._learned.takes_gradients = True
                 self._scope.ledger.note(
-                    f"{self._label} takes a gradient of what it computes. What autograd saves in it is kept, not "
-                    f"recomputed."
+                    f"{self._label} takes a gradient of what it computes. Its saved tensors are kept, not recomputed."
                 )
             if slot.value is None:
                 if self._is_replaying:
@@ -285,7 +246,7 @@ class CheckpointedCall(ReplayableCall):
             value, version = slot.value
             if not self._keeps:
                 slot.value = None
-            if version != -1 and value._version != version:
+            if version != -1 and version_of(value) != version:
                 check_version(value, version, value)
             slot.seen = _weak(value)
             program = self._program
@@ -297,17 +258,15 @@ class CheckpointedCall(ReplayableCall):
     def _replay(self) -> None:
         self._replay_begins()
         compares = self._compares
-        decisions = self._decisions
-        is_new = decisions is not None and decisions.leaves_out and not decisions.is_validated
-        if self._is_observed or self._records or is_new:
+        if self._is_observed or self._records or (self._decisions is not None and self._decisions.is_new):
             self._learned.learned_from += 1
         if self._is_running:
-            self._fingerprint_pending(None)
+            self._fingerprints.take()
         collector = None if self._is_running else self._replay_by_program(compares)
         if collector is None:
             collector = self._run_again(compares)
         if compares and not collector.is_same():
-            again = self._replay_on_current_state(compares)
+            again = self._on_current_state(lambda: self._run_again(compares))
             if again is None or not again.is_same():
                 raise collector.error()
             collector = again
@@ -344,7 +303,7 @@ class CheckpointedCall(ReplayableCall):
             handle = given.get(value)
             return None if handle is None else handle.unpack()
 
-        poisons = not decisions.is_validated or any(map(self._scope.poisons, self._devices))
+        poisons = decisions.is_new or any(map(self._scope.poisons, self._devices))
         mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
         collector: Collector | None = None
         try:
@@ -356,14 +315,14 @@ class CheckpointedCall(ReplayableCall):
         why = mode.differs
         if why is None and mode.is_held():
             why = "it keeps a tensor that was left out of its replay"
-        if why is None and (collector is None or collector.is_other or not collector.is_same()):
+        if why is None and (collector is None or collector.other or not collector.is_same()):
             why = "other tensors were saved"
         if why is not None:
             self._learned.differed(decisions.program, is_final=mode.differs is None)
             self._scope.ledger.note(f"{self._label} was recomputed whole: {why}.")
             return None
         if compares:
-            decisions.is_validated = True
+            decisions.is_new = False
         return collector
 
     def _record(self) -> Collector | None:
@@ -374,33 +333,17 @@ class CheckpointedCall(ReplayableCall):
         recorder = Recorder(selection)
         collector = self._run_again(True, recorder)
         if not collector.is_same():
-            learned.record(self._shapes, selection, Program(opaque="it gives other values under a dispatch mode"))
+            learned.record(self._shapes, Program(opaque="it gives other values under a dispatch mode"))
             return None
-        learned.record(self._shapes, selection, recorder.program())
+        learned.record(self._shapes, recorder.program())
         # This asks the selectors.
         decisions, _ = learned.decisions(self._shapes, selection)
         if decisions is not None:
             self._scope.ledger.note_unused(decisions.unused)
         return collector
 
-    def _replay_on_current_state(self, compares: bool) -> Collector | None:
-        """A replay of a function that prepares itself in its first call; ``None`` if the state has not changed."""
-        with self._function.on_current_state() as is_another:
-            if not is_another:
-                return None
-            try:
-                return self._run_again(compares)
-            except Exception as error:
-                # On another state than that of forward, anything may be missing.
-                raise difference_error([self._label]) from error
-
     def _run_again(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
-        """Run the function again, and collect the tensors that it saves.
-
-        Args:
-            compares: whether they are compared with those of forward.
-            mode: sees its operators.
-        """
+        """Run the function again, under a mode if there is one, and collect the tensors that it saves."""
         slots = [slot for each in self._slots if (slot := each()) is not None]
         outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
         wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
@@ -410,7 +353,7 @@ class CheckpointedCall(ReplayableCall):
         ends_early = not compares or (bool(changed) and not (self._is_observed or isinstance(mode, Recorder)))
         # If forward still runs, it has come no further.
         stops = self._is_running or (self._stops_early and ends_early and not outputs)
-        until, fingerprints = max(wanted, default=-1), self._fingerprints
+        until, fingerprints = max(wanted, default=-1), self._fingerprints.found
         output_fingerprints: list[torch.Tensor | None] | None = self._output_fingerprints
         if isinstance(mode, PartialReplay):
             # Tensors that are left out have no content. Outputs may be among them.
@@ -428,7 +371,7 @@ class CheckpointedCall(ReplayableCall):
             fingerprints if compares else None,
             output_fingerprints,
             self._reached.storages(),
-            {tensor.untyped_storage()._cdata: (tensor, v) for tensor, v in changed if is_strided(tensor)},
+            {storage_key(tensor.untyped_storage()): (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
             compares_at_once=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
             saves=None if mode is None else mode.saves,
@@ -444,17 +387,15 @@ class CheckpointedCall(ReplayableCall):
         mode: Recorder | PartialReplay | None,
         around: AbstractContextManager[object] = _NOTHING,
     ) -> None:
-        """Run the function.
-
-        Args:
-            collector: takes the tensors that it saves.
-            changed: tensors that were written since forward, with their versions in forward.
-            mode: sees its operators.
-            around: a context around the function, within the mode.
-        """
+        """Run the function, with a context around it within the mode."""
         with below_modes(self._subclass):
             backs = zip(self._inputs_back(), self._tensors, strict=True)
-            tensors = [replay_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
+            tensors = [
+                tensor
+                if tensor.requires_grad and tensor.is_leaf and not written
+                else replay_argument(tensor, grad, written)[1]
+                for tensor, (*_, grad, written) in backs
+            ]
         collector.know([*tensors, *self._reached.tensors()])
         if isinstance(mode, Recorder):
             mode.begin(tensors)
@@ -506,14 +447,14 @@ class CheckpointedCall(ReplayableCall):
         self._replay_ended()
         observer.ended(recorder)
         self._program = recorder.program()
-        self._learned.record(self._shapes, self._selection, self._program)
+        self._learned.record(self._shapes, self._program)
         self._records = False
 
     def _note_cast(self, tensor: torch.Tensor) -> None:
         """Note a saved tensor that is the cast of a leaf, or a view of one."""
         if is_strided(tensor) and casts_leaf(tensor):
             storage = tensor.untyped_storage()
-            self._casts[storage._cdata] = _weak(storage)
+            self._casts[storage_key(storage)] = _weak(storage)
 
 
 def _nothing() -> None:

@@ -3,10 +3,10 @@
 NOTE [ Sums ]
 
 A large tensor is reduced before it is hashed. Its bytes, as 64-bit integers, are laid out in rows, and the rows are
-added up, until few sums are left. So each byte is read once, and the order of additions does not matter. One changed
-word is always seen, and so are many unrelated ones. Two words that change places are not seen if their distance is a
-whole number of rows. So the distance between rows is coprime to the number of words: tokens, heads or halves that
-change places are seen. The last row is longer for it.
+added up, until few sums are left. Each byte is read once, in any order. One changed word is always seen, and so are
+many unrelated ones. Two words that change places are not seen if they lie in the same column. So the distance between
+rows is coprime to the number of words: tokens, heads or halves that change places are seen. The last row is longer for
+it.
 
 Up to 32,768 sums one reduction is enough, which takes half the CPU time of two. Beyond that, there are some 65,000
 columns, each with a thread of its own. Small tensors are reduced to a 61st. There are at most 255 rows, at odd
@@ -32,87 +32,27 @@ import math
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.autograd import Variable
-from torch.utils._pytree import tree_leaves
 
+from spillway._torch import at_end_of_backward, disable_dispatch, graph_task, node_number, tree_leaves
 from spillway.checkpointing.tensors import PLAIN, below_modes, has_bits, is_dense, is_strided, may_be_seed, tensors_in
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
 
-_PIECE, _MOST_PIECE = 1 << 20, 1 << 23
-"""Least and most elements of a piece of a large tensor."""
-_HOST_PIECE = 1 << 14
-"""Elements of a piece on the CPU."""
 _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 _SHIFT = 0x2545F4914F6CDD1D
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_LEAVE_UNWRITTEN = frozenset(("CtcLossBackward0",))
 _SMALL = 1 << 12
 """Words of a tensor that are held as they are, without sums."""
 _FEW = 1 << 15
 """Sums that are not reduced further."""
 _COLUMNS = 1 << 16
 _FEWEST_ROWS, _MOST_ROWS = 61, 251
-
-
-def hash_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A hash of a tensor's bits: 64 bits, on its device.
-
-    ``None`` for bytes, which kernels use as workspaces and leave unwritten in part, and for tensors that are quantized
-    or have no strides.
-
-    The hash is a sum of the elements as integers, or of both halves of wide ones, each times an odd number for its
-    position (multiplicative hashing, Dietzfelbinger et al. 1997). A shift and a second product mix the odd numbers
-    (Steele et al. 2014): with equal steps between them, some changes of signs would cancel out.
-    """
-    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.dtype is torch.uint8:
-        return None
-    if not has_bits(tensor):
-        return None
-    if tensor.numel() == 0:
-        return torch.zeros((), dtype=torch.int64)
-    tensor = tensor.detach().resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    places, start = total.new_empty(0), 0
-    for piece in _pieces(tensor, _piece_of(tensor)):
-        dense = piece if piece.stride(0) == 1 else piece.clone(memory_format=torch.contiguous_format)
-        # The low half of round 64-bit numbers is zero: as one word, the product would lose their position.
-        words = dense.view(_INTEGERS[min(piece.element_size(), 4)])
-        if words.numel() > places.numel():
-            places = torch.empty(words.numel(), dtype=torch.int64, device=tensor.device)
-        here = torch.arange(start, start + words.numel(), device=places.device, out=places[: words.numel()])
-        here.mul_(_ODD).add_(_SHIFT)
-        here.bitwise_xor_(here >> 32).mul_(_ODD).bitwise_or_(1)
-        total += here.mul_(words).sum()
-        start += words.numel()
-    return total
-
-
-def _piece_of(tensor: torch.Tensor) -> int:
-    """Elements of a piece: a 64th of a large tensor, since each piece takes CPU time."""
-    if tensor.device.type == "cpu":
-        return _HOST_PIECE
-    return min(max(tensor.numel() // 64, _PIECE), _MOST_PIECE)
-
-
-def _pieces(tensor: torch.Tensor, size: int) -> Iterator[torch.Tensor]:
-    """All elements in order, as pieces with one dimension. At most one piece is copied at once."""
-    if tensor.is_contiguous():
-        yield from torch.split(tensor.flatten(), size)
-    elif tensor.numel() <= size:
-        yield tensor.flatten()
-    else:
-        for rows in torch.split(tensor, max(size * len(tensor) // tensor.numel(), 1)):
-            yield from _pieces(rows if len(rows) > 1 else rows[0], size)
 
 
 def sums(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -148,14 +88,27 @@ def _rows(count: int) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A fingerprint; ``None`` for tensors that may be workspaces or seeds, which kernels leave unwritten."""
+    """A hash of 64 bits, on the tensor's device; ``None`` for tensors without strides or content.
+
+    ``None``, too, for tensors that may be workspaces or seeds, which kernels leave unwritten in part.
+
+    The hash is a sum of 32-bit words, each times an odd number for its position (multiplicative hashing, Dietzfelbinger
+    et al. 1997). A shift and a second product mix the odd numbers (Steele et al. 2014): with equal steps between them,
+    some changes of signs would cancel out.
+    """
     if tensor.dtype is torch.uint8 or may_be_seed(tensor):
         return None
     if is_strided(tensor) and has_bits(tensor) and not tensor.untyped_storage().nbytes():
         # FSDP has freed a gathered parameter.
         return None
     found = sums(tensor)
-    return None if found is None else hash_of(found)
+    if found is None:
+        return None
+    # The low half of round 64-bit numbers is zero: as one word, the product would lose their position.
+    words = found.view(torch.int32)
+    odd = torch.arange(words.numel(), dtype=torch.int64, device=words.device).mul_(_ODD).add_(_SHIFT)
+    odd.bitwise_xor_(odd >> 32).mul_(_ODD).bitwise_or_(1)
+    return odd.mul_(words).sum()
 
 
 def fingerprints_of(output: Any) -> list[torch.Tensor | None]:
@@ -165,26 +118,47 @@ def fingerprints_of(output: Any) -> list[torch.Tensor | None]:
         return [fingerprint_of(part) for part in parts]
 
 
-def nodes_with_unwritten_memory(output: Any, first: int) -> set[int]:
-    """Numbers that autograd gives next after making nodes that save memory that their kernel leaves unwritten in part.
+class Fingerprints:
+    """Fingerprints of the tensors that a run of a function saves, by numbers.
 
-    ``ctc_loss`` saves its table of probabilities, and fills the part that the lengths of its inputs ask for.
-
-    Args:
-        output: of a function.
-        first: the number of the first node that the function made.
+    An operator may still write a tensor that it has saved: its fingerprint is taken when a later operator saves.
     """
-    found: set[int] = set()
-    seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    while rest:
-        node: Any = rest.pop()
-        if node is None or node in seen or node._sequence_nr() < first:
-            continue
-        seen.add(node)
-        if node.name() in _LEAVE_UNWRITTEN:
-            found.add(node._sequence_nr() + 1)
-        rest += [each for each, _ in node.next_functions]
-    return found
+
+    def __init__(self) -> None:
+        self.found: dict[int, torch.Tensor] = {}
+        self._pending: list[tuple[int, torch.Tensor, int]] = []
+        self._nodes: dict[int, int] = {}
+        """For each of them, the number that autograd gave next when it was saved."""
+
+    def add(self, number: int, tensor: torch.Tensor, node: int) -> None:
+        """Add a tensor that is saved for this node."""
+        self._pending.append((number, tensor, node))
+
+    def take(self, node: int | None = None) -> None:
+        """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
+        while self._pending and (node is None or self._pending[0][2] < node):
+            number, tensor, saved_by = self._pending.pop(0)
+            found = fingerprint_of(tensor)
+            if found is not None:
+                self.found[number], self._nodes[number] = found, saved_by
+
+    def end(self, output: Any, first: int) -> None:
+        """Take all, and drop those of memory that a kernel leaves unwritten in part, for nodes from the first one on.
+
+        ``ctc_loss`` saves its table of probabilities, and fills the part for the lengths of its inputs.
+        """
+        self.take()
+        unwritten: set[int] = set()
+        seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+        while rest:
+            node: Any = rest.pop()
+            if node is None or node in seen or node_number(node) < first:
+                continue
+            seen.add(node)
+            if node.name() == "CtcLossBackward0":
+                unwritten.add(node_number(node) + 1)
+            rest += [each for each, _ in node.next_functions]
+        self.found = {number: each for number, each in self.found.items() if self._nodes[number] not in unwritten}
 
 
 def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
@@ -194,9 +168,7 @@ def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
 
 
 _MANY = 32
-_NONE = -1
-
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+"""Waiting comparisons that are sent before backward ends."""
 
 
 class PendingChecks:
@@ -209,16 +181,12 @@ class PendingChecks:
         self._sent: deque[tuple[list[tuple[str, torch.Tensor]], torch.Tensor, torch.Event]] = deque()
         self._streams: dict[torch.device, dict[torch.Stream, None]] = {}
         """Streams on which the waiting comparisons were made."""
-        self._sends_after = _NONE
+        self._sends_after = -1
         """The latest backward whose end queues the copy."""
         self._has_ended = False
 
     def add(self, label: str, differs: torch.Tensor) -> None:
-        """Add a comparison of two runs of a function. See NOTE [ Queueing the copy ].
-
-        Args:
-            label: names the function.
-            differs: a boolean without dimensions, on the device.
+        """Add the comparison of two runs of a function: a boolean on the device. See NOTE [ Queueing the copy ].
 
         Raises:
             RecomputeError: if this comparison, or an earlier one, is known to have failed.
@@ -233,11 +201,10 @@ class PendingChecks:
             waiting = self._waiting.setdefault(device, [])
             waiting.append((label, differs))
             is_full = len(waiting) >= _MANY
-            task, sends_after = _graph_task(), self._sends_after
+            task, sends_after = graph_task(), self._sends_after
             self._sends_after = task
-        if task not in (_NONE, sends_after):
-            engine: Any = Variable._execution_engine
-            engine.queue_callback(self._send_at_end)
+        if task not in (-1, sends_after):
+            at_end_of_backward(self._send_at_end)
         if is_full:
             self.send()
         self.read()
@@ -247,7 +214,7 @@ class PendingChecks:
         if not self._waiting:
             return
         # Modes of the user must not see these operators.
-        with self._lock, torch._C._DisableTorchDispatch():
+        with self._lock, disable_dispatch():
             for device in list(self._waiting):
                 several, now = self._waiting[device], self._stream(device)
                 for stream in self._streams.get(device, ()):
@@ -287,10 +254,7 @@ class PendingChecks:
             self.read(wait=True)
 
     def read(self, *, wait: bool = False) -> None:
-        """Read the results that have arrived.
-
-        Args:
-            wait: wait for all of them.
+        """Read the results that have arrived, or wait for all of them.
 
         Raises:
             RecomputeError: if a comparison failed.
@@ -306,11 +270,14 @@ class PendingChecks:
                 raise difference_error(wrong)
 
 
-def difference_error(labels: list[str]) -> RecomputeError:
-    """The error for functions with these names, whose replays gave other values."""
-    names = ", ".join(dict.fromkeys(labels))
+_OTHER_VALUES = (
+    "gave other values when it was recomputed than in its forward pass: the gradients of that backward are wrong"
+)
+
+
+def difference_error(labels: list[str], how: str = _OTHER_VALUES) -> RecomputeError:
+    """The error for functions with these names, whose replays differ from forward."""
     return RecomputeError(
-        f"{names} gave other values when it was recomputed than in its forward pass: the gradients of that backward "
-        f"are wrong. It reads something besides its arguments and parameters that changed in between. Pass that as an "
-        f"argument, or leave it outside of the checkpointed function."
+        f"{', '.join(dict.fromkeys(labels))} {how}. It reads something besides its arguments, parameters and Python "
+        f"state that changed in between. Pass that as an argument, or leave it outside of the checkpointed function."
     )

@@ -6,27 +6,25 @@ Most operators save a tensor that already has its content, and the replay ends b
 tensor that their kernel writes afterwards (the noise of ``rrelu``), without a new version. So if the last wanted tensor
 needs no gradient and was made in the replay, the replay ends when the next operator begins to save.
 
-A replay that is compared runs to the end of the function, but not if reached tensors were written since forward: an
-optimizer that steps in backward writes weights that only the rest of the function reads. Then it ends as others do, and
-what came is compared.
+A replay that is compared runs to the end of the function, unless reached tensors were written since forward: an
+optimizer that steps in backward writes weights that only the rest of the function reads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence, Set
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
-from spillway.checkpointing.checks import difference_error, fingerprint_of, fingerprints_of
+from spillway._torch import dispatch_modes, next_node, storage_key, tree_leaves, version_of
+from spillway.checkpointing.checks import Fingerprints, difference_error, fingerprints_of
 from spillway.checkpointing.reached import refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import carry_attributes
 
-_next_node = torch._C._autograd._get_sequence_nr
-_modes = torch._C._len_torch_dispatch_stack
 _STRIDED = torch.strided
 
 Meta = tuple[Any, torch.dtype, torch.device, tuple[int, ...]]
@@ -37,64 +35,52 @@ class ReplayEnded(BaseException):
     """Ends a replay that has made all wanted tensors. Not an ``Exception``: functions do not catch it."""
 
 
+@dataclass(eq=False)
 class Collector:
     """Takes the tensors that a replay saves, by their numbers."""
 
-    def __init__(
-        self,
-        label: str,
-        wanted: set[int],
-        outputs: dict[int, int],
-        until: int | None,
-        metas: Sequence[Meta],
-        fingerprints: dict[int, torch.Tensor] | None,
-        output_fingerprints: Sequence[torch.Tensor | None] | None,
-        written: set[int],
-        changed: dict[int, tuple[torch.Tensor, int]],
-        *,
-        checks: bool,
-        compares_at_once: bool,
-        saves: Callable[[int, torch.Tensor], None] | None = None,
-        refuse_unpack: Callable[[], Exception] | None = None,
-        holds: bool = True,
-    ) -> None:
-        self._label = label
-        self._wanted = wanted
-        self._outputs = outputs
-        """Numbers of wanted outputs, with their places among the tensors of the output."""
-        self._until = until
-        self._metas = metas
-        self._fingerprints = fingerprints
-        self._output_fingerprints = output_fingerprints
-        self._written = written
-        """Memory that forward wrote. After the replay its current content and version are restored."""
-        self._changed = changed
-        """Memory that was written since forward, with the tensor and its version in forward."""
-        self._checks = checks
-        self._compares_at_once = compares_at_once
-        """Whether values are compared at once. Otherwise the GPU compares them, and the result is read later."""
-        self._refuse_unpack = refuse_unpack
-        """Makes the error of a partial replay in which the function takes a gradient: a tensor may have no content."""
-        self._holds = holds
-        """Whether the graph of the replay holds its saved tensors."""
-        self._saves = saves
-        """Called for each tensor that the replay saves, with its number."""
+    label: str
+    wanted: set[int]
+    outputs: dict[int, int]
+    """Numbers of wanted outputs, with their places among the tensors of the output."""
+    until: int | None
+    """The number with which the replay may end."""
+    metas: Sequence[Meta]
+    fingerprints: dict[int, torch.Tensor] | None
+    output_fingerprints: Sequence[torch.Tensor | None] | None
+    written: set[int]
+    """Memory that forward wrote. After the replay its current content and version are restored."""
+    changed: dict[int, tuple[torch.Tensor, int]]
+    """Memory that was written since forward, with the tensor and its version in forward."""
+    _: KW_ONLY
+    checks: bool
+    compares_at_once: bool
+    """Whether values are compared at once. Otherwise the GPU compares them, and the result is read later."""
+    saves: Callable[[int, torch.Tensor], None] | None = None
+    """Called for each tensor that the replay saves, with its number."""
+    refuse_unpack: Callable[[], Exception] | None = None
+    """Makes the error of a partial replay in which the function takes a gradient: a tensor may have no content."""
+    holds: bool = True
+    """Whether the graph of the replay holds its saved tensors."""
+
+    def __post_init__(self) -> None:
         self._count = 0
         self._there: Sequence[torch.Tensor] = ()
         self._held: list[torch.Tensor | None] = []
         """Saved tensors of the replay's graph, by numbers. The graph has only the numbers, and may be kept."""
         self._late: dict[int, torch.Tensor] = {}
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._pending: list[tuple[int, torch.Tensor, int]] = []
-        self._pairs: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        self._taken = Fingerprints()
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Fingerprints of outputs, and those of forward."""
         self._node = self._last = -1
         """The node that saves now, and the node with which the replay ends."""
         self._saving: list[torch.Tensor] = []
         """Wanted tensors that this node has saved."""
-        self._other = ""
-        """How the saved tensors differ from those of forward."""
+        self.other = ""
+        """How the saved tensors differ from those of forward, apart from values."""
         self.has_ended = False
-        self._is_simple = saves is None and fingerprints is None and not (written or changed)
+        self._is_simple = self.saves is None and self.fingerprints is None and not (self.written or self.changed)
         """Whether saved tensors are only held."""
 
     def know(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -102,7 +88,7 @@ class Collector:
         self._there = tensors
 
     def numbers(self) -> Set[int]:
-        """Which wanted tensors the replay has saved."""
+        """Numbers of the wanted tensors that the replay has saved."""
         return set(self._values)
 
     def made_bytes(self) -> int:
@@ -112,11 +98,8 @@ class Collector:
         return sum(nbytes for storage, nbytes in made.items() if storage not in known)
 
     def pack(self, tensor: torch.Tensor) -> int:
-        """The hook. See NOTE [ The end of a replay ].
-
-        The simple case is inlined: a decoder layer saves some forty tensors, and the GPU may wait for the CPU.
-        """
-        node = _next_node()
+        """The hook. See NOTE [ The end of a replay ]. The simple case is inlined: a layer saves some forty tensors."""
+        node = next_node()
         if node != self._node:
             if self._last >= 0:
                 self.has_ended = True
@@ -131,10 +114,10 @@ class Collector:
             and type(tensor) in PLAIN
             and tensor.layout is _STRIDED
             and not tensor.is_nested
-            and not _modes()
+            and not dispatch_modes()
         ):
-            meta = self._metas[number] if number < len(self._metas) else None
-            if meta is None or (self._checks and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != meta):
+            meta = self.metas[number] if number < len(self.metas) else None
+            if meta is None or (self.checks and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != meta):
                 self._compare_meta(number, tensor)
             if tensor.is_leaf:
                 alias = tensor
@@ -143,12 +126,12 @@ class Collector:
                 if tensor.__dict__:
                     carry_attributes(tensor, alias)
             self._held.append(alias)
-            if number in self._wanted:
-                self._values[number] = alias, -1 if alias.is_inference() else alias._version
+            if number in self.wanted:
+                self._values[number] = alias, -1 if alias.is_inference() else version_of(alias)
                 self._saving.append(tensor)
         else:
             self._pack(tensor, number, node)
-        until = self._until
+        until = self.until
         if until is not None and number >= until and not self.has_ended:
             if all(map(self._is_written, self._saving)):
                 self.has_ended = True
@@ -161,43 +144,46 @@ class Collector:
         if self.has_ended:
             self._late[number] = tensor.detach()
             return
-        if self._saves is not None:
-            self._saves(number, tensor)
-            if not self._holds:
+        if self.saves is not None:
+            self.saves(number, tensor)
+            if not self.holds:
                 self._held.append(None)
                 return
         self._compare_meta(number, tensor)
         with below_modes(tensor):
             alias = alias_of(tensor)
-            self._held.append(alias if self._refuse_unpack is None or number in self._wanted else None)
-            if self._fingerprints is not None:
-                self._compare_pending(node)
-                if number in self._fingerprints:
-                    self._pending.append((number, alias, node))
-            if number in self._wanted:
-                if self._changed and is_strided(alias) and (known := self._changed.get(alias.untyped_storage()._cdata)):
+            self._held.append(alias if self.refuse_unpack is None or number in self.wanted else None)
+            if self.fingerprints is not None:
+                self._taken.take(node)
+                if number in self.fingerprints:
+                    self._taken.add(number, alias, node)
+            if number in self.wanted:
+                if (
+                    self.changed
+                    and is_strided(alias)
+                    and (known := self.changed.get(storage_key(alias.untyped_storage())))
+                ):
                     refuse_written(*known)
                 self._values[number] = alias, self._version_of(alias)
                 self._saving.append(tensor)
 
     def _compare_meta(self, number: int, tensor: torch.Tensor) -> None:
-        if self._other:
+        if self.other:
             return
-        if number >= len(self._metas):
-            self._other = f"more tensors than the {len(self._metas)} of the forward pass"
-        elif self._checks and (meta := meta_of(tensor)) != self._metas[number]:
-            self._other = f"tensor {number} is {name_of(meta)}, and was {name_of(self._metas[number])}"
+        if number >= len(self.metas):
+            self.other = f"more tensors than the {len(self.metas)} of the forward pass"
+        elif self.checks and (meta := meta_of(tensor)) != self.metas[number]:
+            self.other = f"tensor {number} is {name_of(meta)}, and was {name_of(self.metas[number])}"
 
     def _is_written(self, tensor: torch.Tensor) -> bool:
         """Whether it already has its content: it comes from outside, or an earlier operator made it."""
         if tensor.grad_fn is not None or tensor.requires_grad:
             return True
-        return is_strided(tensor) and tensor.untyped_storage()._cdata in storages_of(self._there)
+        return is_strided(tensor) and storage_key(tensor.untyped_storage()) in storages_of(self._there)
 
     def _version_of(self, alias: torch.Tensor) -> int:
-        if self._written and is_strided(alias) and alias.untyped_storage()._cdata in self._written:
-            return -1
-        return -1 if alias.is_inference() else alias._version
+        is_written = self.written and is_strided(alias) and storage_key(alias.untyped_storage()) in self.written
+        return -1 if is_written or alias.is_inference() else version_of(alias)
 
     def unpack(self, number: int) -> torch.Tensor:
         """The hook."""
@@ -208,54 +194,42 @@ class Collector:
         held = self._late.get(number) if number >= len(self._held) else self._held[number]
         if held is not None:
             return held
-        if self._refuse_unpack is not None and not self.has_ended:
-            raise self._refuse_unpack()
+        if self.refuse_unpack is not None and not self.has_ended:
+            raise self.refuse_unpack()
         raise RecomputeError(
-            f"backward reached a graph that {self._label} left behind when it was recomputed. Backward may go through "
+            f"backward reached a graph that {self.label} left behind when it was recomputed. Backward may go through "
             f"the graph of the forward pass only. Return what the function keeps in a module or a list as an output."
         )
 
-    def _compare_pending(self, node: int | None) -> None:
-        fingerprints = self._fingerprints
-        assert fingerprints is not None
-        while self._pending and (node is None or self._pending[0][2] < node):
-            number, tensor, _ = self._pending.pop(0)
-            found = fingerprint_of(tensor)
-            if found is not None:
-                self._pairs.append((number, fingerprints[number], found))
-
     def gave(self, output: Any) -> None:
         """The function has returned this."""
-        if self._outputs:
+        if self.outputs:
             tensors = tensors_in(tree_leaves(output))
-            if len(tensors) <= max(self._outputs.values()):
-                self._other = self._other or f"it gave {len(tensors)} tensors"
+            if len(tensors) <= max(self.outputs.values()):
+                self.other = self.other or f"it gave {len(tensors)} tensors"
                 return
-            for number, index in self._outputs.items():
+            for number, index in self.outputs.items():
                 # Without the graph, which would hold this object.
                 self._values[number] = alias_of(tensors[index]), self._version_of(tensors[index])
-        if self._fingerprints is None or self._output_fingerprints is None:
+        if self.fingerprints is None or self.output_fingerprints is None:
             return
         found = fingerprints_of(output)
-        if len(found) != len(self._output_fingerprints):
-            self._other = self._other or f"it gave {len(found)} tensors, not {len(self._output_fingerprints)}"
+        if len(found) != len(self.output_fingerprints):
+            self.other = self.other or f"it gave {len(found)} tensors, not {len(self.output_fingerprints)}"
             return
-        self._pairs += [
-            (-1, ours, theirs)
-            for ours, theirs in zip(found, self._output_fingerprints, strict=True)
-            if ours is not None and theirs is not None
-        ]
+        pairs = zip(found, self.output_fingerprints, strict=True)
+        self._pairs = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
     def compare_pending(self) -> None:
         """Take the fingerprints that are still to be compared."""
-        if self._fingerprints is not None:
+        if self.fingerprints is not None:
             with below_modes():
-                self._compare_pending(None)
+                self._taken.take()
 
     def end(self) -> None:
         """The replay has ended, or has failed."""
-        if not self._other and not self.has_ended and self._count <= max(self._wanted, default=-1):
-            self._other = f"{self._count} tensors, not the {len(self._metas)} of the forward pass"
+        if not self.other and not self.has_ended and self._count <= max(self.wanted, default=-1):
+            self.other = f"{self._count} tensors, not the {len(self.metas)} of the forward pass"
         self.has_ended = True
         self._held.clear()
         self._saving.clear()
@@ -270,41 +244,37 @@ class Collector:
             for number, (tensor, version) in values.items()
         }
 
-    @property
-    def is_other(self) -> bool:
-        """Whether shapes, dtypes, devices or the number of tensors differ from forward."""
-        return bool(self._other)
+    def _compared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        before = self.fingerprints or {}
+        return [*((before[number], found) for number, found in self._taken.found.items()), *self._pairs]
 
     def is_same(self) -> bool:
         """Whether metadata, and values that are compared at once, are equal."""
-        if self._other:
+        if self.other:
             return False
-        return not self._compares_at_once or all(torch.equal(a, b) for _, a, b in self._pairs)
+        return not self.compares_at_once or all(torch.equal(a, b) for a, b in self._compared())
 
     def differences(self) -> list[torch.Tensor]:
         """Whether values differ, as a boolean on each device, if they are not compared at once."""
-        if self._compares_at_once or not self._pairs:
+        if self.compares_at_once:
             return []
         with below_modes():
             found: dict[torch.device, list[torch.Tensor]] = {}
-            for _, a, b in self._pairs:
+            for a, b in self._compared():
                 found.setdefault(a.device, []).append(a != b)
             return [torch.stack(each).any() for each in found.values()]
 
     def raise_if_other(self) -> None:
         """Raise an error if shapes, dtypes, devices or the number of tensors differ from forward."""
-        if self._other and (self._checks or not self._values.keys() >= (self._wanted | self._outputs.keys())):
+        if self.other and (self.checks or not self._values.keys() >= (self.wanted | self.outputs.keys())):
             raise self.error()
 
     def error(self) -> RecomputeError:
         """The error of a replay that differs."""
-        if not self._other:
-            return difference_error([self._label])
-        return RecomputeError(
-            f"{self._label} saved other tensors when it was recomputed than in its forward pass: {self._other}. It "
-            f"reads something besides its arguments, parameters and Python state that changed in between. Pass that "
-            f"as an argument, or leave it outside of the checkpointed function."
-        )
+        if not self.other:
+            return difference_error([self.label])
+        how = f"saved other tensors when it was recomputed than in its forward pass: {self.other}"
+        return difference_error([self.label], how)
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -313,7 +283,7 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
     for tensor in tensors if all(type(each) in PLAIN for each in tensors) else tensors_in(tensors):
         if is_strided(tensor):
             storage = tensor.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            found[storage_key(storage)] = storage.nbytes()
     return found
 
 

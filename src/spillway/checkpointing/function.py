@@ -9,8 +9,8 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from spillway._torch import tree_flatten, tree_unflatten
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 
@@ -20,12 +20,7 @@ _SEQUENCES = (tuple, list)
 
 
 class Arguments:
-    """The arguments of a call, in which tensors can be replaced.
-
-    Args:
-        args: positional arguments.
-        kwargs: keyword arguments.
-    """
+    """The arguments of a call, in which tensors can be replaced."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         leaves: list[Any] = []
@@ -91,30 +86,25 @@ _NOTHING = nullcontext()
 
 
 class ReplayedFunction:
-    """Calls a function again, with the Python state of its first call.
+    """Calls a function again, with the Python state of its first call."""
 
-    Args:
-        function: the function.
-        arguments: its arguments.
-        state: the Python state before the first call.
-        reentrant: whether backward goes through the graph of this call.
-    """
-
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        arguments: Arguments,
-        state: PythonState,
-        *,
-        reentrant: bool = False,
-    ) -> None:
-        self._reentrant = reentrant
-        self._function = function
-        self._arguments = arguments
-        self._state = state
+    def __init__(self, function: Callable[..., Any], arguments: Arguments, *, reentrant: bool = False) -> None:
+        self.state = PythonState(function, arguments.objects())
+        self.label = label_of(function)
+        self._function, self._arguments, self._reentrant = function, arguments, reentrant
         self._keeps_state = False
         self.histories: dict[str, torch.Tensor] = {}
         """In reentrant mode: attributes that now have a tensor with a history, and their tensors before."""
+
+    def why_kept(self) -> str | None:
+        """Why the function cannot be replayed, if it cannot."""
+        if self.state.has_iterators:
+            return "has an iterator, or a file, whose state cannot be copied for a second run"
+        if self.state.is_lazy:
+            return "has a lazy layer, which makes its parameters in this call"
+        return (
+            "has an embedding with max_norm, whose forward writes its weight" if self.state.writes_parameters else None
+        )
 
     @contextmanager
     def on_current_state(self) -> Iterator[bool]:
@@ -125,41 +115,43 @@ class ReplayedFunction:
         """
         self._keeps_state = True
         try:
-            yield self._state.changes
+            yield self.state.changes
         finally:
             self._keeps_state = False
 
     def __call__(self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING) -> Any:
-        """Call the function.
-
-        Args:
-            tensors: the tensors among its arguments.
-            within: a context around its code, inside its Python state.
-        """
+        """Call the function on these tensors, with a context around its code, inside its Python state."""
         args, kwargs = self._arguments.put(tensors)
         if self._keeps_state:
             with within:
                 return self._function(*args, **kwargs)
-        with self._state.in_force(), within:
+        with self.state.in_force(), within:
             output = self._function(*args, **kwargs)
             if self._reentrant:
-                self.histories = self._state.histories()
+                self.histories = self.state.histories()
         return output
 
 
-def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
-    """The argument of a replay for one of the function's tensors."""
-    if tensor.requires_grad and tensor.is_leaf and not is_written:
-        return tensor
-    if not requires_grad and not is_written:
-        with below_modes(tensor):
-            return tensor.detach()
+def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
+    """The module that the function is, or is a method of."""
+    module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
+    return module if isinstance(module, torch.nn.Module) else None
+
+
+def label_of(function: Callable[..., Any]) -> str:
+    """Name of a function in errors."""
+    module = module_of(function)
+    return type(module).__name__ if module is not None else getattr(function, "__qualname__", repr(function))
+
+
+def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """For one of the function's tensors: a leaf that shares its memory, and the argument of a replay made from it."""
     with below_modes(tensor), torch.enable_grad():
-        alias = tensor.detach().requires_grad_(requires_grad)
+        leaf = tensor.detach().requires_grad_(requires_grad)
         if is_written:
             # Neither a leaf nor a view of one can be written in place. The next replay needs the original.
-            return alias.clone()  # type: ignore[no-untyped-call, unused-ignore]
-        if not is_strided(alias):
-            return alias
+            return leaf, leaf.clone()  # type: ignore[no-untyped-call, unused-ignore]
+        if not requires_grad or (tensor.requires_grad and tensor.is_leaf) or not is_strided(leaf):
+            return leaf, leaf
         # It was no leaf. Casts of leaves are taken for casts of autocast.
-        return whole_view_of(alias)
+        return leaf, whole_view_of(leaf)

@@ -6,8 +6,8 @@ Calls of one kind share types of tensors, numbers among the arguments, and wheth
 a kind is observed, without a dispatch mode:
 
 * A fingerprint is taken of each saved tensor. The first replay runs to its end, and is compared with the fingerprints.
-* The versions of all tensors that the function can reach are compared before and after forward. So in-place writes are
-  known. Later calls copy such tensors before they begin.
+* The versions of all tensors that the function can reach are compared before and after forward. Later calls copy the
+  tensors that the function writes, before they begin.
 * Saved tensors that share memory with an output are noted by number. Later calls check their versions, as autograd
   does.
 
@@ -84,41 +84,33 @@ class LearnedCalls:
         return cls(is_validated=True, _offset=1)
 
     def check_capture(self, *, draws: bool) -> None:
-        """Check a call that is about to be captured into a graph, where nothing is compared, and no generator is set.
+        """Raise an error for a call in a captured graph, where nothing is compared, if its replay cannot be trusted.
 
-        Args:
-            draws: whether a replay must draw the random numbers of forward.
-
-        Raises:
-            UnsupportedError: if the call needs either.
+        ``draws``: its replay must draw the random numbers of forward, and a captured graph sets no generator.
         """
         if not self.is_validated or (draws and self.draws):
             raise UnsupportedError(
-                "got a checkpointed function in a graph that is being captured, expected one of which a call was "
-                "recomputed before, and that draws no random numbers; run a step like it in the same session first, "
-                "without capturing; with dropout, use save='random' and preserve_rng_state=False"
+                "A checkpointed function cannot be captured into a graph before one of its calls was recomputed and "
+                "compared, nor if it draws random numbers. Run a step like it in the same session first, without "
+                "capturing. With dropout, use save='random' and preserve_rng_state=False."
             )
 
     def decisions(self, shapes: Hashable, selection: Selection) -> tuple[Decisions | None, bool]:
-        """Decisions about a call with tensors of these shapes, if they are known, and whether to record its program.
-
-        Raises:
-            RecomputeError: if a policy says that an output must be saved, and that output is written in place.
-        """
+        """Decisions about a call with tensors of these shapes, if they are known, and whether to record its program."""
         program = self._programs.get(shapes)
         if program is None:
             return None, len(self._programs) < _MOST_PROGRAMS
         if program.opaque is not None:
             return None, False
-        known = self._decisions.get((shapes, selection.key))
+        known = self._decisions.get((shapes, selection.choices.key))
         if known is None:
-            chosen = program.chosen.get(selection.key)
+            chosen = program.chosen.get(selection.choices.key)
             if chosen is None and selection.choices.asks and selection.choices.planned is None:
                 # The policy must see each operator while it runs.
                 return None, True
             if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
-            known = self._decisions[shapes, selection.key] = Decisions.of(program, selection.choices, chosen)
+            known = self._decisions[shapes, selection.choices.key] = Decisions.of(program, selection.choices, chosen)
         return known, False
 
     def order(self, shapes: Hashable, planned: Planned) -> SavingOrder | None:
@@ -130,7 +122,7 @@ class LearnedCalls:
             self._order = program, planned, SavingOrder(program, planned)
         return self._order[2]
 
-    def record(self, shapes: Hashable, selection: Selection, program: Program) -> None:
+    def record(self, shapes: Hashable, program: Program) -> None:
         """Take a recorded program."""
         before = self._programs.get(shapes)
         if before is not None:
@@ -138,11 +130,9 @@ class LearnedCalls:
         self._programs[shapes] = program
 
     def differed(self, program: Program, *, is_final: bool) -> None:
-        """Take note of a call that did not follow its program.
+        """Take note of a call that did not follow its program. The next one is recorded, a few times.
 
-        Args:
-            program: the program of the call.
-            is_final: whether such calls have no program from now on. Otherwise the next call is recorded, a few times.
+        If ``is_final``, such calls have no program from now on.
         """
         for shapes, known in list(self._programs.items()):
             if known is program:

@@ -3,8 +3,8 @@
 NOTE [ A partial replay ]
 
 The function's own code runs. A dispatch mode sees its operators, in the order of the program. Preserved values are
-handed in, and operators that the replay does not need are left out (``needed`` in ``program.py``). The replay is
-partial only as long as the function follows its program:
+handed in, and operators that the replay does not need are left out. The replay is partial only as long as the function
+follows its program:
 
 * Each operator must be the program's next one.
 * No operator that runs may read memory without content.
@@ -28,11 +28,12 @@ from typing import Any
 
 import torch
 
+from spillway._torch import disable_dispatch, schema_of, storage_key
 from spillway.checkpointing.ambient import default_generator, device_of
-from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved, PreservedParts
+from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, alias_of, is_strided, split, tensors_in
+from spillway.checkpointing.tensors import OperatorMode, alias_of, strided_parts, tensors_in
 from spillway.runtime.bytes import Bytes
 from spillway.saved_tensors.identity import ViewRecipe
 
@@ -46,11 +47,7 @@ class Differs(Exception):  # noqa: N818  (not shown to users: the function is re
 class PartialReplay(OperatorMode):
     """The mode. See NOTE [ A partial replay ].
 
-    Args:
-        decisions: preserved tensors, and the act for each operator.
-        given: returns a preserved value as the tensor that its operator returned.
-        draws: whether operators that are left out advance their generators.
-        poisons: whether memory without content is filled with NaN.
+    ``given`` returns a preserved value as the tensor that its operator returned.
     """
 
     def __init__(
@@ -58,7 +55,7 @@ class PartialReplay(OperatorMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions = decisions
-        self.is_new = not decisions.is_validated
+        self.is_new = decisions.is_new
         """Whether it is the first replay with these decisions."""
         self._operators, self._acts = decisions.program.operators, decisions.acts
         self._given = given
@@ -96,7 +93,7 @@ class PartialReplay(OperatorMode):
             return func(*args, **kwargs) if kwargs else func(*args)
         if operator.draws and self._draws:
             advance(default_generator(device_of(args, kwargs)), operator.draws)
-        with torch._C._DisableTorchDispatch():
+        with disable_dispatch():
             return self._hand_out(operator, act, args, kwargs)
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
@@ -104,11 +101,11 @@ class PartialReplay(OperatorMode):
         how = self.decisions.saved[number] if number < len(self.decisions.saved) else False
         if isinstance(how, Preserved):
             self._check_preserved(how.value, tensor)
-        elif isinstance(how, PreservedParts):
-            plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
-            if len(plain) != len(how.parts):
+        elif isinstance(how, list):
+            plain = strided_parts(tensor)
+            if len(plain) != len(how):
                 raise self._other("it saves a tensor of other parts than the one that was preserved")
-            for each, part in zip(how.parts, plain, strict=True):
+            for each, part in zip(how, plain, strict=True):
                 self._check_preserved(each.value, part)
 
     def _check_preserved(self, value: int, tensor: torch.Tensor) -> None:
@@ -131,7 +128,7 @@ class PartialReplay(OperatorMode):
         return any(storage() is not None for storage in self._empty.values())
 
     def _check(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in split(args, kwargs)[0]:
+        for tensor in tensors_in((*args, *kwargs.values())):
             try:
                 storage = tensor.untyped_storage()
             except (NotImplementedError, RuntimeError):
@@ -140,7 +137,7 @@ class PartialReplay(OperatorMode):
                 raise self._other(f"{operator.func} reads a tensor that was not recomputed")
 
     def _is_empty(self, storage: torch.UntypedStorage) -> bool:
-        known = self._empty.get(storage._cdata)
+        known = self._empty.get(storage_key(storage))
         return known is not None and known() is storage
 
     def _other(self, differs: str) -> Differs:
@@ -162,7 +159,7 @@ class PartialReplay(OperatorMode):
         if operator.single:
             return outputs[0]
         # As the kernel returns it: one list, or a tuple of outputs.
-        return outputs if len(operator.func._schema.returns) == 1 else tuple(outputs)
+        return outputs if len(schema_of(operator.func).returns) == 1 else tuple(outputs)
 
     def _preserved(self, value: int) -> torch.Tensor | None:
         tensor = self._given(value)
@@ -178,5 +175,5 @@ class PartialReplay(OperatorMode):
         storage = tensor.untyped_storage()
         if self._poisons:
             Bytes(storage, 0, storage.nbytes()).tensor().fill_(0xFF)
-        self._empty[storage._cdata] = weakref.ref(storage)
+        self._empty[storage_key(storage)] = weakref.ref(storage)
         return tensor

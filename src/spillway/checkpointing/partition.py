@@ -2,14 +2,12 @@
 
 Ranks that share a layer (tensor parallel) run it on the same input, and each of them would hold all of it until
 backward. Instead each rank clones a part, in the order of memory, and drops the input. Before a replay, the ranks
-gather the parts: one collective for each input, when backward comes to it. All ranks must run the same program, so that
-the order is the same. Whether an input is split depends on shape, strides and dtype only, never on addresses.
-
-A gathered input has the same distance from an aligned address as the original: kernels choose their code by it, and so
-their last bits.
+gather the parts: one collective for each input. All ranks must run the same program, so that the order is the same.
+Whether an input is split depends on shape, strides and dtype only, never on addresses. A gathered input has the same
+distance from an aligned address as the original: kernels choose their code by it, and so their last bits.
 
 The caller says that the ranks have the same input. This is checked at the first call of a function, or at each call on
-request. All ranks exchange a number for shapes and strides and a hash of the bits, so all of them raise, or none.
+request. All ranks exchange a number for shapes and strides and a fingerprint, so all of them raise, or none.
 """
 
 from __future__ import annotations
@@ -21,7 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from spillway.checkpointing.checks import hash_of
+from spillway._torch import disable_dispatch, version_of
+from spillway.checkpointing.checks import fingerprint_of
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UsageError
 from spillway.runtime.bytes import over
@@ -36,15 +35,7 @@ if TYPE_CHECKING:
 
 
 class Partition:
-    """Splits inputs over the ranks of a group.
-
-    Args:
-        group: whose ranks have the same inputs.
-        always_checks: whether inputs are compared at each call, and not only at the first of each function.
-
-    Raises:
-        UsageError: if it is no process group, or this process is not in it.
-    """
+    """Splits inputs over the ranks of a group that have the same inputs."""
 
     def __init__(self, group: ProcessGroup | DeviceMesh, *, always_checks: bool) -> None:
         self._group = _group_of(group)
@@ -53,8 +44,8 @@ class Partition:
         self.rank = torch.distributed.get_rank(self._group)
         if self.rank < 0:
             raise UsageError(
-                f"partition_inputs: got a group that rank {torch.distributed.get_rank()} is not in, expected one whose "
-                f"ranks all run the function on the same inputs; give each rank the group that it is in"
+                f"partition_inputs: got a group that rank {torch.distributed.get_rank()} is not in. All ranks of "
+                f"the group run the function on the same inputs. Give each rank the group that it is in."
             )
 
     def splits(self, tensor: torch.Tensor) -> bool:
@@ -72,7 +63,7 @@ class Partition:
         """Compare split inputs with the other ranks, at the first call of a function, or always.
 
         Raises:
-            UsageError: on all ranks, where they differ.
+            UsageError: on all ranks, if they differ.
         """
         if known.ranks_agreed and not self._always_checks:
             return
@@ -81,7 +72,7 @@ class Partition:
         devices = [tensor.device for tensor in (*split, *tensors)]
         if not devices:
             return
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), disable_dispatch():
             mine = torch.stack([_structure(split, devices[0]), _contents(split, devices[0])])
             all_of_them = mine.new_empty(self.ranks * len(mine))
             torch.distributed.all_gather_into_tensor(all_of_them, mine, group=self._group)
@@ -91,9 +82,9 @@ class Partition:
                 continue
             what = "other shapes, strides or dtypes" if structure != first[0] else "another content"
             raise UsageError(
-                f"partition_inputs: got inputs that have {what} in rank {rank} of the group than in rank 0, expected "
-                f"the same inputs in all of its ranks, since each keeps but a part of them; give the group over which "
-                f"they are replicated (tensor parallel, not data parallel), or leave the option out"
+                f"partition_inputs: the inputs have {what} in rank {rank} of the group than in rank 0. Each rank keeps "
+                f"a part of them, so all must have the same. Give the group over which inputs are replicated (tensor "
+                f"parallel, not data parallel), or leave the option out."
             )
         known.ranks_agreed = True
 
@@ -102,28 +93,25 @@ class Partition:
         chunk = self._chunk(tensor.numel())
         start = min(self.rank * chunk, tensor.numel())
         end = min(start + chunk, tensor.numel())
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), disable_dispatch():
             offset = int(tensor.storage_offset()) + start
             return over(tensor.untyped_storage(), tensor.dtype, offset, (end - start,), (1,)).clone()
 
     def gather(self, part: torch.Tensor, recipe: ViewRecipe, phase: int) -> torch.Tensor:
-        """The input, gathered from all ranks. All ranks of the group must call it.
+        """The input, gathered from the parts of all ranks, which must all call it.
 
-        Args:
-            part: the result of :meth:`part_of`.
-            recipe: shape, strides and dtype of the input.
-            phase: distance of its first element from an aligned address, in bytes.
+        ``phase`` is the distance of its first element from an aligned address, in bytes.
         """
         chunk = self._chunk(recipe.size.numel())
-        with torch.no_grad(), torch._C._DisableTorchDispatch():
+        with torch.no_grad(), disable_dispatch():
             if part.numel() < chunk:
                 part = torch.cat([part, part.new_zeros(chunk - part.numel())])
-            room = part.new_empty(self.ranks * chunk + ALIGNMENT // part.itemsize)
-            offset = (phase - room.data_ptr()) % ALIGNMENT // part.itemsize
+            memory = part.new_empty(self.ranks * chunk + ALIGNMENT // part.itemsize)
+            offset = (phase - memory.data_ptr()) % ALIGNMENT // part.itemsize
             # As bytes: not every library of collectives knows every dtype.
-            whole = room[offset : offset + self.ranks * chunk].view(torch.uint8)
+            whole = memory[offset : offset + self.ranks * chunk].view(torch.uint8)
             torch.distributed.all_gather_into_tensor(whole, part.view(torch.uint8), group=self._group)
-            return over(room.untyped_storage(), recipe.dtype, offset, recipe.size, recipe.stride)
+            return over(memory.untyped_storage(), recipe.dtype, offset, recipe.size, recipe.stride)
 
     def _chunk(self, numel: int) -> int:
         """Elements of a part. The last parts may be shorter."""
@@ -131,15 +119,7 @@ class Partition:
 
 
 class PartHandle:
-    """Stands for an input of which this rank keeps a part.
-
-    Args:
-        tensor: the input.
-        partition: how it is split.
-        pack: packs the part.
-        unpack: unpacks it.
-        nothing: an empty tensor on its device.
-    """
+    """Stands for an input of which this rank keeps a part."""
 
     __slots__ = ("_packed", "_partition", "_phase", "_recipe", "_tracker", "_unpack", "_version")
 
@@ -155,7 +135,7 @@ class PartHandle:
         self._unpack = unpack
         self._recipe = ViewRecipe.of(tensor)
         self._phase = tensor.data_ptr() % ALIGNMENT
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._tracker = tensor.detach()
         self._tracker.data = nothing
         self._packed = pack(partition.part_of(tensor))
@@ -170,8 +150,8 @@ class PartHandle:
 def _group_of(group: Any) -> ProcessGroup:
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         raise UsageError(
-            f"partition_inputs: got {group!r} where torch.distributed is not initialized, expected a process group; "
-            f"call torch.distributed.init_process_group() first"
+            f"partition_inputs: {group!r} needs torch.distributed, which is not initialized. Call "
+            f"torch.distributed.init_process_group() first."
         )
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -199,8 +179,9 @@ def _contents(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
     """A hash of all their bits."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in split:
-        bits = hash_of(tensor)
-        # Only bytes have none, and they need no gradient.
+        # At an odd offset, sums take narrower words. Ranks may have the input at other offsets.
+        bits = fingerprint_of(tensor.clone() if tensor.storage_offset() else tensor)
+        # Only integers have none, and they need no gradient.
         assert bits is not None
         total = total * 31 + bits
     return total

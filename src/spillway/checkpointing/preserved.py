@@ -2,10 +2,10 @@
 
 NOTE [ Preserved tensors ]
 
-Once the first replay has recorded the program of such calls (``recorder.py``), preserved tensors are known by their
-numbers. For each value the whole tensor that an operator returned is kept or offloaded. Each saved tensor that lies in
-it has a handle of its own, and so has the replay, if the value is handed in. A reloaded value stays on the device until
-all its handles were unpacked.
+Once a replay has recorded the program of such calls, preserved tensors are known by their numbers. For each value the
+whole tensor that an operator returned is kept or offloaded. Each saved tensor that lies in it has a handle of its own,
+and so has the replay, if the value is handed in. A reloaded value stays on the device until all its handles were
+unpacked.
 
 A call may depart from its program. So each tensor must lie in its memory as the program says, and two tensors with one
 value must share one memory. If not, the call drops all later tensors and is replayed whole, and the next call is
@@ -13,10 +13,9 @@ recorded again.
 
 NOTE [ Nothing is recomputed ]
 
-If a plan recomputes nothing of a block, all its saved tensors are kept or offloaded. The program says which operator
-made each saved tensor, by its number, so no mode is needed. Only memory depends on it: offloaded tensors come back
-unchanged. So sizes may differ from call to call, as those of a mixture's experts do. If a saved tensor has another
-dtype or another number of dimensions than in the program, the call keeps the rest.
+If a plan recomputes nothing of a block, all its saved tensors are kept or offloaded, by their numbers. No mode is
+needed. Only memory depends on it, so sizes may differ from call to call, as those of a mixture's experts do. If a saved
+tensor has another dtype or another number of dimensions than in the program, the call keeps the rest.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway.checkpointing.program import Decisions, Input, Preserved, PreservedParts, Program, lies_within
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
+from spillway._torch import dispatch_modes, next_node, node_number
+from spillway.checkpointing.program import Decisions, Input, Preserved, Program, lies_within
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, unpack
 from spillway.saved_tensors.hooks import ForwardScope
 from spillway.saved_tensors.identity import ViewRecipe
@@ -39,7 +39,6 @@ from spillway.selectors import Planned
 from spillway.types import Decision
 
 _KEEP = Decision.KEEP
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 _weak = weakref.ref
 Memory = Callable[[], torch.UntypedStorage | None]
 Argument = tuple[Any, Callable[[Any], torch.Tensor], bool, bool]
@@ -49,12 +48,7 @@ Argument = tuple[Any, Callable[[Any], torch.Tensor], bool, bool]
 class PreservedTensors:
     """Preserved tensors of one call. See NOTE [ Preserved tensors ].
 
-    Args:
-        decisions: decisions about such calls.
-        scope: the forward scope that the call belongs to.
-        tensors: the function's tensors.
-        arguments: the same, as the call holds them. Empty: they are split over ranks.
-        reached: constants that the function can reach besides these.
+    ``arguments`` are the function's tensors as the call holds them; empty if they are split over ranks.
     """
 
     def __init__(
@@ -71,7 +65,7 @@ class PreservedTensors:
         self._scope = scope
         self._arguments = arguments
         self._reached = reached
-        self._first_node = _next_node()
+        self._first_node = next_node()
         self._inputs: list[tuple[ViewRecipe, Memory] | None] = [
             (ViewRecipe.of(each), _weak(each.untyped_storage())) if type(each) in PLAIN and is_strided(each) else None
             for each in tensors
@@ -91,19 +85,18 @@ class PreservedTensors:
         if how is True and type(tensor) in PLAIN:
             with below_modes():
                 return KeptHandle(tensor)
-        if isinstance(how, Input) and self._is_foreign(how):
+        if isinstance(how, Input) and (
+            not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, OffloadedHandle)
+        ):
+            # Other hooks hold the input: they may unpack it only once, for the replay.
             return None
         handle: Handle | None = None
-        if isinstance(how, PreservedParts):
+        if isinstance(how, list):
             handle = self._pack_parts(tensor, how)
         elif isinstance(how, (Input, Preserved)) and self._is_like(tensor, how.recipe):
             handle = self._pack_input(tensor, how) if isinstance(how, Input) else self._pack_made(tensor, how)
         self.is_other = handle is None
         return handle
-
-    def _is_foreign(self, how: Input) -> bool:
-        """Whether other hooks hold an input: they may unpack it only once, for the replay."""
-        return not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, OffloadedHandle)
 
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
@@ -114,16 +107,16 @@ class PreservedTensors:
             and recipe._replace(offset=int(tensor.storage_offset())).is_of(tensor)
         )
 
-    def _pack_parts(self, tensor: torch.Tensor, how: PreservedParts) -> Handle | None:
-        plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
-        if len(plain) != len(how.parts) or type(tensor) in PLAIN:
+    def _pack_parts(self, tensor: torch.Tensor, how: list[Preserved]) -> Handle | None:
+        plain = strided_parts(tensor)
+        if len(plain) != len(how) or type(tensor) in PLAIN:
             return None
-        for part, each in zip(plain, how.parts, strict=True):
+        for part, each in zip(plain, how, strict=True):
             if not self._is_like(part, each.recipe) or self._pack_made(part, each) is None:
                 return None
         with below_modes(tensor):
             # Its parts were saved before.
-            return self._scope.save(tensor, how.parts[0].decision)
+            return self._scope.save(tensor, how[0].decision)
 
     def _pack_input(self, tensor: torch.Tensor, how: Input) -> Handle | None:
         handle, _, _, is_written = self._arguments[how.place]
@@ -144,11 +137,9 @@ class PreservedTensors:
             handle = self._given.get(value)
             if handle is None:
                 self._memory[value] = _weak(storage)
-                made = (
-                    tensor
-                    if whole is how.recipe
-                    else tensor.detach().as_strided(whole.size, whole.stride, whole.offset)
-                )
+                made = tensor
+                if whole is not how.recipe:
+                    made = tensor.detach().as_strided(whole.size, whole.stride, whole.offset)
                 if how.decision is _KEEP:
                     handle = self._keeping.keep(made, value, self.decisions.kept_bytes)
                 else:
@@ -162,7 +153,7 @@ class PreservedTensors:
     def _is_outside(self, tensor: torch.Tensor) -> bool:
         """Whether the call did not make the tensor, which took the place of another one of the same shape."""
         node = tensor.grad_fn
-        if tensor.requires_grad if node is None else node._sequence_nr() < self._first_node:
+        if tensor.requires_grad if node is None else node_number(node) < self._first_node:
             return True
         storage = tensor.untyped_storage()
         return any(known is not None and known[1]() is storage for known in self._inputs) or (
@@ -188,9 +179,6 @@ class PreservedTensors:
         return given if all(handle.is_intact() for handle in given.values()) else None
 
 
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-
-
 class _SavedTensor(NamedTuple):
     number: int
     decision: Decision | None
@@ -198,47 +186,32 @@ class _SavedTensor(NamedTuple):
     is_made: bool
     dtype: torch.dtype | None
     size: Any
-    """``None``, as the dtype, if it is unknown."""
+    """Dtype and size are ``None`` if they are unknown."""
 
 
 class SavingOrder:
-    """Decisions about the saved tensors of a block, in the order of saving.
-
-    Args:
-        program: the program of such calls.
-        planned: the plan. Tensors that it does not name are kept.
-    """
+    """Decisions about the saved tensors of a block, in the order of saving. Tensors without a decision are kept."""
 
     def __init__(self, program: Program, planned: Planned) -> None:
         self.program = program
         self.kept_bytes: dict[int, int] = {}
         """Counted bytes of kept tensors, by numbers."""
-        self.saved: Sequence[_SavedTensor] = [
-            self._saved(program, planned, number) for number in range(len(program.saved))
-        ]
-
-    @staticmethod
-    def _saved(program: Program, planned: Planned, number: int) -> _SavedTensor:
-        each = program.saved[number]
-        value, recipe = each.value, each.recipe
-        dtype, size = (None, None) if recipe is None else (recipe.dtype, recipe.size)
-        maker = program.makers.get(-1 if value is None else value)
-        if maker is not None:
-            decision = planned.decision(maker, program.operators[maker].func)
-            return _SavedTensor(number, _KEEP if decision is Decision.RECOMPUTE else decision, True, dtype, size)
-        is_input = value in program.inputs and not each.is_parameter
-        # Tensors without grad, as masks, are shared with other blocks.
-        decision_of_inputs = planned.inputs if is_input and each.requires_grad else None
-        return _SavedTensor(number, decision_of_inputs, False, dtype, size)
+        self.saved: list[_SavedTensor] = []
+        for number, each in enumerate(program.saved):
+            decision: Decision | None = None
+            maker = program.makers.get(-1 if each.value is None else each.value)
+            if maker is not None:
+                decision = planned.decision(maker, program.operators[maker].func)
+                decision = _KEEP if decision is Decision.RECOMPUTE else decision
+            elif each.value in program.inputs and each.requires_grad and not each.is_parameter:
+                # Tensors without grad, as masks, are shared with other blocks.
+                decision = planned.inputs
+            dtype, size = (None, None) if each.recipe is None else (each.recipe.dtype, each.recipe.size)
+            self.saved.append(_SavedTensor(number, decision, maker is not None, dtype, size))
 
 
 class PreservingCall:
-    """One call. See NOTE [ Nothing is recomputed ].
-
-    Args:
-        order: decisions about its saved tensors.
-        scope: the forward scope that the call belongs to.
-    """
+    """One call. See NOTE [ Nothing is recomputed ]."""
 
     def __init__(self, order: SavingOrder, scope: ForwardScope) -> None:
         self._order = order
@@ -278,7 +251,7 @@ class PreservingCall:
                 known = {}
             if leaving.nbytes and leaving.is_batch:
                 scope.advance()
-            if _modes() > 0:
+            if dispatch_modes() > 0:
                 with below_modes(tensor):
                     return KeptHandle(tensor) if decision is None else scope.save(tensor, decision)
             if decision is None:

@@ -2,15 +2,14 @@
 
 NOTE [ Needed operators ]
 
-Some saved tensors are preserved: kept on the device or offloaded. The others are recomputed. An operator is needed if
-it makes or writes a wanted value. Then the values that it reads are wanted, too. So operators are visited from the last
-to the first. If all wanted outputs of an operator are preserved, it does not run, and they are handed in. If none of
-its outputs is wanted, it does not run either. Its outputs get memory without content, since the function's own code
-still holds and reshapes them. Views always run: they compute nothing.
+An operator is needed if it makes or writes a wanted value. Then the values that it reads are wanted, too. So operators
+are visited from the last to the first. If all wanted outputs of an operator are preserved, it does not run, and they
+are handed in. If none of its outputs is wanted, it does not run either: its outputs get memory without content, since
+the function's own code still holds and reshapes them. Views always run: they compute nothing.
 
 A random operator that is left out must advance its generator. If a generator cannot be advanced without drawing, either
-all operators that draw from such generators run, or none does. An operator that writes in place runs if what it writes
-was computed: other code may hold it.
+all operators that draw from such generators run, or none does. An operator that writes in place runs if the target was
+computed: other code may hold it.
 
 NOTE [ Values ]
 
@@ -21,7 +20,7 @@ operators write it. So two saved tensors may be one value, and a value is preser
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -35,7 +34,7 @@ from spillway.types import Decision
 
 
 class Act(enum.IntEnum):
-    """What a replay does with an operator. An integer: the hash of another enum is a Python function."""
+    """The act of a replay for an operator. An integer: the hash of another enum is a Python function."""
 
     RUN = 0
     """It runs."""
@@ -89,7 +88,7 @@ class SavedTensor(NamedTuple):
     place: int
     """Number of operators that had run."""
     recipe: ViewRecipe | None
-    """Where it lies in the memory of the value."""
+    """Its place in the memory of the value."""
     is_parameter: bool
     requires_grad: bool = False
     parts: tuple[tuple[int, ViewRecipe], ...] = ()
@@ -159,12 +158,9 @@ def _last(recipe: ViewRecipe) -> int:
 
 
 def needed(operators: Sequence[Operator], wanted: Iterable[tuple[int, int]], preserved: Collection[int]) -> list[Act]:
-    """What a replay does with each operator. See NOTE [ Needed operators ].
+    """The act of a replay for each operator. See NOTE [ Needed operators ].
 
-    Args:
-        operators: in the order in which they ran.
-        wanted: values to be recomputed, each with the number of operators that had run when it was saved.
-        preserved: values that can be handed in.
+    ``wanted`` are values to be recomputed, each with the number of operators that had run when it was saved.
     """
     wanted = list(wanted)
     makers = {value: place for place, operator in enumerate(operators) for value in operator.makes}
@@ -221,8 +217,6 @@ class Selection(NamedTuple):
     """Tensors of a function's calls to be preserved."""
 
     choices: Choices
-    key: Hashable
-    """Tells these choices from others."""
     root: torch.nn.Module | None
     """The module that the function belongs to: paths of submodules begin below it."""
 
@@ -233,15 +227,9 @@ class Preserved(NamedTuple):
     value: int
     decision: Decision
     recipe: ViewRecipe
-    """Where it lies in the memory of the value."""
+    """Its place in the memory of the value."""
     whole: ViewRecipe
     """The tensor that the operator returned, which is preserved."""
-
-
-class PreservedParts(NamedTuple):
-    """A saved wrapper whose parts are kept or offloaded."""
-
-    parts: tuple[Preserved, ...]
 
 
 class Input(NamedTuple):
@@ -253,65 +241,36 @@ class Input(NamedTuple):
     """Elements between the beginning of the argument and its own."""
 
 
-class Decisions:
-    """Decisions about the calls of a function that follow a program.
+Saved = Preserved | list[Preserved] | Input | bool
+"""A saved tensor of a call: how it is preserved (a wrapper by its parts), which input it is, ``True`` for a parameter,
+which is held as it is, or ``False``: it is dropped."""
 
-    Args:
-        program: the program.
-        preserved: the values that are kept or offloaded.
-    """
+
+class Decisions:
+    """Decisions about the calls of a function that follow a program. ``preserved``: values to keep or offload."""
 
     def __init__(self, program: Program, preserved: Mapping[int, Decision]) -> None:
         self.program = program
-        self.saved: list[Preserved | PreservedParts | Input | bool] = []
-        """For each saved tensor: how it is preserved, which input it is, ``True`` for a parameter, which is held as it
-        is, or ``False``: it is dropped."""
+        self.saved = [self._saved(each, preserved) for each in program.saved]
         self._recomputed: set[int] = set()
         wanted: list[tuple[int, int]] = []
         last = -1
         first_of: dict[int, int] = {}
-        for number, each in enumerate(program.saved):
-            value, recipe = each.value, each.recipe
-            if each.is_parameter:
-                self.saved.append(True)
-                continue
-            parts = [part for part, _ in each.parts if program.is_computed(part)]
-            if parts and all(part in preserved for part in parts):
-                self.saved.append(
-                    PreservedParts(
-                        tuple(
-                            [
-                                Preserved(part, preserved[part], recipe, program.recipes[part])
-                                for part, recipe in each.parts
-                                if part in preserved
-                            ]
-                        )
-                    )
-                )
-                for part in parts:
-                    first_of.setdefault(part, number)
-                continue
-            if value is None or recipe is None:
-                self.saved.append(False)
-            elif value in preserved:
-                first_of.setdefault(value, number)
-                self.saved.append(Preserved(value, preserved[value], recipe, program.recipes[value]))
-                continue
-            elif value in program.inputs and value not in program.written:
-                place, start = program.inputs[value]
-                self.saved.append(Input(place, recipe, recipe.offset - start))
-                continue
-            else:
-                self.saved.append(False)
-            last = number
-            for made in parts if value is None else (value,):
-                if program.is_computed(made) and not _is_statistic(program, each):
+        for number, (each, how) in enumerate(zip(program.saved, self.saved, strict=True)):
+            if isinstance(how, Preserved):
+                first_of.setdefault(how.value, number)
+            elif isinstance(how, list):
+                for part in how:
+                    first_of.setdefault(part.value, number)
+            elif how is False:
+                last = number
+                values = [part for part, _ in each.parts] if each.value is None else [each.value]
+                made = [] if _is_statistic(program, each) else [value for value in values if program.is_computed(value)]
+                # The operator that saved a tensor may write it (rrelu its noise).
+                writes = program.operators[each.place].writes if each.place < len(program.operators) else ()
+                wanted += [(value, each.place + (value in writes)) for value in made]
+                if made:
                     self._recomputed.add(number)
-                    place = each.place
-                    if place < len(program.operators) and made in program.operators[place].writes:
-                        # The operator that saved it writes it (rrelu its noise).
-                        place += 1
-                    wanted.append((made, place))
         self.acts: list[Act] = needed(program.operators, wanted, preserved.keys())
         """Acts of a replay, by operators."""
         self.handed: set[int] = {
@@ -327,12 +286,28 @@ class Decisions:
         reach = program.saved[self.until].place if self.until >= 0 else 0
         self.leaves_out = bool(preserved) and any(act is not Act.RUN for act in self.acts[:reach])
         """Whether a replay leaves out an operator before it ends."""
-        self.is_validated = False
-        """Whether a replay was compared in full, and was right."""
+        self.is_new = self.leaves_out
+        """Whether a replay must be compared in full before others are trusted."""
         self.unused: list[Any] = []
         """Selectors that matched no operator."""
         self.kept_bytes: dict[int, int] = {}
         """Counted bytes of kept tensors, by values."""
+
+    def _saved(self, saved: SavedTensor, preserved: Mapping[int, Decision]) -> Saved:
+        program, value, recipe = self.program, saved.value, saved.recipe
+        if saved.is_parameter:
+            return True
+        parts = [part for part, _ in saved.parts if program.is_computed(part)]
+        if parts and all(part in preserved for part in parts):
+            return [Preserved(v, preserved[v], r, program.recipes[v]) for v, r in saved.parts if v in preserved]
+        if value is None or recipe is None:
+            return False
+        if value in preserved:
+            return Preserved(value, preserved[value], recipe, program.recipes[value])
+        if value in program.inputs and value not in program.written:
+            place, start = program.inputs[value]
+            return Input(place, recipe, recipe.offset - start)
+        return False
 
     def is_recomputed(self, number: int) -> bool:
         """Whether a replay computes a saved tensor, so that it can be compared."""
@@ -342,10 +317,7 @@ class Decisions:
     def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:
         """Decisions by a plan, selectors or a policy.
 
-        Args:
-            program: the program.
-            choices: the plan, selectors or policy.
-            chosen: their choices when the program was recorded; ``None``: it was recorded for others.
+        ``chosen`` are their choices when the program was recorded; ``None``: it was recorded for others.
 
         Raises:
             RecomputeError: if a policy says that an output must be saved, and that output is written in place.

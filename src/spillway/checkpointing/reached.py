@@ -2,46 +2,46 @@
 
 NOTE [ Tensors that a function writes ]
 
-A replay must read what forward read, and leave no trace. Forward notes the version of each reached tensor before and
-after. It also copies small ones that need no gradient, and those that earlier calls were seen to write: some functions
-write a buffer now and then only, and batch-norm kernels write without a new version.
+A replay must read the contents of forward, and leave no trace. Forward notes the version of each reached tensor before
+and after. It also copies small ones that need no gradient, and those that earlier calls were seen to write: some
+functions write a buffer now and then only, and batch-norm kernels write without a new version.
 
-If forward has written any, the copies are held, and the replay starts from them. After the replay, contents and
-versions are those from before it. If only modules refer to a buffer, the modules get a copy of it during the replay.
-Other tensors are written twice: before the replay, and after it.
+If forward has written any, the replay starts from the copies. After the replay, contents and versions are those from
+before it. If only modules refer to a buffer, the modules get a copy of it during the replay. Other tensors are written
+twice: before the replay, and after it.
 
 If forward has written a tensor without a copy (a large one, for the first time), it cannot be put back. In a call that
 is compared in full, the comparison decides whether that matters. In another call the replay is refused if it reads it.
 
 NOTE [ Tensors written since forward ]
 
-A replay must not read a tensor that was written after forward. Only a dispatch mode sees what operators read, and under
-a mode torch takes other kernels for some operators. So stand-ins take the place of such tensors in containers of Python
-state during the replay. A stand-in tells its shape and type, and raises an error if its content is read.
+A replay must not read a tensor that was written after forward. Only a dispatch mode sees the reads of operators, and
+under a mode torch takes other kernels for some operators. So stand-ins take the place of such tensors in containers of
+Python state during the replay. A stand-in tells its shape and type, and raises an error if its content is read.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.utils._pytree import tree_leaves
 
+from spillway._torch import (
+    copy_many,
+    disable_function,
+    disable_subclass_function,
+    preserve_versions,
+    storage_key,
+    tree_leaves,
+    version_of,
+)
 from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.checks import has_content_of
 from spillway.checkpointing.schema import facts_of
-from spillway.checkpointing.tensors import (
-    PLAIN,
-    OperatorMode,
-    below_modes,
-    has_bits,
-    is_strided,
-    split,
-)
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, below_modes, has_bits, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
 
@@ -53,30 +53,7 @@ _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
 
 
 class ReachedTensors:
-    """The reached tensors of one call. See NOTE [ Tensors that a function writes ].
-
-    Args:
-        named: the tensors with their names.
-        learned: names that earlier calls were seen to write.
-        is_observed: whether this call is compared in full.
-        is_compared: whether its values are compared.
-        subclass: a tensor of a subclass that the function reads, if there is one.
-    """
-
-    __slots__ = (
-        *(
-            "_before",
-            "_copied",
-            "_is_compared",
-            "_is_observed",
-            "_learned",
-            "_lost",
-            "_named",
-            "_subclass",
-            "_unwritten",
-        ),
-        "_versions",
-    )
+    """The reached tensors of one call, with their names. See NOTE [ Tensors that a function writes ]."""
 
     def __init__(
         self,
@@ -91,7 +68,7 @@ class ReachedTensors:
         self._learned = learned
         self._is_observed, self._is_compared = is_observed, is_compared
         self._subclass = subclass
-        self._versions = [tensor._version for _, tensor in named]
+        self._versions = [version_of(tensor) for _, tensor in named]
         written, most = learned.written, _MOST_OBSERVED if is_observed else _MOST_COPIED
         self._copied = [
             tensor for name, tensor in named if may_be_written(tensor, most) or (written and name in written)
@@ -106,11 +83,8 @@ class ReachedTensors:
     def forward_ended(self) -> None:
         """Find out what forward has written."""
         named, versions, learned = self._named, self._versions, self._learned
-        after = [tensor._version for _, tensor in named]
-        if after == versions and not self._before:
-            self._unwritten = [(tensor, version) for (_, tensor), version in zip(named, after, strict=True)]
-            self._named, self._versions = (), []
-            return
+        self._named, self._versions = (), []
+        after = [version_of(tensor) for _, tensor in named]
         wrote = set() if after == versions else {i for i, version in enumerate(after) if version != versions[i]}
         if self._is_observed and self._before:
             differ = {id(tensor) for tensor, before in self._before if not has_content_of(tensor, before)}
@@ -127,7 +101,6 @@ class ReachedTensors:
             for place, ((_, tensor), version) in enumerate(zip(named, after, strict=True))
             if place not in wrote
         ]
-        self._named, self._versions = (), []
 
     @property
     def may_be_written(self) -> bool:
@@ -147,7 +120,7 @@ class ReachedTensors:
         """Tensors that cannot be put back to what forward read, with their versions in forward."""
         # A replay in another thread raises versions for a moment, under this lock.
         with replay_lock:
-            changed = [(tensor, version) for tensor, version in self._unwritten if tensor._version != version]
+            changed = [(tensor, version) for tensor, version in self._unwritten if version_of(tensor) != version]
         return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
 
     def protected(self) -> list[torch.Tensor]:
@@ -156,17 +129,13 @@ class ReachedTensors:
 
     def storages(self) -> set[int]:
         """Their memory."""
-        return {each.untyped_storage()._cdata for each in self.protected() if is_strided(each)}
+        return {storage_key(each.untyped_storage()) for each in self.protected() if is_strided(each)}
 
     @contextmanager
     def as_before(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
         """A context in which tensors have their contents from before forward. It restores the current ones.
 
-        Yields copies that modules get in place of their buffers, by the buffers' ids.
-
-        Args:
-            sole: ids of buffers to which only their modules refer.
-            inputs: the function's inputs.
+        Yields copies that modules get in place of their ``sole`` buffers, to which only they refer, by ids.
         """
         protected = self.protected()
         if not protected:
@@ -183,7 +152,7 @@ class ReachedTensors:
             now = list(zip(others, copies_of(others), strict=True)) if others else []
             write_back([(tensor, before[id(tensor)]) for tensor in others if id(tensor) in before])
         try:
-            with _unsafe_preserve_version_counter(tuple(others)) if others else nullcontext():
+            with preserve_versions(tuple(others)) if others else nullcontext():
                 yield swapped
         finally:
             with below_modes(self._subclass):
@@ -192,11 +161,11 @@ class ReachedTensors:
     def _alone(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         """Copied tensors that share no memory with other reached tensors, by ids."""
         plain = (each for each in (*self.tensors(), *inputs) if type(each) in PLAIN and is_strided(each))
-        storages = Counter(each.untyped_storage()._cdata for each in plain)
+        storages = Counter(storage_key(each.untyped_storage()) for each in plain)
         return {
             id(each): each
             for each in self._copied
-            if id(each) in sole and type(each) is torch.Tensor and storages[each.untyped_storage()._cdata] == 1
+            if id(each) in sole and type(each) is torch.Tensor and storages[storage_key(each.untyped_storage())] == 1
         }
 
 
@@ -221,59 +190,51 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
     """Whether a tensor at one of these places shares memory with another tensor."""
-    spans = [_span_of(tensor) if is_strided(tensor) and has_bits(tensor) else None for tensor in tensors]
-    for place in places:
-        span = spans[place] if place < len(spans) else None
-        if span is None:
-            continue
-        for other_place, other in enumerate(spans):
-            if other_place != place and other is not None and span[0] < other[1] and other[0] < span[1]:
-                return True
-    return False
+    spans = [_span_of(tensor) for tensor in tensors]
+    return any(
+        place != other and spans[place][0] < span[1] and span[0] < spans[place][1]
+        for place in places
+        if place < len(spans)
+        for other, span in enumerate(spans)
+    )
 
 
-def _span_of(tensor: torch.Tensor) -> tuple[int, int] | None:
-    if type(tensor) not in PLAIN or not tensor.numel():
-        return None
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte, and after its last one."""
+    if type(tensor) not in PLAIN or not is_strided(tensor) or not has_bits(tensor) or not tensor.numel():
+        return 0, 0
     start = tensor.data_ptr()
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return start, start + (last + 1) * tensor.element_size()
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """:func:`copy_of` each, with one kernel for many small tensors: a batch norm has three."""
-    copies: list[torch.Tensor | None] = [None] * len(tensors)
-    several: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    for place, tensor in enumerate(tensors):
-        if _is_simple(tensor):
-            several.setdefault((tensor.dtype, tensor.device), []).append(place)
-        else:
-            copies[place] = copy_of(tensor)
-    with torch.no_grad():
-        for places in several.values():
-            sources = [tensors[place].detach() for place in places]
-            made = [torch.empty_like(source) for source in sources]
-            torch._foreach_copy_(made, sources)
-            for place, copy in zip(places, made, strict=True):
-                copies[place] = copy
-    return copies  # type: ignore[return-value]
+    """:func:`copy_of` each. Contiguous tensors become contiguous ones."""
+    copies = [torch.empty_like(each.detach()) if _is_simple(each) else copy_of(each) for each in tensors]
+    _copy([(copy, each) for copy, each in zip(copies, tensors, strict=True) if _is_simple(each)])
+    return copies
 
 
 def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give tensors their earlier content, without a new version."""
-    if not pairs:
-        return
+    if pairs:
+        with preserve_versions(tuple(tensor for tensor, _ in pairs)):
+            _copy(pairs)
+
+
+def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy contents, with one kernel for many small tensors: a batch norm has three."""
     several: dict[tuple[torch.dtype, torch.device], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    with torch.no_grad(), _unsafe_preserve_version_counter(tuple(tensor for tensor, _ in pairs)):
-        for tensor, content in pairs:
-            if _is_simple(tensor):
-                targets, contents = several.setdefault((tensor.dtype, tensor.device), ([], []))
-                targets.append(tensor.detach())
-                contents.append(content)
+    with torch.no_grad():
+        for target, content in pairs:
+            if _is_simple(target):
+                targets, contents = several.setdefault((target.dtype, target.device), ([], []))
+                targets.append(target.detach())
+                contents.append(content.detach())
             else:
-                tensor.detach().copy_(content)
+                target.detach().copy_(content)
         for targets, contents in several.values():
-            torch._foreach_copy_(targets, contents)
+            copy_many(targets, contents)
 
 
 def _is_simple(tensor: torch.Tensor) -> bool:
@@ -292,114 +253,59 @@ _METADATA = frozenset(
 class RefusedTensor(torch.Tensor):
     """Stands for a tensor. See NOTE [ Tensors written since forward ]."""
 
-    _stands_for: tuple[torch.Tensor, int]
-    _touched: list[RefusedTensor]
+    _refuse: Callable[[], NoReturn]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, version: int, touched: list[RefusedTensor]) -> RefusedTensor:
-        """Stand for a tensor.
-
-        Args:
-            tensor: the tensor.
-            version: its version when forward had ended.
-            touched: gets the stand-in when its content is read, since the function may catch the error.
-        """
-        with below_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
+    def of(cls, tensor: torch.Tensor, refuse: Callable[[], NoReturn]) -> RefusedTensor:
+        """Stand for a tensor. If its content is read, ``refuse`` is called."""
+        with below_modes(), disable_function(), torch.no_grad():
             memory = torch.empty((), dtype=tensor.dtype, device=tensor.device)
             stand_in: RefusedTensor = memory.expand(tensor.shape).as_subclass(cls)
             if tensor.requires_grad:
                 stand_in.requires_grad_()
-        stand_in._stands_for, stand_in._touched = (tensor, version), touched
+        stand_in._refuse = refuse
         return stand_in
-
-    def refuse(self) -> None:
-        """Raise the error.
-
-        Raises:
-            RecomputeError: always.
-        """
-        refuse_written(*self._stands_for)
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in _METADATA:
-            with torch._C.DisableTorchFunctionSubclass():
+            with disable_subclass_function():
                 result = func(*args, **(kwargs or {}))
             if not isinstance(result, torch.Tensor):
                 return result
-        found = next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RefusedTensor))
-        found._touched.append(found)
-        return found.refuse()
+        return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RefusedTensor))._refuse()
 
 
 def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
-    """Raise the error of a tensor that was written after the function had read it."""
+    """Raise the error of a tensor that was written after the function had read it.
+
+    Raises:
+        RecomputeError: always.
+    """
     raise RecomputeError(
-        f"got a tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} that was written in place (version "
-        f"{tensor._version}, expected {version}) after a checkpointed function had read it, expected it unchanged "
-        f"until backward; write a copy, or save or offload what the function computes from it"
+        f"A tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} was written in place (version "
+        f"{version_of(tensor)}, expected {version}) after a checkpointed function had read it. The function cannot be "
+        f"recomputed from the new content. Write into a copy, or save or offload the outputs that depend on it."
     )
 
 
-class _ReadMode(OperatorMode):  # type: ignore[no-untyped-call]
-    """Sees which operators read some of these storages."""
+class ReadMode(OperatorMode):  # type: ignore[no-untyped-call]
+    """Calls a function with the key of a tensor before an operator reads it."""
 
-    def __init__(self, storages: Mapping[int, Any]) -> None:
+    def __init__(self, tensors: Iterable[tuple[torch.Tensor, Any]], reads: Callable[[Any], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = storages
+        self._keys = {storage_key(each.untyped_storage()): key for each, key in tensors if is_strided(each)}
+        self._reads = reads
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if not facts_of(func).is_view:
-            for tensor in split(args, kwargs)[0]:
-                known = self._storages.get(tensor.untyped_storage()._cdata) if is_strided(tensor) else None
-                if known is not None:
-                    self._reads(known)
+            for tensor in tensors_in((*args, *kwargs.values())):
+                key = self._keys.get(storage_key(tensor.untyped_storage())) if is_strided(tensor) else None
+                if key is not None:
+                    self._reads(key)
         return func(*args, **kwargs)
-
-    def _reads(self, known: Any) -> None:
-        raise NotImplementedError
-
-
-class ReadTracker(_ReadMode):  # type: ignore[no-untyped-call]
-    """Sees which of some tensors operators read.
-
-    Args:
-        tensors: by names.
-    """
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        super().__init__({each.untyped_storage()._cdata: name for name, each in tensors.items() if is_strided(each)})
-        self.names: set[str] = {name for name, each in tensors.items() if not is_strided(each)}
-        """Names of the tensors that were read, and of those that have no strides."""
-
-    def _reads(self, known: str) -> None:
-        self.names.add(known)
-
-
-class RefuseReads(_ReadMode):  # type: ignore[no-untyped-call]
-    """Refuses operators that read a tensor that was written since forward.
-
-    Args:
-        written: such tensors, and their versions as they were.
-
-    Raises:
-        RecomputeError: from within an operator that reads one of them.
-    """
-
-    def __init__(self, written: Sequence[tuple[torch.Tensor, int]]) -> None:
-        super().__init__({pair[0].untyped_storage()._cdata: pair for pair in written if is_strided(pair[0])})
-        self._refused: tuple[torch.Tensor, int] | None = None
-
-    def _reads(self, known: tuple[torch.Tensor, int]) -> None:
-        self._refused = known
-        refuse_written(*known)
-
-    def check(self) -> None:
-        """Raise the error again when the run has ended: the function may have caught it."""
-        if self._refused is not None:
-            refuse_written(*self._refused)

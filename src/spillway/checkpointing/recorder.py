@@ -6,9 +6,9 @@ Under a dispatch mode some functions of torch choose other kernels, and give oth
 replay, and not in forward. The saved tensors are compared with those of forward, as in every first replay. If they
 differ, the function is replayed again without the mode, and its calls have no program.
 
-Two kernels may also agree in the first call and differ in a later one. ``torch.linalg.eigvalsh`` is such a function:
-without gradients it computes no eigenvectors, but under a mode it does. So a call has no program, either, if it runs an
-operator that stands for another one under a mode (``_chosen_under_a_mode``).
+Two kernels may also agree in the first call and differ in a later one: without gradients ``torch.linalg.eigvalsh``
+computes no eigenvectors, but under a mode it does. So a call has no program, either, if it runs an operator that stands
+for another one under a mode.
 
 NOTE [ Autocast's casts ]
 
@@ -29,21 +29,28 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
-from spillway.checkpointing.ambient import default_generator, device_of, given_generator, state_now
+from spillway._torch import (
+    LABEL_BEGINS,
+    LABEL_ENDS,
+    FakeTensor,
+    base_of,
+    disable_dispatch,
+    disable_modes,
+    graph_task,
+    next_node,
+    storage_key,
+    tree_leaves,
+)
+from spillway.checkpointing.ambient import default_generator, device_of, states_of
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, nbytes_of, split, tensors_in
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.selectors import OperatorCall
 from spillway.types import Decision
 
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 _NUMBERS = (int, float, bool, complex, type(None))
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
 """Views of a cast weight that a matrix product may save."""
@@ -69,15 +76,11 @@ def _chosen_under_a_mode(func: Any, args: tuple[Any, ...]) -> bool:
 
 
 class Recorder(OperatorMode):
-    """Runs and notes each operator. See NOTE [ Recording ].
-
-    Args:
-        selection: tensors to be preserved.
-    """
+    """Runs and notes each operator. See NOTE [ Recording ]."""
 
     def __init__(self, selection: Selection) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._choices, self._key = selection.choices, selection.key
+        self._choices = selection.choices
         wants_modules = self._choices.wants_modules
         self._locator = Locator(modules=True, operators=False, root=selection.root) if wants_modules else None
         self._hidden = HiddenOperators()
@@ -105,7 +108,7 @@ class Recorder(OperatorMode):
         self._starts: list[int] = []
         self.inputs: list[tuple[int, ...]] = []
         self.outputs: set[int] = set()
-        self._task = _graph_task()
+        self._task = graph_task()
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Take the tensors with which the function is about to be called."""
@@ -135,14 +138,14 @@ class Recorder(OperatorMode):
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
         """Note a tensor that autograd saves."""
-        node = _next_node()
+        node = next_node()
         if not self._saving or node > self._saving[-1]:
             self.saves_at.append(len(self.operators))
         self._saving.append(node)
         value, recipe, is_own = None, None, False
         parts: tuple[tuple[int, ViewRecipe], ...] = ()
         if type(tensor) in PLAIN:
-            with torch._C._DisableTorchDispatch():
+            with disable_dispatch():
                 value = self.values.find(tensor)
                 is_own = is_parameter(tensor)
                 recipe = ViewRecipe.of(tensor) if is_strided(tensor) else None
@@ -150,9 +153,8 @@ class Recorder(OperatorMode):
                     # The operator that reads it comes later.
                     self._unknown.append((len(self.saved), tensor.detach()))
         else:
-            with _disable_current_modes():
-                plain = [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
-                found = [(self.values.find(part), ViewRecipe.of(part)) for part in plain]
+            with disable_modes():
+                found = [(self.values.find(part), ViewRecipe.of(part)) for part in strided_parts(tensor)]
             parts = tuple([(value, recipe) for value, recipe in found if value is not None])
         self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad, parts))
 
@@ -172,7 +174,7 @@ class Recorder(OperatorMode):
             {values[0]: (place, self._starts[place]) for place, values in enumerate(self.inputs) if len(values) == 1},
             frozenset(self.written),
             self.recipes,
-            {self._key: self._chosen},
+            {self._choices.key: self._chosen},
             self.values.opaque,
         )
 
@@ -180,7 +182,7 @@ class Recorder(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if _graph_task() != self._task:
+        if graph_task() != self._task:
             self.values.opaque = "it takes a gradient of what it computes"
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
@@ -193,14 +195,16 @@ class Recorder(OperatorMode):
             return output
         if _chosen_under_a_mode(func, args):
             self.values.opaque = f"torch may run another kernel than {func} without a dispatch mode"
-        node = _next_node()
-        operator = Operator(func, facts, tuple([self._value(each) for each in split(args, kwargs)[0]]))
+        node = next_node()
+        operator = Operator(func, facts, tuple([self._value(each) for each in tensors_in((*args, *kwargs.values()))]))
         targets = [argument(args, kwargs, key) for key in facts.writes]
         operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
         self.written.update(operator.writes)
-        draws = _Draws(args, kwargs) if facts.is_random else None
+        drawn = states_of([default_generator(device_of(args, kwargs))]) if facts.is_random else []
         output = func(*args, **kwargs)
-        operator.draws = 0 if draws is None else draws.count()
+        for generator, state in drawn:
+            is_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
+            operator.draws = None if is_own else _drawn(generator, state)
         operator.depends = not self._depends.isdisjoint(operator.reads)
         self._nodes.setdefault(node, len(self.operators))
         new = self._take(operator, output)
@@ -261,7 +265,9 @@ class Recorder(OperatorMode):
         decision = self._choices.by_name(operator.func)
         if decision is not Decision.KEEP and self._choices.asks:
             module = self._locator.here()[0] if self._locator is not None else None
-            call = OperatorCall(operator.func, module, len(self.operators), sum(map(nbytes_of, new)))
+            call = OperatorCall(
+                operator.func, module, len(self.operators), sum(each.nbytes for each in new if is_strided(each))
+            )
             answer, must = self._choices.by_call(call, output, args, kwargs)
             if decision is None or answer is Decision.KEEP:
                 decision = answer
@@ -270,33 +276,27 @@ class Recorder(OperatorMode):
 
 
 class OutsideTensor:
-    """A tensor that the function reads and did not make."""
+    """A tensor that the function reads and did not make, for a profiler. Only its memory is referred to, weakly."""
 
     __slots__ = ("device", "is_floating_point", "is_leaf", "nbytes", "requires_grad", "storage")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.device = tensor.device
-        self.is_floating_point = tensor.is_floating_point()
-        self.is_leaf = tensor.is_leaf
-        self.requires_grad = tensor.requires_grad
-        self.storage: Callable[[], torch.UntypedStorage | None] = _nothing
+        self.device, self.is_floating_point = tensor.device, tensor.is_floating_point()
+        self.is_leaf, self.requires_grad = tensor.is_leaf, tensor.requires_grad
+        self.storage: Callable[[], torch.UntypedStorage | None] = lambda: None
         """Its memory, if it is alive."""
         self.nbytes = 0
         if is_strided(tensor):
-            self.nbytes = tensor.untyped_storage().nbytes()
             # No reference to the tensor: torch.utils.swap_tensors would refuse it.
             self.storage = weakref.ref(tensor.untyped_storage())
-
-
-def _nothing() -> None:
-    return None
+            self.nbytes = tensor.untyped_storage().nbytes()
 
 
 def is_cast(args: tuple[Any, ...]) -> bool:
     """Whether a copy of its first argument may be autocast's. See NOTE [ Autocast's casts ]."""
     # Autocast is off inside its own casts: so it cannot be asked whether it is on.
     tensor = args[0]
-    return bool(tensor.requires_grad and tensor.is_leaf and tensor._base is None)
+    return bool(tensor.requires_grad and tensor.is_leaf and base_of(tensor) is None)
 
 
 def casts_leaf(tensor: torch.Tensor) -> bool:
@@ -307,31 +307,21 @@ def casts_leaf(tensor: torch.Tensor) -> bool:
     return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")
 
 
-class _Draws:
-    """How far an operator advances its generator."""
-
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._is_own = given_generator(args, kwargs) is not None
-        self._generator = default_generator(device_of(args, kwargs))
-        self._state = state_now(self._generator)
-
-    def count(self) -> int | None:
-        """The distance so far; ``None`` if it is unknown or cannot be repeated."""
-        if self._is_own:
+def _drawn(generator: torch.Generator, before: torch.Tensor) -> int | None:
+    """How far a generator has advanced; ``None`` if that is unknown, or cannot be repeated without drawing."""
+    with disable_modes():
+        now = generator.get_state()
+        if torch.equal(now, before):
+            return 0
+        if generator.device.type == "cpu" or len(now) != 2 * _OFFSET:
             return None
-        with _disable_current_modes():
-            now = state_now(self._generator)
-            if torch.equal(now, self._state):
-                return 0
-            if self._generator.device.type == "cpu" or len(now) != 2 * _OFFSET:
-                return None
-            (before,), (after,) = (state[_OFFSET:].view(torch.int64).tolist() for state in (self._state, now))
-            return int(after - before)
+        first, last = (state[_OFFSET:].view(torch.int64).item() for state in (before, now))
+        return int(last - first)
 
 
 def advance(generator: torch.Generator, count: int) -> None:
     """Advance a generator, as an operator that is left out would have done."""
-    with _disable_current_modes():
+    with disable_modes():
         state = generator.get_state()
         state[_OFFSET:].view(torch.int64).add_(count)
         generator.set_state(state)
@@ -343,27 +333,20 @@ class Observer(Protocol):
     @property
     def wants_operators(self) -> bool:
         """Whether to measure the call's operators. Then the function runs once more after its forward."""
-        ...
 
     def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
         """A context around that run, inside the mode that records it."""
-        ...
 
     def ended(self, recorder: Recorder) -> None:
         """That run has ended."""
-        ...
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """Take memory of a cast of a leaf in forward, which is still alive."""
-        ...
 
     def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
         """Backward unpacks a tensor that was saved after so many operators, by a handle that autograd holds."""
-        ...
 
 
-_ENTER = torch.ops.profiler._record_function_enter_new.default
-_EXIT = torch.ops.profiler._record_function_exit._RecordFunction
 _LABEL = "FSDP::"
 _CASTS = "FSDP::cast_forward"
 """Label of casts of a module's inputs and outputs, which are recomputed as anything else."""
@@ -378,12 +361,11 @@ class HiddenOperators:
 
     def __call__(self, operator: Any, args: tuple[Any, ...]) -> bool:
         """Whether this operator is hidden."""
-        if operator is _ENTER:
+        if operator is LABEL_BEGINS:
             label = str(args[0])
-            if self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)):
-                self.depth += 1
+            self.depth += bool(self.depth or (label.startswith(_LABEL) and not label.startswith(_CASTS)))
             return True
-        if operator is _EXIT:
+        if operator is LABEL_ENDS:
             self.depth = max(0, self.depth - 1)
             return True
         return self.depth > 0
@@ -400,26 +382,27 @@ class Values:
     def find(self, tensor: torch.Tensor) -> int | None:
         """The value of a plain tensor, if it has one."""
         memory = self._memory(tensor)
-        known = self._known.get(memory._cdata)
+        known = self._known.get(storage_key(memory))
         # A freed address is used again.
         return known[1] if known is not None and known[0]() is memory else None
 
     def find_or_name(self, tensor: torch.Tensor, value: int) -> int:
         """The value of a plain tensor. If it has none, it gets this one."""
+        found = self.find(tensor)
+        if found is not None:
+            return found
         memory = self._memory(tensor)
-        known = self._known.get(memory._cdata)
-        if known is not None and known[0]() is memory:
-            return known[1]
-        self._known[memory._cdata] = weakref.ref(memory), value
+        self._known[storage_key(memory)] = weakref.ref(memory), value
         return value
 
     def _memory(self, tensor: torch.Tensor) -> Any:
+        memory: Any = tensor
         try:
-            memory: Any = tensor.untyped_storage()
+            memory = tensor.untyped_storage()
             # A wrapper may have a storage of its own, which is empty: its operators use tensors that no one sees here.
             if type(tensor) in PLAIN or isinstance(tensor, FakeTensor) or has_bits(tensor):
                 return memory
         except (NotImplementedError, RuntimeError):
-            memory = tensor
+            pass
         self.opaque = f"a tensor of layout {tensor.layout} and class {type(tensor).__name__}"
         return memory

@@ -3,24 +3,21 @@
 NOTE [ A reentrant call ]
 
 Forward runs the function without grad, so autograd saves nothing in it. Its outputs become outputs of one node. The
-backward of that node runs the function again, with grad, on detached inputs, and in the state of forward. It then runs
-a backward of its own through the graph of that run.
-
-Saved tensors are unknown in this mode, so outputs are compared: number, shape, dtype and device in every call, values
+backward of that node runs the function again, with grad, on detached inputs and in the state of forward, and then runs
+a backward of its own through that graph. Outputs are compared: number, shape, dtype and device in every call, values
 in the first call and in samples of later ones.
 
 NOTE [ Inputs that a function writes ]
 
-If the function writes an input that requires grad, later reads of the input depend on what was written. So the input is
-an output of the node, too. An input, or another reached tensor, that requires no grad may get a history in a replay by
-what is written into it. Forward lost that history, so this is refused.
+If the function writes an input that requires grad, the input becomes an output of the node, too, for later reads. An
+input, or another reached tensor, that requires no grad may get a history in a replay when the function writes into it.
+Forward lost that history, so this is refused.
 
 NOTE [ Histories that forward loses ]
 
-A function may leave what it computes in an attribute, and read it in its next call. Forward leaves it without a
-history, and the gradient through it would be lost. So if a replay leaves a tensor with a history in an attribute that
-had a tensor, the function runs once more under a mode that sees whether it reads the former tensor. If so, it is
-refused.
+A function may leave a result in an attribute, and read it in its next call. Forward leaves it without a history, and
+the gradient through it would be lost. So if a replay leaves a tensor with a history in an attribute that had a tensor,
+the function runs once more under a mode that sees whether it reads the former tensor. If so, it is refused.
 
 NOTE [ Kernels without grad ]
 
@@ -31,8 +28,8 @@ values of forward, later calls of the kind are not compared. (Twice, since a fun
 NOTE [ Ownership of reentrant calls ]
 
 Autograd owns the call by a tensor without elements that the node saves: its pack hook returns the call. So the call
-dies when the graph is freed, and autograd refuses a second backward as for any other node. The node itself has a weak
-reference to the call.
+dies with the graph, and autograd refuses a second backward as for any other node. The node itself has a weak reference
+to the call.
 """
 
 from __future__ import annotations
@@ -44,19 +41,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from spillway._torch import untraced
+from spillway._torch import (
+    base_of,
+    is_plain_backward,
+    storage_key,
+    tree_flatten,
+    tree_leaves,
+    tree_unflatten,
+    untraced,
+    version_of,
+)
 from spillway.checkpointing.checks import difference_error, fingerprints_of
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
-from spillway.checkpointing.reached import ReadTracker, copy_of
+from spillway.checkpointing.function import replay_argument
+from spillway.checkpointing.reached import ReadMode, copy_of
 from spillway.checkpointing.replayable import ReplayableCall
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.errors import RecomputeError, UnsupportedError
 from spillway.saved_tensors.handles import KeptHandle, unpack
 
 _NOTHING = nullcontext()
-_is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
 
 
 class ReentrantCall(ReplayableCall):
@@ -70,16 +75,11 @@ class ReentrantCall(ReplayableCall):
     # Forward.
 
     def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the function, and return its output.
-
-        Args:
-            first: runs it, with the caller's own arguments.
-            tensors: the tensors among the arguments. The outputs require grad even if none of these does.
-        """
+        """Run the function, by ``first`` with the caller's arguments. Outputs require grad even if no input does."""
         if not self._may_begin(tensors):
             return first()
         self._forward_begins(tensors)
-        versions = [tensor._version if tensor.requires_grad else -1 for tensor in tensors]
+        versions = [version_of(tensor) if tensor.requires_grad else -1 for tensor in tensors]
         output = None
         try:
             with torch.no_grad():
@@ -108,10 +108,10 @@ class ReentrantCall(ReplayableCall):
         return tree_unflatten(list(given[: len(leaves)]), spec)
 
     def _may_be_output(self, written: torch.Tensor) -> torch.Tensor:
-        if written._is_view():
+        if base_of(written) is not None:
             raise UnsupportedError(
-                f"got {self._label} with use_reentrant=True, which writes an argument in place that is a view of "
-                f"another tensor, expected one that writes no views; use use_reentrant=False, or give it a clone"
+                f"{self._label} writes an argument in place that is a view of another tensor, which use_reentrant=True "
+                f"does not support. Use use_reentrant=False, or give the function a clone."
             )
         return written
 
@@ -119,11 +119,7 @@ class ReentrantCall(ReplayableCall):
 
     @untraced
     def gradients(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of the function's tensors.
-
-        Args:
-            given: gradients of its outputs.
-        """
+        """Gradients of the function's tensors, from those of its outputs."""
         self._replay_begins()
         try:
             replay = self._replay()
@@ -142,29 +138,25 @@ class ReentrantCall(ReplayableCall):
         if self._is_same(replay.leaves) or (self._compares and self._is_same_without_grad()):
             return replay
         other = self._other(replay.leaves)
-        with self._function.on_current_state() as is_another:
-            # A function that prepares itself in its first call.
-            if is_another and self._compares:
-                try:
-                    replay = self._run_again()
-                except Exception as error:
-                    # On another state than that of forward, anything may be missing.
-                    raise difference_error([self._label]) from error
-                if self._is_same(replay.leaves):
-                    return replay
-        raise self._error(other)
+        again = self._on_current_state(self._run_again) if self._compares else None
+        if again is not None and self._is_same(again.leaves):
+            return again
+        if not other:
+            raise difference_error([self._label])
+        how = f"gave something else when it was recomputed than in its forward pass: {other}"
+        raise difference_error([self._label], how)
 
     def _check_histories(self) -> None:
         """See NOTE [ Histories that forward loses ]."""
         found = {name: t for name, t in self._function.histories.items() if name not in self._learned.unread}
         if not found:
             return
-        reads = ReadTracker(found)
-        self._run_again(mode=reads)
-        if reads.names:
+        read = {name for name, tensor in found.items() if not is_strided(tensor)}
+        self._run_again(mode=ReadMode([(tensor, name) for name, tensor in found.items()], read.add))
+        if read:
             raise RecomputeError(
                 f"{self._label}, recomputed with use_reentrant=True, keeps a tensor with a history in "
-                f"{', '.join(sorted(reads.names))}, which it reads in its next call. That mode loses the gradient "
+                f"{', '.join(sorted(read))}, which it reads in its next call. That mode loses the gradient "
                 f"that goes through it. Use use_reentrant=False."
             )
         self._learned.unread |= found.keys()
@@ -173,7 +165,7 @@ class ReentrantCall(ReplayableCall):
         reached = self._reached
         with below_modes(self._subclass):
             backs = zip(self._inputs_back(), self._tensors, strict=True)
-            pairs = [_input(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
+            pairs = [replay_argument(tensor, needs_grad, written) for tensor, (*_, needs_grad, written) in backs]
         inputs, tensors = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         had = {id(tensor) for tensor in (*tensors, *reached.protected()) if tensor.requires_grad}
         written: list[torch.Tensor] = []
@@ -199,11 +191,7 @@ class ReentrantCall(ReplayableCall):
         return Replay(inputs, tensors, leaves)
 
     def _packing(self, known: Sequence[torch.Tensor]) -> Callable[[torch.Tensor], KeptHandle]:
-        """The pack hook of a replay.
-
-        Args:
-            known: tensors that exist without it.
-        """
+        """The pack hook of a replay. ``known`` are tensors that exist without it."""
         ledger, counted, written = self._scope.ledger, set(storages_of(known)), self._reached.storages()
 
         def pack(tensor: torch.Tensor) -> KeptHandle:
@@ -211,11 +199,11 @@ class ReentrantCall(ReplayableCall):
                 if type(tensor) not in PLAIN or not is_strided(tensor):
                     return KeptHandle(tensor)
                 storage = tensor.untyped_storage()
-                if storage._cdata in written:
+                if storage_key(storage) in written:
                     # Its current content is restored after the replay.
                     return KeptHandle(copy_of(tensor))
-                if storage._cdata not in counted:
-                    counted.add(storage._cdata)
+                if storage_key(storage) not in counted:
+                    counted.add(storage_key(storage))
                     ledger.recomputed_bytes += storage.nbytes()
                 return KeptHandle(tensor)
 
@@ -255,15 +243,6 @@ class ReentrantCall(ReplayableCall):
                 return f"output {place} is {name_of(now)}, and was {name_of(meta)}"
         return ""
 
-    def _error(self, other: str) -> RecomputeError:
-        if not other:
-            return difference_error([self._label])
-        return RecomputeError(
-            f"{self._label} gave something else when it was recomputed than in its forward pass: {other}. It reads "
-            f"something besides its arguments, parameters and Python state that changed in between. Pass that as an "
-            f"argument, or leave it outside of the checkpointed function."
-        )
-
 
 class Replay(NamedTuple):
     """Tensors of a replay."""
@@ -295,31 +274,16 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *given: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        if not _is_plain_backward() or torch.is_grad_enabled():
+        if not is_plain_backward() or torch.is_grad_enabled():
             raise UnsupportedError(
-                "got torch.autograd.grad(), or a backward with inputs= or create_graph=True, through a function "
-                "recomputed with use_reentrant=True, expected a plain backward(), since it runs a backward of its own; "
-                "use use_reentrant=False"
+                "A function with use_reentrant=True runs a backward of its own. So torch.autograd.grad(), and a "
+                "backward with inputs= or create_graph=True, cannot go through it. Call a plain backward(), or use "
+                "use_reentrant=False."
             )
         # Raises if the graph was freed.
         ctx.saved_tensors  # noqa: B018
         call = ctx.call()
         return None, None, None, None, None, *call.gradients(given)
-
-
-def _input(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """For one of the function's tensors: the leaf that gets its gradient, and the argument of the function."""
-    with below_modes(tensor), torch.enable_grad():
-        leaf = tensor.detach().requires_grad_(requires_grad)
-        if is_written:
-            # Neither a leaf nor a view of one can be written in place.
-            return leaf, leaf.clone()
-        if not requires_grad or (tensor.requires_grad and tensor.is_leaf):
-            return leaf, leaf
-        if not is_strided(leaf) or torch._C._len_torch_dispatch_stack() > 0:
-            return leaf, leaf
-        # It was no leaf. Casts of leaves are taken for casts of autocast.
-        return leaf, whole_view_of(leaf)
 
 
 def _needs_grad(leaf: Any) -> bool:

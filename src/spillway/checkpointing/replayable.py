@@ -6,24 +6,24 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
-from torch._C._autograd import _top_saved_tensors_default_hooks
 
-from spillway.checkpointing.ambient import AmbientState, generators_of, replay_lock, restorer_of
-from spillway.checkpointing.checks import PendingChecks, fingerprints_of, has_content_of
+from spillway._torch import top_hooks, version_of
+from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
+from spillway.checkpointing.checks import PendingChecks, difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
-from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.reached import ReachedTensors, RefusedTensor, RefuseReads, copy_of, overlap
+from spillway.checkpointing.reached import ReachedTensors, ReadMode, RefusedTensor, copy_of, overlap, refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.hooks import ForwardScope
 from spillway.types import Decision
 
 _KEEP = Decision.KEEP
+Result = TypeVar("Result")
 HasRun = Callable[[Iterable[torch.Tensor]], None]
 Within = Callable[[HasRun], AbstractContextManager[None]]
 """Makes the context around the function's code in a replay. Its argument is called after that code, with the tensors
@@ -34,19 +34,13 @@ class CallSetup(NamedTuple):
     """One call of a function as its caller sets it up."""
 
     function: ReplayedFunction
-    """The function with its arguments; called with the tensors among the arguments."""
-    state: PythonState
-    """Its Python state before the call."""
     learned: LearnedCalls
-    """What earlier calls of this kind taught."""
+    """Knowledge from earlier calls of this kind."""
     scope: ForwardScope
     """The forward scope that the call belongs to: counts bytes, and offloads inputs if asked to."""
     inputs: Decision | None
-    """What is done with the tensors among the arguments; ``None``: what the hooks around the call do."""
+    """The decision about tensors among the arguments; ``None``: that of the hooks around the call."""
     pending_checks: PendingChecks
-    """Takes comparisons whose outcome the device has yet to tell."""
-    label: str
-    """Names the function in messages."""
     draws: bool
     """Whether the replay draws the random numbers of forward."""
     compares: bool = False
@@ -54,31 +48,26 @@ class CallSetup(NamedTuple):
     is_captured: bool = False
     """Whether the call is captured into a graph, where nothing is compared."""
     partition: Partition | None = None
-    """How tensors among the arguments are split over ranks; ``None``: not at all."""
+    """The split of tensors among the arguments over ranks, if they are split."""
     unused: Sequence[object] = ()
     """Selectors that choose nothing, for a note."""
 
 
 class ReplayableCall:
-    """One call of a function with what a replay needs: arguments, Python state, settings and random generators.
-
-    Args:
-        setup: the function, its state, and how it is called.
-    """
+    """One call of a function with all that a replay needs: arguments, Python state, settings and random generators."""
 
     def __init__(self, setup: CallSetup) -> None:
-        self._function, self._state, self._learned = setup.function, setup.state, setup.learned
-        self._scope, self._inputs, self._pending_checks = setup.scope, setup.inputs, setup.pending_checks
-        self._label, self._draws, self._unused = setup.label, setup.draws, setup.unused
-        self._partition, self._is_captured = setup.partition, setup.is_captured
+        self._function, self._learned, self._scope, self._inputs = setup[:4]
+        self._pending_checks, self._draws, compares, self._is_captured = setup[4:8]
+        self._partition, self._unused = setup[8:]
+        self._state, self._label = setup.function.state, setup.function.label
         learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
         """Whether it is observed in full: see NOTE [ Learning ]."""
-        self._compares = not is_captured and (setup.compares or self._is_observed or learned.is_sampled())
+        self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._ambient = AmbientState.now()
-        self._restore: Callable[[], None] = _nothing
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
-        """In an observed call: random generators with their states before forward."""
+        """Random generators with their states before forward."""
         self._devices: set[torch.device] = set()
         self._tensors: list[tuple[Any, Callable[[Any], torch.Tensor], bool, bool]] = []
         """For each tensor among the arguments: its handle, how to unpack it, whether it requires grad, and whether the
@@ -107,7 +96,7 @@ class ReplayableCall:
             return True
         # Copies of the two would not share memory.
         self._scope.ledger.note(
-            f"{self._label} writes an argument that shares memory with another one. What autograd saves in it is kept, "
+            f"{self._label} writes an argument that shares memory with another one. Its saved tensors are kept, "
             f"not recomputed."
         )
         return False
@@ -117,10 +106,7 @@ class ReplayableCall:
         observed = self._is_observed
         self._devices = {tensor.device for tensor in tensors}
         if self._draws:
-            generators = generators_of(self._devices)
-            self._restore = restorer_of(generators)
-            if observed:
-                self._states = [(each, each.get_state()) for each in generators]
+            self._states = states_of(generators_of(self._devices))
         named = self._state.reachable()
         read = [*tensors, *(each for _, each in named)]
         if not PLAIN.issuperset(map(type, read)):
@@ -132,7 +118,7 @@ class ReplayableCall:
             )
             self._scope.flush()
         if observed:
-            self._versions = [-1 if tensor.is_inference() else tensor._version for tensor in tensors]
+            self._versions = [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
     def _forward_ended(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         """Find out what forward wrote, after the function has run or raised."""
@@ -147,7 +133,7 @@ class ReplayableCall:
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have the arguments saved, and copied in an observed call."""
-        around = _top_saved_tensors_default_hooks(True)
+        around = top_hooks(True)
         scope, is_light = self._scope, False
         pack: Callable[[torch.Tensor], Any] = KeptHandle
         back: Callable[[Any], torch.Tensor] = unpack
@@ -184,7 +170,7 @@ class ReplayableCall:
             copy, version = self._copies[place], self._versions[place]
             if copy is None or version == -1:
                 continue
-            if tensor._version != version or not has_content_of(tensor, copy):
+            if version_of(tensor) != version or not has_content_of(tensor, copy):
                 learned.written_inputs |= {place}
                 self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
         self._copies.clear()
@@ -198,6 +184,17 @@ class ReplayableCall:
         )
 
     # Backward.
+
+    def _on_current_state(self, replay: Callable[[], Result]) -> Result | None:
+        """A replay of a function that prepares itself in its first call; ``None`` if its state has not changed."""
+        with self._function.on_current_state() as is_another:
+            if not is_another:
+                return None
+            try:
+                return replay()
+            except Exception as error:
+                # On another state than that of forward, anything may be missing.
+                raise difference_error([self._label]) from error
 
     def _replay_begins(self) -> None:
         self._scope.was_recomputed = True
@@ -221,34 +218,36 @@ class ReplayableCall:
     ) -> Iterator[Within]:
         """A context with the settings and random generators of forward, for a replay.
 
-        Args:
-            tensors: the function's tensors.
-            changed: tensors that were written since forward, and must not be read.
-
-        Raises:
-            RecomputeError: if the function has read one.
+        If the function has read a tensor that was changed since forward, the context raises an error at its end.
         """
-        touched: list[RefusedTensor] = []
+        touched: list[tuple[torch.Tensor, int]] = []
+
+        def refuse(written: tuple[torch.Tensor, int]) -> NoReturn:
+            # The function may catch the error.
+            touched.append(written)
+            refuse_written(*written)
+
         may_go = self._state.replaceable() if changed else set()
-        refused = {id(each): RefusedTensor.of(each, v, touched) for each, v in changed if _may_be_refused(each, may_go)}
-        others = [pair for pair in changed if id(pair[0]) not in refused]
-        refuses = RefuseReads(others) if others else None
+        refused = {
+            id(pair[0]): RefusedTensor.of(pair[0], partial(refuse, pair))
+            for pair in changed
+            if id(pair[0]) in may_go and type(pair[0]) in PLAIN and is_strided(pair[0])
+        }
+        others = [(pair[0], pair) for pair in changed if id(pair[0]) not in refused]
         with replay_lock:
-            restore = restorer_of(generators_of(self._devices)) if self._draws else _nothing
+            now = states_of(generators_of(self._devices)) if self._draws else []
             try:
-                self._restore()
+                put_states(self._states)
                 with (
                     self._ambient.in_force(),
                     torch.enable_grad(),
-                    nullcontext() if refuses is None else refuses,
+                    ReadMode(others, refuse) if others else nullcontext(),
                 ):
                     yield partial(self._as_before, tensors, refused)
             finally:
-                restore()
-        if refuses is not None:
-            refuses.check()
-        for each in touched:
-            each.refuse()
+                put_states(now)
+        if touched:
+            refuse_written(*touched[0])
 
     @contextmanager
     def _as_before(
@@ -263,12 +262,3 @@ class ReplayableCall:
             finally:
                 # Saved tensors are compared before their content is put back.
                 has_run(chain(others.values(), reached.protected()))
-
-
-def _nothing() -> None:
-    return None
-
-
-def _may_be_refused(tensor: torch.Tensor, replaceable: set[int]) -> bool:
-    """Whether a stand-in can take its place: see NOTE [ Tensors written since forward ]."""
-    return id(tensor) in replaceable and type(tensor) in PLAIN and is_strided(tensor)

@@ -7,28 +7,30 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import SAC_IGNORED_OPS
 
+from spillway._torch import Overload, schema_of
+
 Key = int | str
 """Position or keyword of an argument."""
 
 
 class OperatorFacts(NamedTuple):
-    """Facts about an operator that hold for all its calls."""
+    """Facts about an operator that hold for all its calls. Without arguments: of an unknown operator."""
 
-    ignored: bool
+    ignored: bool = False
     """Whether programs leave it out, as ``torch.utils.checkpoint`` does: replays call it more or less often."""
-    is_label: bool
-    casts: bool
+    is_label: bool = False
+    casts: bool = False
     """Whether autocast casts weights with it. Its cache makes these casts come and go."""
-    writes: tuple[Key, ...]
+    writes: tuple[Key, ...] = ()
     """Arguments that it writes."""
-    returned: tuple[Key | None, ...] | None
+    returned: tuple[Key | None, ...] | None = None
     """For each output, the argument that is returned, or ``None`` for a new tensor. ``None`` as a whole: unknown."""
-    is_view: bool
+    is_view: bool = False
     """Whether an output shares memory with an argument that is not written."""
-    reshapes: bool
+    reshapes: bool = False
     """Whether it may change the shape of an argument."""
-    is_random: bool
-    is_data_dependent: bool
+    is_random: bool = False
+    is_data_dependent: bool = False
     """Whether shapes or Python code may depend on its output: a replay must run it."""
 
 
@@ -55,17 +57,8 @@ _QUERIES = {"aten::_nested_tensor_size", "aten::_nested_tensor_storage_offsets",
 
 _KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]", "number", "bool", "int", "float"}
 
-_UNKNOWN = OperatorFacts(
-    ignored=False,
-    is_label=False,
-    casts=False,
-    writes=(),
-    returned=None,
-    is_view=False,
-    reshapes=False,
-    is_random=False,
-    is_data_dependent=False,
-)
+_known: dict[int, tuple[Any, OperatorFacts]] = {}
+"""Facts by the identity of the operator. The operator is held, so that its address is not used again."""
 
 
 def facts_of(operator: Any) -> OperatorFacts:
@@ -86,14 +79,10 @@ def facts_of_call(operator: Any, args: tuple[Any, ...]) -> OperatorFacts:
     return facts._replace(is_data_dependent=masked)
 
 
-_known: dict[int, tuple[Any, OperatorFacts]] = {}
-"""Facts by the identity of the operator. The operator is held, so that its address is not used again."""
-
-
 def _read(operator: Any) -> OperatorFacts:
-    if not isinstance(operator, torch._ops.OpOverload):
-        return _UNKNOWN
-    schema = operator._schema
+    if not isinstance(operator, Overload):
+        return OperatorFacts()
+    schema = schema_of(operator)
     names: dict[frozenset[str], Key] = {}
     writes: list[Key] = []
     for position, argument in enumerate(schema.arguments):

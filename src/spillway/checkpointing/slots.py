@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spillway._torch import version_of
 from spillway.checkpointing.collector import alias_of
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensor_without_memory
 from spillway.saved_tensors.handles import check_version
@@ -24,7 +25,6 @@ from spillway.saved_tensors.identity import ViewRecipe
 
 if TYPE_CHECKING:
     from spillway.checkpointing.call import CheckpointedCall
-
 
 _weak = weakref.ref
 
@@ -47,24 +47,24 @@ class SavedSlot:
     def track(self, tensor: torch.Tensor) -> None:
         """Notice in-place writes from now on, as autograd does."""
         if type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_inference():
-            self.tracked = tensor_without_memory(tensor), tensor._version
+            self.tracked = tensor_without_memory(tensor), version_of(tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Hold the tensor."""
         with below_modes(tensor):
-            self.value = alias_of(tensor), -1 if tensor.is_inference() else tensor._version
+            self.value = alias_of(tensor), -1 if tensor.is_inference() else version_of(tensor)
 
     def unpack(self) -> torch.Tensor:
         if self.tracked is not None:
             tracker, version = self.tracked
-            if tracker._version != version:
+            if version_of(tracker) != version:
                 check_version(tracker, version, tracker)
         value = self.value
         if value is None or self.call.holds_values:
             return self.call.value_of(self)
         # The replay has just been here.
         tensor, version = value
-        if version != -1 and tensor._version != version:
+        if version != -1 and version_of(tensor) != version:
             check_version(tensor, version, tensor)
         self.value, self.seen = None, _weak(tensor)
         return tensor
@@ -86,17 +86,12 @@ class OutputSlot(SavedSlot):
 
 
 class DroppedOutput:
-    """One output of a checkpointed function that can be recomputed.
-
-    Args:
-        tensor: the output, which covers its storage.
-        computed: recomputes it.
-    """
+    """One output of a checkpointed function that can be recomputed by its slot. It covers its storage."""
 
     def __init__(self, tensor: torch.Tensor, computed: OutputSlot) -> None:
         self._computed = computed
-        self._version = tensor._version
-        self._storage: weakref.ref[torch.UntypedStorage] = weakref.ref(tensor.untyped_storage())
+        self._version = version_of(tensor)
+        self._storage = _weak(tensor.untyped_storage())
         self._held: torch.UntypedStorage | None = None
         self._lock = threading.Lock()
         self._handles = 0
@@ -104,7 +99,7 @@ class DroppedOutput:
 
     def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> OutputHandle | None:
         """A handle for a view of the output; ``None`` if the output was written since."""
-        if tensor._version != self._version:
+        if version_of(tensor) != self._version:
             return None
         with self._lock:
             self._handles += 1
@@ -116,7 +111,7 @@ class DroppedOutput:
             storage = self._storage()
             if storage is None:
                 storage = self._computed.unpack().untyped_storage()
-                self._storage = weakref.ref(storage)
+                self._storage = _weak(storage)
                 self._unpacked = 0
                 again = False
             self._unpacked += not again
@@ -139,7 +134,7 @@ class OutputHandle:
     def __init__(self, output: DroppedOutput, tensor: torch.Tensor, nothing: torch.Tensor) -> None:
         self._output = output
         self._unpacked = False
-        self._version = tensor._version
+        self._version = version_of(tensor)
         self._recipe = ViewRecipe.of(tensor)
         self._tracker = tensor.detach()
         self._tracker.data = nothing
@@ -153,7 +148,7 @@ class OutputHandle:
         return tensor
 
     def is_intact(self) -> bool:
-        return self._tracker._version == self._version
+        return version_of(self._tracker) == self._version
 
     def __del__(self) -> None:
         self._output.forget()

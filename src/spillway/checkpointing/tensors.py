@@ -8,10 +8,18 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from spillway._torch import is_wrapper, storage_parts
+from spillway._torch import (
+    FakeTensor,
+    TorchDispatchMode,
+    disable_dispatch,
+    disable_modes,
+    dispatch_modes,
+    dispatch_to_subclasses,
+    is_wrapper,
+    sharing_versions,
+    storage_parts,
+)
 from spillway.runtime.bytes import over
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
@@ -21,10 +29,6 @@ _MOST_SEEDS = 4
 """Elements of a saved seed and offset: one or two words each."""
 
 _NOTHING = nullcontext()
-
-_no_dispatch = torch._C._DisableTorchDispatch
-_exclude = torch._C._SetExcludeDispatchKeyGuard
-_VERSIONS = torch._C.DispatchKey.ADInplaceOrView
 
 # By class: isinstance() with torch.Tensor calls a metaclass, in Python.
 _NUMBERS = frozenset(
@@ -36,9 +40,9 @@ def below_modes(tensor: torch.Tensor | None = None) -> AbstractContextManager[ob
     """A context without dispatch modes, for operators of our own on this tensor, or on plain tensors."""
     if tensor is None or type(tensor) in PLAIN:
         # To enter a context takes as long as to call an operator.
-        return torch._C._DisableTorchDispatch() if torch._C._len_torch_dispatch_stack() > 0 else _NOTHING
+        return disable_dispatch() if dispatch_modes() > 0 else _NOTHING
     # The code of a wrapper may have to run.
-    return _disable_current_modes()
+    return disable_modes()
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
@@ -65,17 +69,15 @@ def whole_view_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
-def nbytes_of(tensor: torch.Tensor) -> int:
-    """Its bytes; 0 if it has no strides."""
-    return tensor.nbytes if is_strided(tensor) else 0
-
-
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The plain tensors among arguments or outputs, also in lists, and the parts of wrappers."""
     found: list[torch.Tensor] = []
     for value in values:
-        if type(value) in PLAIN:
+        kind = type(value)
+        if kind in PLAIN:
             found.append(value)
+        elif kind in _NUMBERS:
+            continue
         elif isinstance(value, torch.Tensor):
             found.extend(storage_parts(value) if is_wrapper(value) else (value,))
         elif isinstance(value, (list, tuple)):
@@ -83,49 +85,20 @@ def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     return found
 
 
-def split(args: Iterable[Any], kwargs: dict[str, Any]) -> tuple[list[torch.Tensor], tuple[Any, ...]]:
-    """The plain tensors among the arguments of a call, and the other arguments."""
-    tensors: list[torch.Tensor] = []
-    constants: list[Any] = []
-    _split(args, tensors, constants)
-    if kwargs:
-        constants.append(tuple(kwargs))
-        _split(kwargs.values(), tensors, constants)
-    return tensors, tuple(constants)
-
-
-def _split(values: Iterable[Any], tensors: list[torch.Tensor], constants: list[Any]) -> None:
-    for value in values:
-        kind = type(value)
-        if kind in PLAIN:
-            tensors.append(value)
-        elif kind in _NUMBERS:
-            constants.append(value)
-        elif isinstance(value, (list, tuple)):
-            others: list[Any] = []
-            _split(value, tensors, others)
-            constants.append(tuple(others))
-        elif isinstance(value, torch.Tensor):
-            tensors += storage_parts(value) if is_wrapper(value) else (value,)
-        elif not isinstance(value, torch.Generator):
-            constants.append(value)
-
-
-def _fake_alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias of a fake tensor, made by its own code: otherwise it would not belong to its mode."""
-    with _exclude(torch._C.DispatchKey.Python, False), _disable_current_modes():
-        return tensor.detach()
+def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors with strides that a wrapper is made of."""
+    return [part for part in tensors_in((tensor,)) if type(part) in PLAIN and is_strided(part)]
 
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     """An alias that shares the version counter. It holds no memory of a strided tensor."""
-    if not (is_strided(tensor) and type(tensor) in PLAIN):
-        # Below autograd, where a mode is called, an alias does not share the counter unless told to.
-        with _no_dispatch(), _exclude(_VERSIONS, False):
-            return _fake_alias_of(tensor) if isinstance(tensor, FakeTensor) else tensor.detach()
-    with _no_dispatch(), _exclude(_VERSIONS, False):
+    # Below autograd, where a mode is called, an alias does not share the counter unless told to.
+    with disable_dispatch(), sharing_versions():
+        if isinstance(tensor, FakeTensor):
+            return alias_of(tensor)
         alias = tensor.detach()
-        alias.data = _nothing_of(tensor.dtype, tensor.device)
+        if is_strided(tensor) and type(tensor) in PLAIN:
+            alias.data = _nothing_of(tensor.dtype, tensor.device)
         return alias
 
 
@@ -137,7 +110,9 @@ def _nothing_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """An alias without history, with a version counter of its own."""
     if isinstance(tensor, FakeTensor):
-        return _fake_alias_of(tensor)
+        # By its own code: otherwise it would not belong to its mode.
+        with dispatch_to_subclasses(), disable_modes():
+            return tensor.detach()
     plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
     if plain and not (tensor.is_conj() or tensor.is_neg()):
         return over(tensor.untyped_storage(), tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
@@ -168,7 +143,7 @@ class OperatorMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Tells torch to put no wrapper against Dynamo around each operator: see ``dynamo.py``."""
+        """Tells torch to put no wrapper against Dynamo around each operator: see NOTE [ Dynamo ]."""
         return False
 
     @classmethod

@@ -37,7 +37,7 @@ from torch.nn.parameter import is_lazy
 
 from spillway._torch import Overload, disable_dispatch, storage_key, tree_map
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of, facts_of_call
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, split, tensors_in
+from spillway.checkpointing.tensors import PLAIN, OperatorMode, is_strided, tensors_in
 from spillway.errors import UnsupportedError
 from spillway.planner.hardware import Hardware, seconds_of
 from spillway.profiler.meter import GRAIN, Meter, Reading
@@ -121,7 +121,7 @@ class MetaDevice(OperatorMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensors, _ = split(args, kwargs)
+        tensors = tensors_in((*args, *kwargs.values()))
         target = kwargs.get("device")
         makes_meta = target is not None and torch.device(target) == META
         if not makes_meta and not any(tensor.device == META for tensor in tensors):
@@ -133,7 +133,7 @@ class MetaDevice(OperatorMode):
             )
         if len(tensors) > 1 and not all(tensor.device == META for tensor in tensors):
             args, kwargs = tree_map(self._on_meta, (args, kwargs))
-            tensors, _ = split(args, kwargs)
+            tensors = tensors_in((*args, *kwargs.values()))
         for tensor in tensors:
             if tensor.device == META:
                 self._find(tensor.untyped_storage(), is_new=False)
@@ -288,7 +288,7 @@ class KnownValues:
         return all(
             _is_exact(tensor)
             and (tensor.device == _CPU or (tensor.device == META and tensor.untyped_storage() in self._storages))
-            for tensor in split(args, kwargs)[0]
+            for tensor in tensors_in((*args, *kwargs.values()))
         )
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ from torch.nn import functional
 
 from spillway._torch import arguments_of, below_autograd, composite, end_library, storage_key
 from spillway.checkpointing.schema import OperatorFacts, argument
-from spillway.checkpointing.tensors import split, tensors_in
+from spillway.checkpointing.tensors import tensors_in
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planner.hardware import Effort, Hardware, Precision, Work
 
@@ -363,8 +363,8 @@ def effort_of(
     # Slow to import.
     from torch.utils.flop_counter import flop_registry
 
-    name = _name_of(func)
-    inputs, _ = split(args, kwargs)
+    name = func._schema.name
+    inputs = tensors_in((*args, *kwargs.values()))
     outputs = tensors_in((output,))
     given = {storage_key(tensor.untyped_storage()) for tensor in inputs}
     is_view = all(storage_key(tensor.untyped_storage()) in given for tensor in outputs)
