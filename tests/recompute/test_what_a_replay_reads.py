@@ -326,6 +326,53 @@ def test_kernels_that_a_mode_changes_for_some_inputs(regions: Regions, name: str
     regions(step)
 
 
+@ways
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_statistics_that_a_later_call_updates(regions: Regions, how: Options, momentum: float | None) -> None:
+    # Batch norm in evaluation reads its statistics in backward, as they are then. A kernel updates them without a new
+    # version, so plain PyTorch's backward reads the later ones, and so must ours.
+    def step(call: Call) -> Iterator[Tensor]:
+        norm = nn.BatchNorm1d(8, momentum=momentum)
+        block = nn.Sequential(nn.Linear(8, 8), norm, nn.Tanh())
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            norm.train()
+            norm(torch.randn(4, 8))
+            norm.eval()
+            with call.context():
+                y = call(block, x * 1, **how)
+            norm.train()
+            norm(torch.randn(4, 8) + 3)
+            y.square().sum().backward()
+            yield from gradients(x, *block.parameters())
+
+    regions(step)
+
+
+@ways
+def test_a_parameter_that_forward_makes(regions: Regions, how: Options) -> None:
+    class Making(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if not hasattr(self, "weight"):
+                self.weight = nn.Parameter(torch.full((8,), 0.5))
+            return (x * self.weight).sin()
+
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Making()
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                y = call(block, x * 1, **how)
+            y.sum().backward()
+            yield from gradients(x, *block.parameters())
+
+    if how.get("use_reentrant"):
+        with pytest.raises(spillway.RecomputeError, match="makes weight in its forward"):
+            regions(step)
+    else:
+        regions(step)
+
+
 def _used_memory(value: float) -> None:
     """Free memory of many sizes with this content, which later tensors get."""
     _ = [torch.full((size,), value) for size in (10, 50, 100, 200, 400, 800, 1600) for _ in range(3)]

@@ -20,7 +20,7 @@ import torch
 
 from spillway._torch import dispatch_modes, next_node, storage_key, tree_leaves, version_of
 from spillway.checkpointing.checks import Fingerprints, difference_error, fingerprints_of
-from spillway.checkpointing.reached import refuse_written
+from spillway.checkpointing.reached import Copies, buffer_of, refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import carry_attributes
@@ -220,11 +220,15 @@ class Collector:
         pairs = zip(found, self.output_fingerprints, strict=True)
         self._pairs = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
-    def compare_pending(self) -> None:
-        """Take the fingerprints that are still to be compared."""
+    def function_ended(self, copies: Copies) -> None:
+        """Take the fingerprints that are still to be compared, and buffers in place of their copies."""
         if self.fingerprints is not None:
             with below_modes():
                 self._taken.take()
+        for number, (tensor, _) in self._values.items() if copies else ():
+            buffer = buffer_of(tensor, copies)
+            if buffer is not None:
+                self._values[number] = buffer, -1
 
     def end(self) -> None:
         """The replay has ended, or has failed."""

@@ -95,6 +95,8 @@ class ReplayedFunction:
         self._keeps_state = False
         self.histories: dict[str, torch.Tensor] = {}
         """In reentrant mode: attributes that now have a tensor with a history, and their tensors before."""
+        self.made: list[str] = []
+        """In reentrant mode: names of parameters that the function made."""
 
     def why_kept(self) -> str | None:
         """Why the function cannot be replayed, if it cannot."""
@@ -128,7 +130,7 @@ class ReplayedFunction:
         with self.state.in_force(), within:
             output = self._function(*args, **kwargs)
             if self._reentrant:
-                self.histories = self.state.histories()
+                self.histories, self.made = self.state.histories(), self.state.made()
         return output
 
 

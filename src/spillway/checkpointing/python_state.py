@@ -288,6 +288,16 @@ class PythonState(_Copy):
             if isinstance(content.get(name), torch.Tensor) and getattr(kind.value(thing, name), "requires_grad", False)
         }
 
+    def made(self) -> list[str]:
+        """Names of new attributes that are parameters, or other leaves that require grad."""
+        return [
+            str(name)
+            for kind, thing, content in ([] if self._has_same_contents() else self._contents())
+            if isinstance(content, dict)
+            for name in kind.changes(thing, content)
+            if content.get(name) is None and _is_trained(kind.value(thing, name))
+        ]
+
     def _put_back(self) -> None:
         if not self._has_same_contents():
             for kind, thing, content in self._contents():
@@ -328,6 +338,10 @@ class _Parts:
 
 
 _parts = _Parts()
+
+
+def _is_trained(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
 
 
 def _roots_of(function: Any) -> list[Any]:

@@ -4,7 +4,8 @@ NOTE [ Tensors that a function writes ]
 
 A replay must read the contents of forward, and leave no trace. Forward notes the version of each reached tensor before
 and after. It also copies small ones that need no gradient, and those that earlier calls were seen to write: some
-functions write a buffer now and then only, and batch-norm kernels write without a new version.
+functions write a buffer now and then only, and batch-norm kernels write without a new version. Copies of up to 64 KiB
+are held until backward, since a later call may have written statistics so.
 
 If forward has written any, the replay starts from the copies. After the replay, contents and versions are those from
 before it. If only modules refer to a buffer, the modules get a copy of it during the replay. Other tensors are written
@@ -12,6 +13,12 @@ twice: before the replay, and after it.
 
 If forward has written a tensor without a copy (a large one, for the first time), it cannot be put back. In a call that
 is compared in full, the comparison decides whether that matters. In another call the replay is refused if it reads it.
+
+NOTE [ Saved buffers ]
+
+Autograd saves a buffer by reference. Batch norm without training reads its statistics in backward as they are then: a
+later call in training has updated them, without a new version. So if a replay saves a copy that stands for a buffer,
+autograd gets the buffer.
 
 NOTE [ Tensors written since forward ]
 
@@ -48,8 +55,12 @@ from spillway.runtime.bytes import over
 if TYPE_CHECKING:
     from spillway.checkpointing.learned import LearnedCalls
 
+Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Copies that modules have in place of their buffers, with the buffers, by the keys of the copies' storages."""
 _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
 """Most bytes of a tensor that is copied in case the function writes it, in observed calls and in others."""
+_MOST_HELD = 64 << 10
+"""Most bytes of a tensor that the function did not write, and whose copy is held until backward."""
 
 
 class ReachedTensors:
@@ -92,8 +103,8 @@ class ReachedTensors:
         if wrote:
             learned.written |= {named[place][0] for place in wrote}
         elif not (self._is_compared or (learned.written and any(name in learned.written for name, _ in named))):
-            # A comparison would see writes without a new version.
-            self._before.clear()
+            # A comparison would see writes without a new version. Later calls of batch norm write small tensors so.
+            self._before = [pair for pair in self._before if pair[1].nbytes <= _MOST_HELD]
         copied = {id(tensor) for tensor, _ in self._before}
         self._lost = [named[place][1] for place in wrote if id(named[place][1]) not in copied]
         self._unwritten = [
@@ -213,6 +224,16 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     copies = [torch.empty_like(each.detach()) if _is_simple(each) else copy_of(each) for each in tensors]
     _copy([(copy, each) for copy, each in zip(copies, tensors, strict=True) if _is_simple(each)])
     return copies
+
+
+def buffer_of(tensor: torch.Tensor, copies: Copies) -> torch.Tensor | None:
+    """The same part of the buffer, if a saved tensor is a part of its copy. See NOTE [ Saved buffers ]."""
+    pair = copies.get(storage_key(tensor.untyped_storage())) if is_strided(tensor) else None
+    if pair is None or tensor.dtype is not pair[0].dtype:
+        return None
+    copy, buffer = pair
+    start = int(tensor.storage_offset() - copy.storage_offset() + buffer.storage_offset())
+    return over(buffer.untyped_storage(), tensor.dtype, start, tensor.shape, tensor.stride())
 
 
 def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

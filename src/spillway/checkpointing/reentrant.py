@@ -55,7 +55,7 @@ from spillway._torch import (
 from spillway.checkpointing.checks import difference_error, fingerprints_of
 from spillway.checkpointing.collector import Meta, meta_of, name_of, storages_of
 from spillway.checkpointing.function import replay_argument
-from spillway.checkpointing.reached import ReadMode, copy_of
+from spillway.checkpointing.reached import Copies, ReadMode, buffer_of, copy_of
 from spillway.checkpointing.replayable import ReplayableCall
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.errors import RecomputeError, UnsupportedError
@@ -148,6 +148,12 @@ class ReentrantCall(ReplayableCall):
 
     def _check_histories(self) -> None:
         """See NOTE [ Histories that forward loses ]."""
+        if self._function.made:
+            raise RecomputeError(
+                f"{self._label}, recomputed with use_reentrant=True, makes {', '.join(self._function.made)} in its "
+                f"forward. Backward would give the gradient to another tensor. Use use_reentrant=False, or call the "
+                f"function once before."
+            )
         found = {name: t for name, t in self._function.histories.items() if name not in self._learned.unread}
         if not found:
             return
@@ -169,14 +175,22 @@ class ReentrantCall(ReplayableCall):
         inputs, tensors = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         had = {id(tensor) for tensor in (*tensors, *reached.protected()) if tensor.requires_grad}
         written: list[torch.Tensor] = []
+        buffers: Copies = {}
 
-        def has_run(others: Iterable[torch.Tensor]) -> None:
+        def has_run(others: Iterable[torch.Tensor], copies: Copies) -> None:
+            buffers.update(copies)
             arguments = (t for t, each in zip(tensors, self._tensors, strict=True) if each[-1])
             written.extend(t for t in (*arguments, *others) if t.requires_grad and id(t) not in had)
 
+        def live(handle: KeptHandle) -> torch.Tensor:
+            # See NOTE [ Saved buffers ].
+            tensor = unpack(handle)
+            buffer = buffer_of(tensor, buffers) if buffers else None
+            return tensor if buffer is None else buffer
+
         with (
             self._as_of_forward(tensors, reached.changed()) as within,
-            saved_tensors_hooks(self._packing([*inputs, *tensors, *reached.tensors()]), unpack),
+            saved_tensors_hooks(self._packing([*inputs, *tensors, *reached.tensors()]), live),
             torch.set_grad_enabled(with_grad),
             mode,
         ):

@@ -10,13 +10,21 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 
-from spillway._torch import top_hooks, version_of
+from spillway._torch import storage_key, top_hooks, version_of
 from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
 from spillway.checkpointing.checks import PendingChecks, difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
-from spillway.checkpointing.reached import ReachedTensors, ReadMode, RefusedTensor, copy_of, overlap, refuse_written
+from spillway.checkpointing.reached import (
+    Copies,
+    ReachedTensors,
+    ReadMode,
+    RefusedTensor,
+    copy_of,
+    overlap,
+    refuse_written,
+)
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.hooks import ForwardScope
@@ -24,10 +32,10 @@ from spillway.types import Decision
 
 _KEEP = Decision.KEEP
 Result = TypeVar("Result")
-HasRun = Callable[[Iterable[torch.Tensor]], None]
+HasRun = Callable[[Iterable[torch.Tensor], Copies], None]
 Within = Callable[[HasRun], AbstractContextManager[None]]
 """Makes the context around the function's code in a replay. Its argument is called after that code, with the tensors
-that the code may have written, before reached tensors get their current content back."""
+that the code may have written, and copies of buffers, before reached tensors get their current content back."""
 
 
 class CallSetup(NamedTuple):
@@ -261,4 +269,6 @@ class ReplayableCall:
                 yield
             finally:
                 # Saved tensors are compared before their content is put back.
-                has_run(chain(others.values(), reached.protected()))
+                buffers = {id(tensor): tensor for tensor in reached.protected()} if others else {}
+                copies = {storage_key(copy.untyped_storage()): (copy, buffers[key]) for key, copy in others.items()}
+                has_run(chain(others.values(), reached.protected()), copies)
