@@ -6,15 +6,15 @@ A parameter that FSDP2 gathers is a ``Parameter``, and views of it have it as th
 show that, and an operator may save them:
 
 * ``weight.detach()`` under ``fully_shard``. Its storage shrinks to nothing when the parameters are resharded, at the
-  end of the module's forward, and is filled again before backward. A copy under way must not lose its bytes, and they
-  must never come back as a copy. Torch has no public way to recognise it, so FSDP2's own records are read.
+  end of the module's forward, and is filled again before backward. A copy under way must not lose its bytes, and
+  backward must never get a copy of it. Torch has no public way to recognise it, so FSDP2's own records are read.
 * ``weight.to_local()`` of a ``DTensor``: a view of the local shard, which is a plain tensor.
 
 NOTE [ Dynamo ]
 
 Below a compiled frame, Dynamo looks at every Python function that runs eagerly, hooks and finalisers too, and would
-compile them. Where it is loaded, it is told once to skip the files of this package. Loading it for that would take
-seconds. Disabling Dynamo for a call costs more CPU time than many calls here, so that is done only where it is active.
+compile them. If it is loaded, it is told once to skip the files of this package. Loading it for that would take
+seconds. Disabling Dynamo for a call costs more CPU time than many calls here, so that is done only while it is active.
 """
 
 from __future__ import annotations
