@@ -217,3 +217,44 @@ def test_the_reader_of_imports_sees_what_it_has_to(tmp_path: Path) -> None:
     inside = tmp_path / "inside.py"
     inside.write_text("def f():\n    import torch.autograd.graph\n")
     assert [found.module for found in imports_of(inside)] == ["torch.autograd.graph"]
+
+
+PRIVATE = frozenset(
+    (
+        *("_base", "_call_impl", "_cdata", "_execution_engine", "_is_view", "_local_tensor", "_schema"),
+        *("_sequence_nr", "_version", "_forward_pre_hooks", "_backward_hooks", "_get_fsdp_state"),
+    )
+)
+"""Private attributes of objects of torch's."""
+
+
+def private_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Private names of torch with their lines. Operators (``torch.ops.aten._to_copy``) are no Python names."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            if any(part.startswith("_") for part in parts):
+                yield node.lineno, f"from {node.module} import {', '.join(alias.name for alias in node.names)}"
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names if alias.name.startswith("torch._"))
+        elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and node.attr[:2] != "__":
+            owner = ast.unparse(node.value)
+            of_torch = owner.split(".")[0] == "torch" and not owner.startswith("torch.ops.")
+            if of_torch or (node.attr in PRIVATE and owner not in ("self", "cls")):
+                yield node.lineno, f"{owner}.{node.attr}"
+
+
+def test_private_names_of_torch_are_in_one_file() -> None:
+    found = [
+        f"{where(file, line)}: {name}"
+        for name, file in NAMES.items()
+        if name != "_torch.py"
+        for line, name in private_names(ast.parse(file.read_text(encoding="utf-8")))
+    ]
+    assert not found, "\n".join(found)
+
+
+def test_private_names_are_seen() -> None:
+    private = ["from torch._C import f", "import torch._dynamo", "torch._C.g()", "x._version"]
+    source = "\n".join([*private, "self._version", "torch.ops.aten._to_copy", "torch.__version__"])
+    assert sorted(line for line, _ in private_names(ast.parse(source))) == [1, 2, 3, 4]

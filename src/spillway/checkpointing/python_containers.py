@@ -30,7 +30,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
-from torch.utils._python_dispatch import _disable_current_modes
+
+from spillway._torch import base_of, disable_modes
 
 MISSING: Any = object()
 """Stands for the value of a name that has none."""
@@ -135,7 +136,7 @@ def are_plain(parameters: Iterable[Any]) -> bool:
     if _PLAIN_PARAMETERS.issuperset(map(type, parameters)):
         return True
     others = (each for each in parameters if type(each) not in _PLAIN_PARAMETERS)
-    return all(type(each) is torch.Tensor and not hasattr(each._base, "_is_flat_param") for each in others)
+    return all(type(each) is torch.Tensor and not hasattr(base_of(each), "_is_flat_param") for each in others)
 
 
 def _are_identical(a: Any, b: Any) -> bool:
@@ -224,11 +225,11 @@ def generator_of(value: Any) -> Generator | None:
 def _torchs(generator: torch.Generator) -> Generator:
     def get() -> bytes:
         # A fake mode would give a fake tensor.
-        with _disable_current_modes():
+        with disable_modes():
             return bytes(generator.get_state().numpy())
 
     def put(state: bytes) -> None:
-        with _disable_current_modes():
+        with disable_modes():
             generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     return Generator(get, put)

@@ -50,6 +50,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
+from spillway._torch import disable_dispatch, disable_function
 from spillway.checkpointing.python_containers import ATTRIBUTES, DICTIONARY, MODULE, PARAMETERS, global_generators
 from spillway.checkpointing.python_walk import Contents, Entry, Walk, layout_of
 
@@ -67,7 +68,7 @@ class _Copy(Walk):
         self._parts: list[_Copy] = []
         # Lengths, names and values of owners and dictionaries, made when they are first compared.
         self._flat: tuple[list[int], list[Any], list[Any]] | None = None
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with disable_function(), disable_dispatch():
             self._flags = [(each, each.requires_grad) for each in self._parameters]
             each_with_memory = (*self._parameters, *self._buffers)
             self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
@@ -82,7 +83,7 @@ class _Copy(Walk):
         other._owners, other._others = _copies(self._owners), _copies(self._others)
         other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
         other._empty, other._flat = [], None
-        with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        with disable_function(), disable_dispatch():
             other._flags = [(tensor, tensor.requires_grad) for tensor, _ in self._flags]
             other._memory = [(tensor, tensor.data) for tensor, _ in self._memory]
         other._arrays = [(array, array.copy()) for array, _ in self._arrays]
@@ -127,7 +128,7 @@ class _Copy(Walk):
 
     def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Tensors whose ``.data`` got other memory, or another shape, strides or type."""
-        with torch._C._DisableTorchDispatch():
+        with disable_dispatch():
             return [
                 (a, b)
                 for a, b in self._memory
@@ -169,7 +170,7 @@ class PythonState(_Copy):
         super().__init__((*_roots_of(function), *objects))
         self._generators += [(each, each.get()) for each in global_generators()]
         # Function modes must not see this.
-        with torch._C.DisableTorchFunction():
+        with disable_function():
             if self._classes:
                 self._add(_parts.of(tuple(map(id, self._classes)), self._classes))
             for each in self._objects:
@@ -267,7 +268,7 @@ class PythonState(_Copy):
     def in_force(self) -> Iterator[None]:
         """A context with the copied state. Afterwards the state from before the context is put back."""
         # Function modes must not see this.
-        with torch._C.DisableTorchFunction():
+        with disable_function():
             is_current = not self.changes
             before = self if is_current else self.again()
             if not is_current:
@@ -275,7 +276,7 @@ class PythonState(_Copy):
         try:
             yield
         finally:
-            with torch._C.DisableTorchFunction():
+            with disable_function():
                 before._put_back()
 
     def histories(self) -> dict[str, torch.Tensor]:

@@ -88,7 +88,7 @@ class ReentrantCall(ReplayableCall):
             with below_modes(self._subclass):
                 self._forward_ended(output, tensors)
         leaves, spec = tree_flatten(output)
-        places = [place for place, v in enumerate(versions) if v != -1 and tensors[place]._version != v]
+        places = [place for place, v in enumerate(versions) if v != -1 and version_of(tensors[place]) != v]
         written = [self._may_be_output(tensors[place]) for place in places]
         known = {id(leaf) for leaf in leaves}
         self._written = [place for place in places if id(tensors[place]) not in known]

@@ -49,7 +49,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-from spillway._torch import arguments_of, below_autograd, composite, end_library, storage_key
+from spillway._torch import arguments_of, below_autograd, composite, end_library, schema_of, storage_key
 from spillway.checkpointing.schema import OperatorFacts, argument
 from spillway.checkpointing.tensors import tensors_in
 from spillway.errors import UnsupportedError, UsageError
@@ -363,7 +363,7 @@ def effort_of(
     # Slow to import.
     from torch.utils.flop_counter import flop_registry
 
-    name = func._schema.name
+    name = schema_of(func).name
     inputs = tensors_in((*args, *kwargs.values()))
     outputs = tensors_in((output,))
     given = {storage_key(tensor.untyped_storage()) for tensor in inputs}
