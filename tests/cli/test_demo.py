@@ -290,7 +290,7 @@ def test_a_limit_of_time_leaves_three_steps_to_every_way_and_without_a_baseline_
         (["--device", "abacus"], "device: got 'abacus'"),
         (["--data", "no/such/place"], "data: no/such/place is neither a file nor a folder"),
         (["--window", "12 parsecs"], "window: got '12 parsecs'"),
-        (["--json", "no/such/folder/demo.json"], "json: got 'no/such/folder/demo.json'"),
+        (["--json", "no/such/folder/demo.json"], "--json: 'no/such/folder/demo.json' cannot be written"),
         (["--steps", "0"], "--steps"),
         (["--budget", "12 parsecs"], "budget: got '12 parsecs'"),
         (["--budget", "600MiB"], "budget: got '600MiB', and the ways baseline have none. Only planned has a budget"),

@@ -83,7 +83,7 @@ def test_where_the_hosts_budget_is_what_nothing_fits_it_is_said_so(
     ("arguments", "said"),
     [
         (["--budget", "a lot"], "budget: got 'a lot', expected"),
-        (["--budget", "11.5"], "budget: got '11.5', expected a share"),
+        (["--budget", "11.5"], "budget: got '11.5', expected bytes as an int, or a share"),
         (["--budget", "1GiB", "--allow", "magic"], "allow: got {'magic'}, expected"),
         (["--budget", "1GiB", "--hardware", "h9000"], "hardware: got 'h9000', expected one of h200"),
         (["--budget", "20GiB", "--window", "0"], "window"),

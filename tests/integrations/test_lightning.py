@@ -240,7 +240,7 @@ def test_a_fit_that_fails_leaves_nothing_behind(
 def test_a_budget_that_cannot_be_met_ends_the_fit_and_leaves_nothing_behind(session: spillway.Session) -> None:
     ours = callback("budget", session, budget="1MiB")
     module = Recorded()
-    with pytest.raises(spillway.BudgetError, match="smallest peak"):
+    with pytest.raises(spillway.BudgetError, match="smallest feasible budget"):
         trainer_of(ours).fit(module, loader())
     assert_untouched(module)
 

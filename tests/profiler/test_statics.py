@@ -71,7 +71,7 @@ def test_a_profile_tells_weights_and_state_and_has_no_gradients(session: Session
     measured = spillway.profile(model, batch, optimizer=optimizer, session=session)
     assert measured.static == static_within(Static(known.weights, 0, known.optimizer, 0), measured.static_bytes)
     assert measured.static is not None and measured.static.total == measured.static_bytes
-    with pytest.raises(UsageError, match=r"optimizer: got .*expected the torch.optim.Optimizer"):
+    with pytest.raises(UsageError, match=r"optimizer: got .*expected the model's torch.optim.Optimizer"):
         spillway.profile(model, batch, optimizer="AdamW", session=session)  # type: ignore[arg-type]
 
 

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -79,13 +79,16 @@ class ReachedTensors:
         self._learned = learned
         self._is_observed, self._is_compared = is_observed, is_compared
         self._subclass = subclass
-        self._versions = [version_of(tensor) for _, tensor in named]
         written, most = learned.written, _MOST_OBSERVED if is_observed else _MOST_COPIED
         self._copied = [
             tensor for name, tensor in named if may_be_written(tensor, most) or (written and name in written)
         ]
         """Tensors that are copied in forward and protected in the replay."""
-        self._before = list(zip(self._copied, copies_of(self._copied), strict=True)) if self._copied else []
+        # A replay of another thread changes their content and versions for a moment, under this lock.
+        self._lock: AbstractContextManager[object] = replay_lock if self._copied else nullcontext()
+        with self._lock:
+            self._versions = [version_of(tensor) for _, tensor in named]
+            self._before = list(zip(self._copied, copies_of(self._copied), strict=True)) if self._copied else []
         self._unwritten: Sequence[tuple[torch.Tensor, int]] = ()
         """Tensors that forward did not write, with their versions after forward."""
         self._lost: list[torch.Tensor] = []
@@ -95,7 +98,8 @@ class ReachedTensors:
         """Find out what forward has written."""
         named, versions, learned = self._named, self._versions, self._learned
         self._named, self._versions = (), []
-        after = [version_of(tensor) for _, tensor in named]
+        with self._lock:
+            after = [version_of(tensor) for _, tensor in named]
         wrote = set() if after == versions else {i for i, version in enumerate(after) if version != versions[i]}
         if self._is_observed and self._before:
             differ = {id(tensor) for tensor, before in self._before if not has_content_of(tensor, before)}
