@@ -13,6 +13,8 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c const
 PYTEST := $(BIN)/python -m pytest --timeout=900
 # A process a CPU, each with one thread.
 IN_PARALLEL := -n logical --maxprocesses 8 --dist worksteal
+# Seconds of each test, kept after the run.
+DURATIONS := --junitxml=build/tests.xml
 
 ifneq ($(filter command environment,$(firstword $(origin PYTHON))),)
   DIRECT := PYTHONPATH=src $(PYTHON)
@@ -40,10 +42,10 @@ demo: $(READY)  ## train a small GPT each way and compare time, memory and gradi
 	$(BIN)/spillway demo $(ARGS)
 
 test: $(READY)  ## the tests that every machine can run
-	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) $(DURATIONS) $(ARGS)
 
 test-all: $(READY)  ## these and the long matrices
-	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) -m "not gpu" --timeout=7200 $(ARGS)
+	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) -m "not gpu" --timeout=7200 $(DURATIONS) $(ARGS)
 
 check: $(READY)  ## lint, format, types, import order
 	$(BIN)/ruff check

@@ -197,6 +197,7 @@ def session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Session
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
 @pytest.mark.parametrize("way", ["budget", "plan"])
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.covered
 def test_whatever_a_loop_does_its_numbers_are_those_of_plain_training(
     kind: Kind, way: str, seed: int, session: Session
 ) -> None:

@@ -559,6 +559,7 @@ def of_other_times(measured: Profile, seed: int) -> Profile:
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24))])
 @each_kind
+@pytest.mark.covered
 def test_whatever_a_plan_is_its_peak_is_the_predicted_one(
     kind: Kind, seed: int, session: Session, tmp_path: Path
 ) -> None:
@@ -592,6 +593,7 @@ def test_whatever_a_plan_is_its_peak_is_the_predicted_one(
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24))])
 @pytest.mark.parametrize("kind", [NAMED["mlp"], NAMED["attention"]], ids=lambda kind: kind.name)
+@pytest.mark.covered
 def test_the_peak_of_what_is_kept_and_recomputed_is_foreseen_to_the_percent(
     kind: Kind, seed: int, session: Session
 ) -> None:
@@ -738,6 +740,7 @@ def check_peak(kind: Kind, share: float, session: Session, extra: int) -> None:
     ("name", "share"),
     [*((name, 0) for name in NAMED), ("attention", 0.3), ("experts", 0.3), ("mlp", 0.7), ("convolution", 0.7)],
 )
+@pytest.mark.covered
 def test_the_measured_peak_is_within_the_budget(name: str, share: float, session: Session) -> None:
     """Other shares: ``test_search.py``."""
     check_peak(NAMED[name], share, session, ROOM)

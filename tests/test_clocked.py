@@ -228,6 +228,7 @@ def test_a_budget_finds_a_plan_whose_step_takes_what_is_foretold(share: float, c
 
 @pytest.mark.parametrize("share", [0.9, 0.6, 0.5])
 @pytest.mark.parametrize("most", [1, 3, 6])
+@pytest.mark.covered
 def test_micro_batches_of_a_pipeline_take_what_is_foretold(
     most: int, share: float, monkeypatch: pytest.MonkeyPatch, clocked: ClockedBackend
 ) -> None:

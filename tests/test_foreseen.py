@@ -66,6 +66,7 @@ def slow(by: float) -> Hardware:
 
 @pytest.mark.parametrize("by", [0, 300, 1000])
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(4, 24))])
+@pytest.mark.covered
 def test_the_peak_is_foreseen_whatever_is_preserved(seed: int, by: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """0: nothing leaves."""
     count_exactly(monkeypatch, lambda: 16 * MiB)

@@ -43,6 +43,7 @@ def session(tmp_path: Path) -> Iterator[Session]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+@pytest.mark.covered
 def test_a_search_takes_at_most_six_steps_and_logs_its_stages(
     kind: Kind, share: float, session: Session, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -59,6 +59,7 @@ def plan_of(model: nn.Module, batch: Tensor, session: spillway.Session, to: Deci
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("to", [HOST, DISK], ids=["host", "disk"])
+@pytest.mark.covered
 def test_gradients_are_plains_and_operators_are_seen_once(
     kind: Kind, to: Decision, session: spillway.Session, seen: list[int]
 ) -> None:

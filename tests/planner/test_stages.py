@@ -101,6 +101,7 @@ def test_one_chunk_is_one_pass() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 4])
 @pytest.mark.parametrize("share", [0.25, 0.5, 0.8])
+@pytest.mark.covered
 def test_plans_are_within_their_budget_and_no_simple_way_within_it_is_better(most: int, share: float) -> None:
     stages, turns = (stage(4),), tuple(one_forward_one_backward(2 * most, most))
     ways = [Decision.KEEP, Decision.RECOMPUTE, Decision.OFFLOAD_HOST]

@@ -102,6 +102,7 @@ def peak_of(model: nn.Module, x: Tensor) -> int:
 
 @pytest.mark.parametrize("classes", [4, 1024])
 @pytest.mark.parametrize("where", WHERE)
+@pytest.mark.covered
 def test_peaks_under_autocast_are_foretold(
     where: str, classes: int, session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

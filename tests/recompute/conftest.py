@@ -5,9 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterator
-from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed
@@ -17,7 +15,6 @@ from recompute.regions import PLACES, Place, Regions
 from spillway.testing import AdversaryBackend
 from support import assert_nothing_left
 
-HERE = Path(__file__).parent
 _failed = pytest.StashKey[bool]()
 
 
@@ -28,28 +25,6 @@ def pytest_runtest_makereport(
     report = yield
     item.stash[_failed] = item.stash.get(_failed, False) or report.failed
     return report
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Matrices of three axes and more run pairwise: each pair of values occurs. ``make test-all`` runs all of them."""
-    matrices: dict[tuple[Any, str], list[pytest.Function]] = {}
-    for item in items:
-        is_short = item.get_closest_marker("long") is None and HERE in item.path.parents
-        if is_short and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
-            matrices.setdefault((item.parent, item.originalname), []).append(item)
-    for matrix in matrices.values():
-        # Values by identity: all items of a matrix share them. Axes without a choice do not count.
-        rows = {item: [(name, id(value)) for name, value in sorted(item.callspec.params.items())] for item in matrix}
-        if sum(len(set(axis)) > 1 for axis in zip(*rows.values(), strict=True)) < 3:
-            continue
-        rest = {item: set(combinations(row, 2)) for item, row in rows.items()}
-        missing = set[Any]().union(*rest.values())
-        while missing:
-            best = max(rest, key=lambda item: len(rest[item] & missing))
-            missing -= rest.pop(best)
-        for item in rest:
-            item.add_marker("long")
 
 
 @pytest.fixture(params=PLACES, ids=str)
