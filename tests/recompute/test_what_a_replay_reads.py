@@ -373,6 +373,36 @@ def test_a_parameter_that_forward_makes(regions: Regions, how: Options) -> None:
         regions(step)
 
 
+def _swapped_before_a_read(x: Tensor, flag: Tensor) -> Tensor:
+    a, b = x.sin(), x.cos()
+    u, v = (a, b) if float(flag) < 0.5 else (b, a)
+    return u.exp() * v.tanh()
+
+
+def _swapped_while_saved(x: Tensor, flag: Tensor) -> Tensor:
+    a, b = x.sin(), x.cos()
+    u, v = (a, b) if float(flag) < 0.5 else (b, a)
+    return u.square() + v.square() * 2 + (u + 1).exp()
+
+
+@pytest.mark.parametrize(
+    ("function", "save"),
+    [(_swapped_before_a_read, ["aten::exp"]), (_swapped_while_saved, ["aten::sin", "aten::cos"])],
+)
+def test_operators_that_change_places_later(regions: Regions, function: Any, save: list[str]) -> None:
+    # The same operators run in the same order, on other tensors. A partial replay must notice it: a tensor that it left
+    # out is read, or another tensor is saved than the one that was handed in.
+    def step(call: Call) -> Iterator[Tensor]:
+        for number in range(10):
+            x, flag = torch.randn(5, requires_grad=True), torch.tensor(float(number >= 5 and number % 2))
+            with call.context():
+                y = call(function, x * 1, flag, save=save)
+            y.sum().backward()
+            yield from gradients(x)
+
+    regions(step)
+
+
 def _used_memory(value: float) -> None:
     """Free memory of many sizes with this content, which later tensors get."""
     _ = [torch.full((size,), value) for size in (10, 50, 100, 200, 400, 800, 1600) for _ in range(3)]
