@@ -382,7 +382,7 @@ def _swapped_before_a_read(x: Tensor, flag: Tensor) -> Tensor:
 def _swapped_while_saved(x: Tensor, flag: Tensor) -> Tensor:
     a, b = x.sin(), x.cos()
     u, v = (a, b) if float(flag) < 0.5 else (b, a)
-    return u.square() + v.square() * 2 + (u + 1).exp()
+    return u.square() + v.square() * 2 + (u + 1).exp() * (v + 2).exp()
 
 
 @pytest.mark.parametrize(
