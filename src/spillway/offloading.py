@@ -75,8 +75,9 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     quantised, nested), and tensors saved inside a backward (a checkpoint's replay).
     :func:`spillway.list_saved_tensors` names the others.
 
-    Without ratio, policy, groups, size, tier and window, a context is disabled if offloading gains nothing: if a
-    forward pass saves less than a 64th of an accelerator's memory and enough is free. ``stats().notes`` says so.
+    Without ratio, policy, groups, size, tier and window, a context on an accelerator is disabled if offloading gains
+    nothing: if an earlier pass saved less than a 64th of the device's memory, and eight times as much is free.
+    ``stats().notes`` says so.
 
     Args:
         ratio: offload the first tensors of a pass, up to this share of its bytes, from 0 to 1. The first pass under a

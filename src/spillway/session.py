@@ -1,7 +1,7 @@
 """The session: one object that owns the runtimes, the spill file, and the state of every part of Spillway.
 
-Spillway has no global state. Several sessions may live on one device without sharing anything. One default session
-exists for convenience, made on first use.
+All learned state and all storage belong to a session. Several sessions may live on one device without sharing
+anything. One default session exists for convenience, made on first use.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class SavedTensor(NamedTuple):
     tag: str | None
     """The tag of the ``offload`` context."""
     offloaded_bytes: int
-    """Bytes that this pass has offloaded so far."""
+    """Bytes that this pass has chosen to offload so far."""
     total_bytes: int | None
     """Bytes that the last pass like this one saved, or ``None`` in the first."""
     module: str | None = None
@@ -99,9 +99,9 @@ class StepStats:
     """
 
     saved_bytes: int = 0
-    """Distinct bytes that autograd saved, without parameters."""
+    """Distinct bytes that autograd saved in forward, and that can be offloaded: no parameters."""
     kept_bytes: int = 0
-    """Saved bytes that were kept, by decision or because a tier was full."""
+    """Saved bytes that were kept: by decision, as too small, or because a tier was full."""
     offloaded_bytes: int = 0
     """Saved bytes that were offloaded."""
     reloaded_bytes: int = 0
@@ -214,7 +214,7 @@ class Event:
 
     kind: EventKind
     entry: int
-    """A number that names the storage, unique within its session."""
+    """A number that names the storage, unique for its device (and captured graph) in its session."""
     nbytes: int
     seconds: float = field(default_factory=time.perf_counter, compare=False)
     """The time, on the clock of ``time.perf_counter``."""

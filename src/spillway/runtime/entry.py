@@ -96,7 +96,7 @@ class Entry:
     """One storage. Changed by the mover alone.
 
     Args:
-        number: names the storage, unique within its session.
+        number: names the storage, unique within its mover.
         storage: holds the bytes.
         start: first byte of the storage that belongs to the entry.
         nbytes: how many do.

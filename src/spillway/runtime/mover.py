@@ -5,11 +5,11 @@
 NOTE [ Handles die anywhere ]
 
 A handle may die in any thread, and inside any allocation, since the garbage collector runs there. This thread may then
-hold the mover's lock or, in a task, a lock of the arena or of the spill file. So ``forget`` never blocks, and does
-nothing inside a task: it leaves a note. If the entry holds bytes of the device, the note is read at once, or by the
-holder of the lock when it releases it. Otherwise the next caller reads it. Inside a capture compute must not wait, so
-notes stay until the first call outside. For the same reason tiers and arena are used only with the mover's lock held,
-or in a task (:meth:`Mover.exclusive`).
+hold the mover's lock or, in a task of a copy thread, a lock of the arena or of the spill file. So ``forget`` only
+leaves a note. If the entry holds bytes of the device and no task runs in this thread, the note is read at once, or by
+the holder of the lock when it releases it. Otherwise the next caller reads it. Inside a capture compute must not wait,
+so notes stay until the first call outside. For the same reason tiers and arena are used only with the mover's lock
+held, or in a task (:meth:`Mover.exclusive`).
 """
 
 from __future__ import annotations
@@ -106,11 +106,11 @@ class Mover:
     def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, hold: bool = False) -> None:
         """Offload entries, in order, small ones in batches.
 
-        Work that is queued on the compute stream by now must have written them. Entries that do not fit into the tier
+        The kernels that write them must already be queued on the compute stream. Entries that do not fit into the tier
         stay RESIDENT, and the ledger notes it.
 
         Args:
-            entries: entries. Those that are not RESIDENT, or that have no handle, are skipped.
+            entries: in order. Skipped are those that were offloaded before, are not RESIDENT, or have no handle.
             tier: where to.
             window: bytes that may be LEAVING at once, instead of the mover's own limit.
             hold: queue no copy yet. The entries count towards the limit, and are copied only if later ones would exceed
@@ -143,13 +143,13 @@ class Mover:
             window: bytes that may be LEAVING at once.
             ahead: bytes that may be prefetched; ``None``: the same.
         """
-        if window is None:
-            self._claims.pop(owner, None)
-        else:
-            self._claims[owner] = window, window if ahead is None else ahead
-        own = self._own_window, self._own_window
-        windows, aheads = zip(*(list(self._claims.values()) or [own]), strict=True)
         with self._lock:
+            if window is None:
+                self._claims.pop(owner, None)
+            else:
+                self._claims[owner] = window, window if ahead is None else ahead
+            own = self._own_window, self._own_window
+            windows, aheads = zip(*(list(self._claims.values()) or [own]), strict=True)
             self.window = min(windows)
             self.batch = batch_bytes(self.window)
             self._prefetches.resize(min(aheads), batch_bytes(min(aheads)))

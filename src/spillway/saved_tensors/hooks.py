@@ -5,8 +5,8 @@ NOTE [ Offloadable tensors ]
 A tensor is not offloaded inside the call that saves it. An operator may pack a buffer before its kernel writes it
 (``rrelu`` packs its noise first, and no version shows it). Autograd numbers its nodes, per thread, and makes a node
 before it packs anything for it. So all packs of an operator have one number, and a pack with a higher number shows that
-the operator has run. The tensors packed under the lower number are offloaded then, and the last ones when the context
-exits.
+the operator has run. The tensors packed under the lower number may be offloaded then. Small ones wait until they
+fill a batch, and the last ones until the context exits.
 
 NOTE [ Inside a backward ]
 
@@ -447,8 +447,9 @@ def _window_on(window: int | float | None, runtime: Runtime) -> int:
 class ForwardScopes(threading.local):
     """The passes that the calling thread has entered, the innermost last.
 
-    For tensors saved outside of any, an unscoped pass is opened. It ends when backward asks for a tensor of it, or when
-    its graph is gone: tensors saved after that belong to another forward. It also ends when a capture begins or ends.
+    For tensors that checkpointed functions save outside of any pass, an unscoped pass is opened. It ends when backward
+    asks for a tensor of it, or when its graph is gone: tensors saved after that belong to another forward. It also ends
+    when a capture begins or ends.
     """
 
     def __init__(self) -> None:

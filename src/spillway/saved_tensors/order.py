@@ -7,9 +7,9 @@ for each *traversal*. A backward may run over a graph again, or in two halves, a
 nothing and predicts reverse packing order. A later pass of the same signature (the tag, and shape and dtype of the
 first saved tensor) predicts the orders of the one before.
 
-The tail of a pass are the entries whose copy out had not ended when backward asked for them. The next pass does not
-offload its tail. But if another pass had come between forward and backward, the tail would have been offloaded. So a
-tail is learned per turn: in a pipeline, perhaps only the last micro-batch has one.
+The tail of a pass are the entries whose bytes were still on the device when backward asked for them. The next pass
+does not offload its tail. But if another pass had come between forward and backward, the tail would have been
+offloaded. So a tail is learned per turn: in a pipeline, perhaps only the last micro-batch has one.
 
 A pass is learned from when backward has asked for it. Until a pass of a signature has had a backward, the last one
 whose backward can still come is used (gradients may be accumulated). A pass whose graph was dropped before backward
@@ -292,13 +292,13 @@ class AccessOrder:
         return any((entry := reference()) is not None and entry.handles > 0 for reference in self._entries)
 
     def in_tail(self, place: int) -> bool:
-        """Whether backward is expected to ask for the entry before its copy out could have ended."""
+        """Whether the entry is in the tail of the pass that this one follows."""
         return place in self._tail
 
     def ask(self, place: int, traversal: int, *, caught: bool) -> None:
         """Backward asks for the entry at ``place``, whose handle has asked ``traversal`` times before.
 
-        ``caught``: the entry was not offloaded yet.
+        ``caught``: the entry was still on the device.
         """
         if self._on_backward is not None:
             # Released first: an order is remembered, and the callback need not be.
