@@ -62,6 +62,16 @@ def test_every_link_between_files_leads_somewhere() -> None:
     assert seen > 150
 
 
+def test_the_files_that_pages_name_exist() -> None:
+    root = DOCS.parent
+    folders = {path.name for path in (root / "src" / "spillway").iterdir() if path.is_dir()}
+    pages = [*DOCS.rglob("*.md"), root / "README.md", root / "CONTRIBUTING.md"]
+    named = {name for page in pages for name in re.findall(r"`([a-z_]+(?:/[a-z_]+)+\.py)`", page.read_text("utf-8"))}
+    ours = {name for name in named if name.split("/")[0] in folders}
+    assert len(ours) > 40
+    assert not [name for name in ours if not (root / "src" / "spillway" / name).is_file()]
+
+
 def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(page.read_text(encoding="utf-8") for page in sorted((DOCS / "reference").glob("*.md")))
     names = re.findall(r"^::: (spillway\.[\w.]+)$", text, re.MULTILINE)

@@ -153,16 +153,18 @@ def walk(folder: Folder, script: str, python: str, **environment: str) -> None:
         if done.returncode == 0:
             break
         # What a CPU's process has beside a step is not the same in two of them: then as the error says, and some more.
-        least = re.search(r"The smallest .*budget.* is .* \((\d+) bytes\)|give a budget of ([\d.]+) MiB", done.stderr)
+        least = re.search(
+            r"The smallest .*budget.* is .* \((\d+) bytes\)|[Gg]ive a budget of ([\d.]+) MiB", done.stderr
+        )
         assert least is not None, done.stderr
         budget = int(1.1 * (int(least[1]) if least[1] else float(least[2]) * 2**20))
     else:
         raise AssertionError(done.stderr)
     assert timeless(done.stdout) == timeless(alone), "it prints something else within a budget"
-    (root,) = json.loads((folder.path / "run.json").read_text())["roots"]
+    (root,) = json.loads((folder.path / "run.json").read_text())["models"]
     assert root["stage"] == "active"
     assert root["peak"] <= root["budget"] == budget
-    done_otherwise = root["predicted_sent_bytes"] + root["predicted_rerun_seconds"]
+    done_otherwise = root["predicted_offloaded_bytes"] + root["predicted_recompute_seconds"]
     assert done_otherwise > 0 or budget != first, "all of it fits: this proves nothing"
     assert "<html" in (folder.path / "run.html").read_text()
     if script is not NANO:

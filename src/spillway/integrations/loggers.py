@@ -17,9 +17,9 @@ def scalars(source: Attached | StepStats | OptimizerStats, *, prefix: str = "spi
 
     They are all numbers of :class:`~spillway.StepStats`, the number of its ``notes``, and those of each group under
     ``group/<name>/``. With a budget, they also are, once known: ``plan/active`` (1.0 when the plan is active),
-        ``plan/budget_bytes``, ``plan/predicted_peak_bytes``, ``plan/predicted_seconds``, ``plan/offloaded_bytes``,
+    ``plan/budget_bytes``, ``plan/predicted_peak_bytes``, ``plan/predicted_seconds``, ``plan/offloaded_bytes``,
     ``plan/recompute_seconds``, and, measured in the validating step, ``plan/checked_peak_bytes`` and
-        ``plan/checked_seconds``.
+    ``plan/checked_seconds``.
 
     On an accelerator this may wait until the device has finished the last step. Call it only when you log.
 

@@ -330,16 +330,16 @@ def measure_link(backend: Backend, nbytes: int, seconds: float) -> Bandwidth:
     _wait_for_compute(backend)
     ends = {out: (host[0], device[0]), back: (device[1], host[1])}
 
-    def queue(*lanes: Stream) -> None:
-        for lane in lanes:
-            backend.copy(lane, *ends[lane])
+    def queue(*streams: Stream) -> None:
+        for stream in streams:
+            backend.copy(stream, *ends[stream])
 
     def wait() -> None:
-        for event in [backend.record(lane) for lane in ends]:
+        for event in [backend.record(stream) for stream in ends]:
             event.synchronize()
 
-    def rate(*lanes: Stream) -> float:
-        return rate_of(partial(queue, *lanes), wait, len(lanes) * nbytes, seconds / 3)
+    def rate(*streams: Stream) -> float:
+        return rate_of(partial(queue, *streams), wait, len(streams) * nbytes, seconds / 3)
 
     return Bandwidth(active=1, out=rate(out), back=rate(back), both=rate(out, back))
 

@@ -195,13 +195,13 @@ def in_replay() -> bool:
 
 
 @contextmanager
-def replaying(depth: int = 1) -> Iterator[None]:
+def replaying() -> Iterator[None]:
     """A context in which the calling thread replays a checkpointed function."""
-    _replays.depth += depth
+    _replays.depth += 1
     try:
         yield
     finally:
-        _replays.depth -= depth
+        _replays.depth -= 1
 
 
 class Likeness(Protocol):

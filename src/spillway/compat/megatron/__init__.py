@@ -1,8 +1,9 @@
 """Megatron-Core's names: fine-grained activation offloading, and the hybrid optimizer.
 
-A chunk is the forward of one micro-batch through one virtual stage: a :class:`~spillway.offloading.Chunk`. A group is
-one of the chunk's groups. Start and commit add no nodes to the graph: the engine learns in which order to reload.
-``docs/compat/megatron.md`` maps each name and lists the differences.
+A chunk is the forward of one micro-batch through one virtual stage: a
+:class:`~spillway.compat.megatron.chunk.Chunk`. A group is one of the chunk's groups. Start and commit add no nodes to
+the graph: the engine learns in which order to reload. ``docs/compat/megatron.md`` maps each name and lists the
+differences.
 """
 
 from __future__ import annotations
