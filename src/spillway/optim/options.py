@@ -64,10 +64,10 @@ class Options:
             raise UsageError(f"master_dtype: got {dtype!r}, expected 'auto', None or a floating point type of torch's")
         # Errors are raised now, and the values stay what they are now.
         _ = self.threads_of_step, self.budget
-        if self.step_in_backward and not (self.offload_gradients and self.tier == self.step_on == "host"):
+        if self.step_in_backward and not (self.offload_gradients and self.tier == "host"):
             raise UnsupportedError(
-                f"step_in_backward=True needs tier='host', step_on='host' and offload_gradients=True, got tier="
-                f"{self.tier!r}, step_on={self.step_on!r}, offload_gradients={self.offload_gradients}"
+                f"step_in_backward=True needs tier='host' and offload_gradients=True, got tier={self.tier!r}, "
+                f"offload_gradients={self.offload_gradients}"
             )
         if self.tier == "disk" and self.step_on == "device":
             raise UnsupportedError(
