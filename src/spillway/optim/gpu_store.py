@@ -248,25 +248,26 @@ class GpuStore(ChunkedStore):
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         ends: dict[HostParameter, list[Event]] = {}
-        for context, transfers in self.transfers_of(steps, cost).items():
-            streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
-            streamed.pipeline.expect(transfers)
+        by_context = self.transfers_of(steps, cost)
+        for context, transfers in by_context.items():
             for transfer in transfers:
                 transfer.settings = {name: _own(value) for name, value in transfer.settings.items()}
-                cost.kept += [*transfer.settings.values(), *(step.factors for step in transfer.steps.values())]
-            parts = [
-                (transfer.chunk.parts[index].held, step)
-                for transfer in transfers
-                for index, step in transfer.steps.items()
-            ]
-            gradients = [step.on_device for _, step in parts if step.on_device is not None]
-            ready = context.transfers.ready([*(held.local().detach() for held, _ in parts), *gradients])
+                cost.kept += transfer.settings.values()
+            of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
+            cost.kept += (step.factors for step in of_context.values())
+            gradients = [step.on_device for step in of_context.values() if step.on_device is not None]
+            ready = context.transfers.ready([*(held.local().detach() for held in of_context), *gradients])
             for transfer in transfers:
                 transfer.ready = ready
+        # From here on, every chunk that the pipeline expects gets its task.
+        for context, transfers in by_context.items():
+            streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
+            streamed.has_sums |= any(step.sum is not None for one in transfers for step in one.steps.values())
+            streamed.pipeline.expect(transfers)
+            for transfer in transfers:
                 end = transfer.chunk.stepped = context.lane.run(partial(self._step_chunk, transfer, streamed.pipeline))
                 for step in transfer.steps.values():
                     ends.setdefault(step.held, []).append(end)
-            streamed.has_sums |= any(step.sum is not None for _, step in parts)
         for held, some in ends.items():
             held.mark_written()
             held.updated = held.context.transfers.backend.all_of(some)
@@ -288,11 +289,10 @@ class GpuStore(ChunkedStore):
         def comes(held: HostParameter) -> bool:
             return held not in there and (held.parameter.requires_grad or held.parameter.grad is not None)
 
-        return [
-            one
-            for one in waiting
-            if not any(comes(part.held) for chunk, _ in self._parts_of(one) for part in chunk.parts)
-        ]
+        # A parameter that is cut has its chunks for itself.
+        first = {one: self._chunks[one][0] for one in waiting}
+        full = {chunk for chunk in set(first.values()) if not any(comes(part.held) for part in chunk.parts)}
+        return [one for one in waiting if first[one] in full]
 
     def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
         value = super().converted(key, value, held)
