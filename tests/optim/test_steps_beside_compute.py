@@ -177,13 +177,58 @@ def test_a_gradient_that_comes_by_hand_beside_one_that_was_stepped_in_backward(l
             one.requires_grad_(False)
         for step, batch in enumerate(batches):
             model(batch).square().mean().backward()
-            if step % 2:
+            if step % 2 == 0:
                 frozen[0].grad = torch.full_like(frozen[0], 0.5)
             optimizer.step()
             optimizer.zero_grad()
     made[1].synchronize()  # type: ignore[attr-defined]
     assert same(*models)
     made[1].close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_gradients_that_come_again_before_a_forward_has_waited(late: spillway.Session, early: bool) -> None:
+    models = net(BF16), net(BF16)
+    masters = [nn.Parameter(one.detach().float()) for one in models[0].parameters()]
+    reference = AdamW(masters, lr=1e-2, fused=True)
+    optimizer = offloaded(models[1], AdamW, late, lr=1e-2, fused=True, step_in_backward=early)
+    torch.manual_seed(4)
+    for _ in range(4):
+        for parameter, master in zip(models[1].parameters(), masters, strict=True):
+            # Backward reads no parameter, and no module is called.
+            factor = torch.randn_like(parameter)
+            (parameter * factor).sum().backward()
+            master.grad = factor.float()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+    optimizer.synchronize()
+    for parameter, master in zip(models[1].parameters(), masters, strict=True):
+        assert torch.equal(parameter, master.to(BF16))
+    optimizer.close()
+
+
+def test_what_compute_allocated_for_a_step_is_kept_until_compute_has_waited(late: spillway.Session) -> None:
+    model = net()
+    optimizer = offloaded(model, AdamW, late, lr=torch.tensor(1e-2), fused=True)
+    rate = optimizer.param_groups[0]["lr"]
+    batch = torch.randn(8, 33)
+    model(batch).square().mean().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    steps = optimizer._steps
+    now, factors = steps.now, {one for held in optimizer._placement.held.values() for one in held.gradient.factors}
+    optimizer.step()
+    for context in optimizer._placement.contexts.values():
+        context.last_task().finish()
+    model[0](batch)
+    kept = now.kept
+    assert factors <= {one for some in kept if isinstance(some, tuple) for one in some}
+    rates = [one for one in kept if isinstance(one, torch.Tensor)]
+    assert rates
+    assert all(torch.equal(one, rate) and one is not rate for one in rates)
+    model(batch)
+    assert not kept
+    optimizer.close()
 
 
 def test_backward_steps_and_a_block_waits_for_its_own() -> None:
