@@ -21,7 +21,7 @@ from optim.store_loops import DEVICE, Loop, assert_same_state, net, same, small_
 from optim.store_scenarios import BreaksDown, Broken
 from optim.test_streamed import Counting, elements, wide
 from spillway import OffloadedOptimizer
-from spillway.optim import gpu_store
+from spillway.optim import gpu_store, transfers
 from spillway.optim.tensors import follow
 from spillway.testing import AdversaryBackend
 from support import SlowBackend, pairwise
@@ -187,7 +187,11 @@ def test_a_gradient_that_comes_by_hand_beside_one_that_was_stepped_in_backward(l
 
 
 @pytest.mark.parametrize("early", [False, True])
-def test_gradients_that_come_again_before_a_forward_has_waited(late: spillway.Session, early: bool) -> None:
+def test_gradients_that_come_again_before_a_forward_has_waited(
+    late: spillway.Session, early: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Each gradient has memory of its own, which the next one gets.
+    monkeypatch.setattr(transfers, "_TOGETHER", 1)
     models = net(BF16), net(BF16)
     masters = [nn.Parameter(one.detach().float()) for one in models[0].parameters()]
     reference = AdamW(masters, lr=1e-2, fused=True)
