@@ -186,6 +186,26 @@ def test_a_gradient_that_comes_by_hand_beside_one_that_was_stepped_in_backward(l
     made[1].close()  # type: ignore[attr-defined]
 
 
+def test_a_chunk_is_prepared_again_after_its_step_was_queued() -> None:
+    adversary = AdversaryBackend()
+    with spillway.Session(backend=adversary.serve) as session:
+        model = net()
+        optimizer = offloaded(model, AdamW, session, lr=1e-2, **EARLY)
+        model(torch.randn(8, 33)).square().mean().backward()
+        store: Any = optimizer._placement.store
+        chunks = [
+            (held, chunk, index) for held in optimizer._steps.early.stepped for chunk, index in store._parts_of(held)
+        ]
+        # A job of the adversary waits until someone asks for it.
+        assert not any(chunk.begun[index] for _, chunk, index in chunks)
+        for held, chunk, index in chunks:
+            store.prepare([held])
+            assert chunk.begun[index]
+        optimizer.step()
+        optimizer.close()
+    adversary.check()
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_gradients_that_come_again_before_a_forward_has_waited(
     late: spillway.Session, early: bool, monkeypatch: pytest.MonkeyPatch
