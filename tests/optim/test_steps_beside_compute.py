@@ -435,11 +435,23 @@ def test_sixteen_bits_do_not_tell_a_master_weight() -> None:
     assert nans.to(BF16).view(torch.int16).unique().numel() == 1
 
 
-@pytest.mark.parametrize("start", range(0, 1 << 16, 1 << 12), ids=hex)
-def test_a_master_weight_follows_its_parameter_for_all_upper_halves(start: int) -> None:
-    """Whatever its bits, a master is kept where it rounds to the parameter, and else is the parameter's value."""
-    upper = torch.arange(start, start + (1 << 12), dtype=torch.int64)[:, None]
-    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234])
+SOME = torch.tensor([0, 1, 0x1234, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
+ALL = torch.arange(1 << 16)
+
+
+@pytest.mark.parametrize(
+    ("start", "count", "lower"),
+    [
+        *(pytest.param(start, 1 << 12, SOME, id=f"{start:x}") for start in range(0, 1 << 16, 1 << 12)),
+        *(
+            pytest.param(start, 1 << 8, ALL, id=f"{start:x}-all", marks=pytest.mark.long)
+            for start in range(0, 1 << 16, 1 << 8)
+        ),
+    ],
+)
+def test_a_master_weight_follows_its_parameter_whatever_its_bits(start: int, count: int, lower: torch.Tensor) -> None:
+    """A master is kept where it rounds to the parameter, and else is the parameter's value."""
+    upper = torch.arange(start, start + count)[:, None]
     master = (upper << 16 | lower).to(torch.int32).view(FLOAT).reshape(-1)
     rounded = master.to(BF16)
     found = master.clone()

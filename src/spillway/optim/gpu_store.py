@@ -9,7 +9,7 @@ tasks, and the GPU computes the rest of backward or the next forward meanwhile. 
 1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.
 2. The copy stream in waits for the step stream before it writes memory that was allocated there, and for the arrival
-   of an offloaded gradient in pinned memory.
+   of an offloaded gradient in pinned memory. It does not wait for compute: states come in before the gradient is there.
 3. The step stream waits for a chunk's copy in, before its step. The copy stream out waits for the step.
 4. The step stream waits for a chunk's copy out before its memory is freed, and at the end of the step for all of them.
    So the next copy in of the same chunk comes after its copy out.
@@ -29,7 +29,7 @@ A ``bfloat16`` parameter has the upper half of its master weight, rounded. Sixte
 * A finite master ``m`` that rounds to ``h`` is, as integers, ``(h << 16) + d``. If ``h`` is odd, ``d`` is from -32767
   to 32767. If ``h`` is even, both ties round to it: ``d`` is from -32768 to 32768, which are 65,537 values. The lowest
   bit of ``h`` does not tell these two ties apart, since ``h`` is even for both.
-* Every NaN rounds to one ``h``, which is another one on the CPU than on the GPU. All 32 bits are lost but a few.
+* Many NaNs round to the same ``h``, which the CPU and the GPU choose differently. Their payload and sign are lost.
 * A step keeps the bits of a master weight only where it rounds to the parameter (NOTE [ A step reads the parameter ] in
   ``host_parameter.py``). The correction to a value that was overwritten through ``.data`` would make a wrong master of
   the new one. Only the old ``h`` tells, element by element, and it is the half that would be left out. A checksum of a
@@ -309,9 +309,10 @@ class GpuStore(ChunkedStore):
         backend = context.transfers.backend
         assert transfer.ready is not None
         with torch.no_grad(), backend.compute_on(self.tier.streams_of(context).stepping):
-            backend.wait(backend.compute(), transfer.ready)
             pipeline.take(transfer)
             with on_error(pipeline.drop, transfer):
+                # Not before, so that states are copied in while compute is still busy with the gradient.
+                backend.wait(backend.compute(), transfer.ready)
                 transfer.states = transfer.chunk.opened(transfer.memory)
                 parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
                 self.step_parts(transfer, parameters)
