@@ -3,8 +3,9 @@
 NOTE [ Steps beside compute ]
 
 The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
-queues everything: copies in, the step, copies out. It waits for no copy. So ``step()`` and hooks of backward only queue
-tasks, and the GPU computes the rest of backward or the next forward meanwhile. The order is kept by these waits:
+queues everything: copies in, the step, copies out. It waits for copies in only where they read gradients that were
+summed on the CPU, before it adds the next ones. So ``step()`` and hooks of backward only queue tasks, and the GPU
+computes the rest of backward or the next forward meanwhile. The order is kept by these waits:
 
 1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.
@@ -20,7 +21,8 @@ The step stream reads memory that compute allocated: factors, settings that are 
 tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time, so
 ``step()`` waits for parameters that have one. ``p.grad`` of an offloaded gradient is noted or queued behind the step.
 
-A chunk is stepped once in a step. During backward that is when the gradients of all its parameters have arrived.
+During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
+by hand afterwards, ``step()`` loads the chunk again, after its copy out.
 
 NOTE [ Master weights cross whole ]
 
