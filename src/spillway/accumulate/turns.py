@@ -51,35 +51,45 @@ class Span(NamedTuple):
 
 
 class Graph:
-    """The autograd graph of one micro-batch."""
+    """The autograd graph of one micro-batch.
 
-    def __init__(self, loss: Tensor) -> None:
+    Args:
+        loss: its loss.
+        begin: the number of the newest node of the micro-batch before it. It may share older nodes: casts of autocast.
+    """
+
+    def __init__(self, loss: Tensor, begin: float = -1) -> None:
         readers: dict[int, list[int]] = {}
         leaves: dict[int, Tensor] = {}
-        numbered: list[tuple[int, Any]] = []
-        root = loss.grad_fn
-        met, left = {root}, [root]
+        met: set[Any] = {loss.grad_fn} - {None}
+        left = [*met]
         while left:
-            node: Any = left.pop()
-            if node is None:
-                continue
+            node = left.pop()
             number = node._sequence_nr()
-            numbered.append((number, node))
             for following, _ in node.next_functions:
-                if following is not None and following.name() == ACCUMULATE_GRAD:
+                if following is None:
+                    continue
+                if following.name() == ACCUMULATE_GRAD:
                     leaf = following.variable
                     leaves[id(leaf)] = leaf
                     readers.setdefault(id(leaf), []).append(number)
-                elif following is not None and following not in met:
+                elif following not in met:
                     met.add(following)
                     left.append(following)
-        numbered.sort(key=lambda pair: pair[0])
         self.leaves = list(leaves.values())
         """Tensors that get a gradient."""
         self.spans = {leaf: Span(min(numbers), max(numbers)) for leaf, numbers in readers.items()}
         """Their readers, by ``id``."""
-        self._numbers = [number for number, _ in numbered]
-        self._nodes = [node for _, node in numbered]
+        own = {leaf: [each for each in numbers if each > begin] for leaf, numbers in readers.items()}
+        self.own_spans = {leaf: Span(min(numbers), max(numbers)) for leaf, numbers in own.items() if numbers}
+        """The same without shared nodes."""
+        self._nodes = sorted(met, key=lambda node: node._sequence_nr())
+        self._numbers = [node._sequence_nr() for node in self._nodes]
+
+    @property
+    def end(self) -> float:
+        """The number of its newest node."""
+        return self._numbers[-1] if self._numbers else -1
 
     def newest_below(self, number: float) -> Any:
         """The newest node below a number; ``None`` if there is no such node."""
@@ -146,9 +156,9 @@ class Turns:
         """See NOTE [ Vertical order ]."""
         latest: dict[int, int] = {}
         for graph in graphs:
-            pieces = self.pieces(graph)
+            numbers, turns = zip(*reversed(self.pieces(graph)), strict=True)
             for leaf, span in graph.spans.items():
-                turn = max(turn for number, turn in pieces if span.oldest < number)
+                turn = turns[bisect.bisect_right(numbers, span.oldest)]
                 if turn < latest.get(leaf, 0):
                     shape = next(tuple(each.shape) for each in graph.leaves if id(each) == leaf)
                     raise UsageError(
@@ -163,7 +173,7 @@ def _spans_of(blocks: dict[str, set[int]], graph: Graph) -> dict[str, Span]:
     """The blocks in a graph, in the order of their calls."""
     spans: dict[str, Span] = {}
     for name, own in blocks.items():
-        found = [span for leaf, span in graph.spans.items() if leaf in own]
+        found = [span for leaf, span in graph.own_spans.items() if leaf in own]
         if found:
             spans[name] = Span(min(each.oldest for each in found), max(each.newest for each in found))
     ordered = dict(sorted(spans.items(), key=lambda item: item[1].oldest))

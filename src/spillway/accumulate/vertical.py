@@ -110,7 +110,9 @@ class VerticalBackward:
         with ExitStack() as stack:
             stack.callback(self.clear)
             lanes = list(self._lanes)
-            graphs = [Graph(lane.loss) for lane in lanes]
+            graphs: list[Graph] = []
+            for lane in lanes:
+                graphs.append(Graph(lane.loss, begin=max((graph.end for graph in graphs), default=-1)))
             turns = Turns(self._blocks, graphs)
             last = {leaf: place for place, graph in enumerate(graphs) for leaf in graph.spans}
             leaves = {id(leaf): leaf for leaf in (*parameters, *(leaf for graph in graphs for leaf in graph.leaves))}
@@ -160,7 +162,10 @@ class _Lane:
         self._grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._streams: list[torch.Stream] = []
         self._thread: threading.Thread | None = None
-        self._go, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        # Locks are faster than semaphores. Each is released once for each time that it is acquired.
+        self._go, self._paused = threading.Lock(), threading.Lock()
+        self._go.acquire()
+        self._paused.acquire()
         self._runs = self._is_abandoned = False
 
     def prepare(
@@ -206,8 +211,8 @@ class _Lane:
 
     def _hook(self, turn: int) -> Callable[[Any], None]:
         def pause(_: Any) -> None:
-            # Graphs may share a node.
-            if self._current.lane is self:
+            # Graphs may share a node. Numbers of other threads may lead here late: then there is nothing to wait for.
+            if self._current.lane is self and turn > self.turn:
                 self.turn = turn
                 self._paused.release()
                 self._go.acquire()
