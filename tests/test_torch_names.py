@@ -763,6 +763,7 @@ def test_the_engine_runs_the_newest_node_first_and_pauses_in_a_hook_before_it() 
     new = old.sin() + middle
     for name, tensor in (("old", old), ("middle", middle), ("new", new)):
         tensor.grad_fn.register_prehook(lambda _, name=name: order.append(name))  # type: ignore[union-attr]
+    assert _torch.node_number(old.grad_fn) < _torch.node_number(middle.grad_fn) < _torch.node_number(new.grad_fn)
     with torch.autograd.set_multithreading_enabled(False):
         new.backward()
     assert order == ["new", "middle", "y", "old", "x"]

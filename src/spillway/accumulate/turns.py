@@ -1,6 +1,6 @@
 """The turns of vertical order: which piece of a micro-batch's backward runs when.
 
-NOTE [ Where a block begins ]
+NOTE [ Beginning of a block ]
 
 Blocks are found in the autograd graph, so neither their calls nor their forwards are hooked. Autograd's nodes are
 numbered as forward makes them, and the engine runs those with the highest number first. A block is between the oldest
@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Module
 
-from spillway._torch import ACCUMULATE_GRAD
+from spillway._torch import ACCUMULATE_GRAD, node_number
 from spillway.blocks import Blocks, find_blocks, inside_of
 from spillway.errors import UsageError
 
@@ -65,7 +65,7 @@ class Graph:
         left = [*met]
         while left:
             node = left.pop()
-            number = node._sequence_nr()
+            number = node_number(node)
             for following, _ in node.next_functions:
                 if following is None:
                     continue
@@ -83,8 +83,8 @@ class Graph:
         own = {leaf: [each for each in numbers if each > begin] for leaf, numbers in readers.items()}
         self.own_spans = {leaf: Span(min(numbers), max(numbers)) for leaf, numbers in own.items() if numbers}
         """The same without shared nodes."""
-        self._nodes = sorted(met, key=lambda node: node._sequence_nr())
-        self._numbers = [node._sequence_nr() for node in self._nodes]
+        self._nodes = sorted(met, key=node_number)
+        self._numbers = [node_number(node) for node in self._nodes]
 
     @property
     def end(self) -> float:
