@@ -51,8 +51,6 @@ Hooks = tuple[Callable[..., Any], Callable[..., Any]]
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the next autograd node of the calling thread."""
-node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-"""The number of an autograd node: the engine runs the highest of those that are ready first."""
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the running backward of the calling thread; -1 for none."""
 top_hooks: Callable[[bool], Hooks | None] = _top_saved_tensors_default_hooks
