@@ -188,6 +188,7 @@ class _Lane:
                 target=self._context.run, args=(self._run,), name="spillway backward", daemon=True
             )
             thread.start()
+            # It waits for its turn first.
             self._thread = thread
         self._current.lane = self
         self._runs = True
@@ -213,6 +214,11 @@ class _Lane:
         def pause(_: Any) -> None:
             # Graphs may share a node. Numbers of other threads may lead here late: then there is nothing to wait for.
             if self._current.lane is self and turn > self.turn:
+                if threading.current_thread() is not self._thread:
+                    raise UnsupportedError(
+                        "order='vertical': torch runs this backward in a thread of its own, which cannot wait for "
+                        "other micro-batches; use order='horizontal'"
+                    )
                 self.turn = turn
                 self._paused.release()
                 self._go.acquire()
@@ -230,13 +236,14 @@ class _Lane:
             with ExitStack() as stack:
                 for stream in self._streams:
                     torch.accelerator.set_stream(stream)
-                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 grad, inference = self._grad
                 stack.enter_context(torch.inference_mode(inference))
                 stack.enter_context(torch.set_grad_enabled(grad))
                 stack.enter_context(self._ambient.in_force())
                 if self._device is not None:
                     stack.enter_context(self._device)
+                # At the end: inference_mode(False) switches it on.
+                stack.enter_context(torch.autograd.set_multithreading_enabled(False))
                 loss.backward()
         except _Abandoned:
             pass
