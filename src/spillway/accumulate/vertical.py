@@ -214,7 +214,7 @@ class _Lane:
         def pause(_: Any) -> None:
             # Graphs may share a node. Numbers of other threads may lead here late: then there is nothing to wait for.
             if self._current.lane is self and turn > self.turn:
-                if threading.current_thread() is not self._thread:
+                if self._thread is None or threading.get_ident() != self._thread.ident:
                     raise UnsupportedError(
                         "order='vertical': torch runs this backward in a thread of its own, which cannot wait for "
                         "other micro-batches; use order='horizontal'"
