@@ -99,7 +99,7 @@ class Images(nn.Module):
         self.head = nn.Linear(4, WORDS)
 
     def forward(self, words: Tensor) -> Tensor:
-        images = words[:, None, :, None].float() * torch.linspace(0, 1, LENGTH)
+        images = words[:, None, :, None].float() * torch.linspace(0, 1, LENGTH, device=words.device)
         out: Tensor = self.head(self.blocks(self.first(images)).mean((2, 3)))
         return out[:, None].expand(-1, LENGTH, -1)
 

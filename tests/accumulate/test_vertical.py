@@ -246,6 +246,18 @@ def test_an_optimizer_that_steps_in_backward_steps_once(name: str, backend: str)
     adversary.check()
 
 
+@pytest.mark.parametrize("offloads", [True, False])
+def test_gradients_in_bfloat16(offloads: bool) -> None:
+    """An optimizer that steps in backward gets sums in the parameter's dtype, without ``offload_gradients``."""
+    with spillway.Session() as session:
+        make, loader = offloaded(session, offload_gradients=offloads), batches(8)
+        plain = trained(made("transformer").bfloat16(), "horizontal", loader, make=make)
+        assert_equal(trained(made("transformer").bfloat16(), "vertical", loader, make=make), plain)
+        if not offloads:
+            make = offloaded(session, step_in_backward=True)
+            assert_equal(trained(made("transformer").bfloat16(), "vertical", loader, make=make), plain)
+
+
 @pytest.mark.parametrize("normalize", ["tokens", "steps", "sum"])
 @pytest.mark.parametrize("partial", ["scale", "drop", "carry"])
 def test_steps_in_backward_with_any_end_of_a_loader(normalize: str, partial: str) -> None:

@@ -44,3 +44,13 @@ def test_an_optimizer_that_steps_in_backward(
         torch.accelerator.synchronize()
     assert_equal(found[1], found[0])
     assert_equal(found[2], found[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_are_offloaded_in_backward(
+    device: torch.device, deterministic: None, dtype: torch.dtype
+) -> None:
+    make = lambda parameters: spillway.OffloadedOptimizer(parameters, torch.optim.AdamW, lr=0.01)  # noqa: E731
+    model = made("spillway").to(device, dtype)
+    plain = trained(model, "horizontal", on(device), make=make, max_norm=0.1)
+    assert_equal(trained(made("spillway").to(device, dtype), "vertical", on(device), make=make, max_norm=0.1), plain)
