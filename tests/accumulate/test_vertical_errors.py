@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -286,6 +288,43 @@ def test_invalid_arguments() -> None:
     ):
         with pytest.raises(UsageError, match=f"{option}: .*step_in_backward"):
             spillway.Accumulator(model, optimizer, steps=2, order="vertical", **{option: value})  # type: ignore[arg-type]
+    optimizer.close()
+
+
+def test_micro_batches_that_share_the_first_node_of_a_piece() -> None:
+    """With nothing before the first block, the nodes below it are casts that autocast has cached."""
+
+    def train(order: str) -> list[Any]:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)))
+        accumulator = accumulator_of(model, normalize="sum", order=order)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                for x in accumulator([torch.full((2, 4), float(each)) for each in range(3)]):
+                    accumulator.backward(model(x).float().square().sum())
+        return [each.detach() for each in model.parameters()]
+
+    assert_equal(train("vertical"), train("horizontal"))
+
+
+def test_no_hook_stays() -> None:
+    model = made("transformer")
+    optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1, step_in_backward=True)
+    before = [dict(each._post_accumulate_grad_hooks or {}) for each in model.parameters()]
+    accumulator = spillway.Accumulator(model, optimizer, steps=2, order="vertical")
+    losses, lanes = [], []
+    for words in accumulator(batches(2)):
+        loss, weight = loss_of(model, words)
+        # The graph lives on, with all hooks of its nodes.
+        losses.append(loss)
+        accumulator.backward(loss, weight=weight)
+        lanes += [weakref.ref(each) for each in accumulator._vertical._lanes]  # type: ignore[union-attr]
+    gc.collect()
+    assert accumulator.stepped
+    assert len(lanes) == 1
+    assert lanes[0]() is None
+    assert [dict(each._post_accumulate_grad_hooks or {}) for each in model.parameters()] == before
+    accumulator.close()
     optimizer.close()
 
 

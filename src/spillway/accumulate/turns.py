@@ -76,6 +76,8 @@ class Graph:
                 elif following not in met:
                     met.add(following)
                     left.append(following)
+        self.begin = begin
+        """See above."""
         self.leaves = list(leaves.values())
         """Tensors that get a gradient."""
         self.spans = {leaf: Span(min(numbers), max(numbers)) for leaf, numbers in readers.items()}
@@ -139,8 +141,8 @@ class Turns:
                 # Between two blocks may be others, which this micro-batch has not called.
                 pieces.append((above if turn == turn_above + 1 else span.newest + 1, turn))
             above, turn_above = span.oldest, turn
-        if spans:
-            pieces.append((above, self.count - 1))
+        # Without blocks of its own, only shared nodes are left for the end.
+        pieces.append((above if spans else graph.begin + 1, self.count - 1))
         return pieces
 
     def pauses(self, graph: Graph) -> list[tuple[Any, int]]:
