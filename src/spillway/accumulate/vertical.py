@@ -32,9 +32,9 @@ meanwhile. The engine is set to run nodes of a GPU in that thread, too: its own 
 one that waits would stop the others.
 
 Each thread gets what the caller's thread had when the loss was passed: context variables, autocast, grad and inference
-mode, the default device, the current stream of each GPU. Function and dispatch modes are refused. Saved-tensor hooks
-are left out: graphs that a backward makes would use them, and they change no bits. After an error the hook raises in
-all paused backwards, and the threads end before the error is raised.
+mode, the default device. It gets the current streams of the call that runs the backwards. Function and dispatch modes
+are refused. Saved-tensor hooks are left out: graphs that a backward makes would use them, and they change no bits.
+After an error the hook raises in all paused backwards, and the threads end before the error is raised.
 """
 
 from __future__ import annotations
