@@ -15,8 +15,9 @@ half-way     ``attach(model, budget=<mean of keep's and checkpoint's peaks>)``
 A step is forward, backward, ``optimizer.step()`` and ``zero_grad()``. *ms* is the median of ``--steps`` steps, each
 between two synchronizations, with the range. *of keep* divides by keep's median in the same process. *peak* is
 ``max_memory_allocated`` over one step. The losses of the first steps, from one seed, must be keep's in every way, bit
-for bit. ``search`` is the number of steps, and seconds, until the plan is active, and the highest peak until then, the
-steps included that are compared.
+for bit. They are of a model of their own, which runs deterministic kernels: these take longer, and a plan must not be
+made of their times. ``search`` is the number of steps, and seconds, until the plan is active, and the highest peak
+until then.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from spillway.cli.demo import describe_hardware, describe_versions
 from spillway.units import format_bytes
 
 WAYS = ("keep", "checkpoint", "recompute", "at-peak", "half-way")
-COMPARED = 4
+COMPARED = 6
 """Steps whose losses are compared."""
 MOST_SEARCH = 60
 
@@ -296,6 +297,14 @@ class Way:
         finally:
             torch.use_deterministic_algorithms(False)
 
+    def end(self) -> None:
+        """Let go of the model."""
+        if self.attached is not None:
+            self.attached.remove()
+        self.family = self.optimizer = self.attached = None  # type: ignore[assignment]
+        # A checkpointed block refers to itself by its forward.
+        gc.collect()
+
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
@@ -305,7 +314,8 @@ class Way:
         begin = time.perf_counter()
         for count in range(MOST_SEARCH):
             if self.attached.stage == "active":
-                return count, time.perf_counter() - begin
+                # A step is judged when the next one begins, which has the plan already.
+                return count - 1, time.perf_counter() - begin
             self.step()
         raise SystemExit(f"no plan is active after {MOST_SEARCH} steps: {self.attached.explain()}")
 
@@ -344,11 +354,13 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row: dict[str, Any] = {"model": name, "way": way}
         try:
             training = Way(name, way, peaks, options)
-            if training.cuda:
-                torch.cuda.reset_peak_memory_stats()
             found = training.losses()
             losses = losses or [loss.item() for loss in found]
             row["same_losses"] = [loss.item() for loss in found] == losses
+            training.end()
+            training = Way(name, way, peaks, options)
+            if training.cuda:
+                torch.cuda.reset_peak_memory_stats()
             if training.attached is not None and way != "recompute":
                 row["search_steps"], row["search_seconds"] = training.search()
                 row["search_peak"] = torch.cuda.max_memory_allocated() if training.cuda else 0
@@ -363,8 +375,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             peaks[way] = row["peak"] = training.peak()
             keep = keep or row["seconds"]
             row["of_keep"] = row["seconds"] / keep
-            if training.attached is not None:
-                training.attached.remove()
+            training.end()
         except (torch.OutOfMemoryError, spillway.SpillwayError) as error:
             row["failed"] = str(error)[:300]
         yield row

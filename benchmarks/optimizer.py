@@ -2,6 +2,7 @@
 
     python benchmarks/optimizer.py --json optimizer.json      # 973 M parameters, 8192 tokens
     python benchmarks/optimizer.py --micro 8
+    python benchmarks/optimizer.py --micro 2 --ways "on the GPU, clipped" "GPU in chunks, fp32 master weights, clipped"
     python benchmarks/optimizer.py --shape 8b --layers 32 --ways "fp32 master weights, clipped, overlapping"
 
 A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
@@ -11,7 +12,10 @@ has the median of such runs for one step, and their range. *peak* is all memory 
 *bound* is an estimate for the same work: the time without an optimizer, plus the time of the CPU's step that nothing
 hides. The CPU's step moves 32 bytes a parameter with fp32 master weights, and 14 without, at the bandwidth of STREAM's
 Add, measured in the same run. A step can exceed this bandwidth. The next forward hides it where it is overlapped, and
-the backward where nothing is clipped.
+the backward where nothing is clipped. There is no such estimate for steps on the GPU.
+
+*GPU in chunks* streams state through the GPU, where it is stepped. The bytes in a row are those of the last step in
+each direction, gradients included. With ``--micro 2`` a step has 16,384 tokens.
 
 Other systems are measured if they can be imported, and named as absent if not.
 """
@@ -134,7 +138,18 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     ),
     "fp32 master weights": offloaded,
     "fp32 master weights, in backward, overlapping": partial(offloaded, step_in_backward=True, overlap=True),
-    "fp32 master weights, streamed": partial(offloaded, clipped=True, step_on="device"),
+    "GPU in chunks, no fp32 master weights": partial(offloaded, master_dtype=None, step_on="gpu"),
+    "GPU in chunks, no fp32 master weights, in backward, overlapping": partial(
+        offloaded, master_dtype=None, step_on="gpu", step_in_backward=True, overlap=True
+    ),
+    "GPU in chunks, fp32 master weights": partial(offloaded, step_on="gpu"),
+    "GPU in chunks, fp32 master weights, in backward, overlapping": partial(
+        offloaded, step_on="gpu", step_in_backward=True, overlap=True
+    ),
+    "GPU in chunks, fp32 master weights, clipped": partial(offloaded, clipped=True, step_on="gpu"),
+    "GPU in chunks, fp32 master weights, clipped, overlapping": partial(
+        offloaded, clipped=True, step_on="gpu", overlap=True
+    ),
     "fp32 master weights, clipped": partial(offloaded, clipped=True),
     "fp32 master weights, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
     "fp32 master weights, clipped, all on the GPU": partial(offloaded, clipped=True, fraction=0.0),
@@ -247,7 +262,7 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
 
 def bound(row: Row, plain: Row, rate: float, options: argparse.Namespace) -> float:
     """Seconds of a step with the same work on the CPU, by the bandwidth of additions."""
-    elsewhere = any(word in row.way for word in ("auto", "streamed", "all on the GPU"))
+    elsewhere = any(word in row.way for word in ("auto", "GPU in chunks", "all on the GPU"))
     if "master weights" not in row.way or elsewhere or not plain.step_seconds or not rate:
         return 0.0
     with_masters = "no fp32 master weights" not in row.way
@@ -270,7 +285,7 @@ def run_child(way: str, options: argparse.Namespace) -> Row:
 
 def line(row: Row, plain: Row, device: Row | None) -> str:
     if row.absent:
-        return f"{row.way:<38} absent: {row.absent}"
+        return f"{row.way:<64} absent: {row.absent}"
     cells = [
         f"{row.step_seconds * 1e3:8.1f} ms ({row.step_min * 1e3:.1f} to {row.step_max * 1e3:.1f})",
         f"x{row.step_seconds / device.step_seconds:5.2f}" if device else "",
@@ -283,8 +298,10 @@ def line(row: Row, plain: Row, device: Row | None) -> str:
     if row.stats:
         cells.append(f"CPU {row.stats['host_seconds'] * 1e3:.0f} ms, stall {row.stats['stall_seconds'] * 1e3:.0f} ms")
         cells.append(f"on the CPU {row.stats['stepped_on_host'] / row.parameters:.0%}")
+        to, since = (row.stats[name] / row.parameters for name in ("received_bytes", "sent_bytes"))
+        cells.append(f"{to:.1f} bytes a parameter to the GPU, {since:.1f} from there")
         cells.append(f"pinned {row.stats['host_bytes'] / GIB:.2f} GiB")
-    return f"{row.way:<38}" + "  ".join(cells)
+    return f"{row.way:<64}" + "  ".join(cells)
 
 
 def parser() -> argparse.ArgumentParser:

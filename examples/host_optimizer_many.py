@@ -73,7 +73,7 @@ def rehearse(model: nn.Module, tokens: Tensor) -> None:
 def written_out(model: Any, step_on: str, data: list[list[Tensor]]) -> list[list[Tensor]]:
     rehearse(model, data[0][0])
     parameters = list(model.parameters())
-    there = parameters if step_on == "host" else []
+    there = parameters if step_on == "cpu" else []
     pairs = [(each, nn.Parameter(local(each).detach().to("cpu", copy=True))) for each in there]
     optimizer = torch.optim.AdamW([twin for _, twin in pairs] or parameters, **ADAMW)
     losses, norms = [], []
@@ -114,7 +114,7 @@ def by_spillway(model: Any, step_on: str, data: list[list[Tensor]], session: spi
         if window.stepped:
             norms.append(window.last.gradient_norm.tensor)
     steps = optimizer.stats()
-    if not (attached.stats().offloaded_bytes and (steps.stepped_on_host if step_on == "host" else steps.streamed)):
+    if not (attached.stats().offloaded_bytes and (steps.stepped_on_host if step_on == "cpu" else steps.streamed)):
         sys.exit("nothing was offloaded, expected inputs of blocks, gradients and states")
     window.close()
     optimizer.close()
@@ -131,7 +131,7 @@ def main() -> None:
         torch.accelerator.set_device_index(device)
     dist.init_process_group()
     data, wrong = windows(WORDS[wrap], device), []
-    for step_on in ("host", "device"):
+    for step_on in ("cpu", "gpu"):
         plain = written_out(build(wrap, device), step_on, data)
         with spillway.Session(window=0) as session:
             ours = by_spillway(build(wrap, device), step_on, data, session)

@@ -286,7 +286,6 @@ def _call_checkpointed(
         compares=how.verify == "always",
         is_captured=is_captured,
         partition=partition,
-        unused=() if how.choices.preserves else how.choices.unused(),
     )
     call = _replayable(how, setup, observer, module_of(function))
     output = call.run(first, tensors)

@@ -35,7 +35,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -264,6 +264,10 @@ class AdversaryBackend(Backend):
         self._streams.append(_Line(name))
         return self._streams[-1]
 
+    def compute_on(self, stream: Stream) -> AbstractContextManager[object]:
+        line = self._line(stream)
+        return self.stream(f"{line.name} {line.number}")
+
     def record(self, stream: Stream) -> Event:
         with self._lock:
             line = self._line(stream)
@@ -358,9 +362,8 @@ class AdversaryBackend(Backend):
 
     def compute_access(self, memory: Bytes) -> None:
         with self._lock:
-            compute = self._compute()
-            written = _Access(compute.number, compute.time, 0, memory.storage.nbytes(), True, "compute writes")
-            self._history.setdefault(memory.storage, []).append(written)
+            whole = Bytes(memory.storage, 0, memory.storage.nbytes())
+            self._access(self._compute(), whole, write=True, what="compute writes")
 
     def peak_bytes(self) -> int:
         return 0

@@ -39,11 +39,11 @@ def batches(device: torch.device, dtype: torch.dtype, micro: int) -> Iterator[li
 
 
 def plainly(
-    device: torch.device, dtype: torch.dtype, *, micro: int, clipped: bool, step_on: str = "host"
+    device: torch.device, dtype: torch.dtype, *, micro: int, clipped: bool, step_on: str = "cpu"
 ) -> list[Tensor]:
     """Masters, sums and the step, all written out."""
     model = make(device, dtype)
-    there = device if step_on == "device" else torch.device("cpu")
+    there = device if step_on == "gpu" else torch.device("cpu")
     masters = [nn.Parameter(parameter.detach().to(there, torch.float32, copy=True)) for parameter in model.parameters()]
     optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
     for several in batches(device, dtype, micro):
@@ -107,8 +107,13 @@ def test_a_run_is_bit_for_bit_the_one_written_out(
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     "options",
-    [{"step_in_backward": True}, {"step_on": "device", "fused": True}, {"tier": "disk"}],
-    ids=["in backward", "streamed", "disk"],
+    [
+        {"step_in_backward": True},
+        {"step_on": "gpu", "fused": True},
+        {"step_on": "gpu", "fused": True, "step_in_backward": True},
+        {"tier": "disk"},
+    ],
+    ids=["in backward", "streamed", "streamed in backward", "disk"],
 )
 def test_a_run_with_state_elsewhere_is_the_one_written_out(
     device: torch.device,
@@ -120,7 +125,7 @@ def test_a_run_with_state_elsewhere_is_the_one_written_out(
 ) -> None:
     if micro > 1 and "step_in_backward" in options:
         pytest.skip("one gradient before each step")
-    expected = plainly(device, dtype, micro=micro, clipped=False, step_on=options.get("step_on", "host"))
+    expected = plainly(device, dtype, micro=micro, clipped=False, step_on=options.get("step_on", "cpu"))
     model = make(device, dtype)
     optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **options, **ADAMW)
     if overlap:
@@ -141,7 +146,7 @@ def test_streamed_state_passes_the_device_within_the_window(device: torch.device
     with spillway.Session(window=window) as session:
         model = make(device, torch.float32)
         optimizer = spillway.OffloadedOptimizer(
-            model.parameters(), torch.optim.AdamW, session=session, step_on="device", fused=True, **ADAMW
+            model.parameters(), torch.optim.AdamW, session=session, step_on="gpu", fused=True, **ADAMW
         )
         batch = torch.randn(1, WIDTH, device=device)
         peaks = []

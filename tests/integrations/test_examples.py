@@ -63,7 +63,7 @@ def launched(ranks: int, script: str, *arguments: str) -> str:
 
 def assert_steps_equal(told: str, wrap: str, ranks: int) -> None:
     found = re.findall(rf"rank (\d): {wrap}, the step on the (\w+): losses, norms and weights are equal", told)
-    assert sorted(found) == [(str(rank), place) for rank in range(ranks) for place in ("device", "host")]
+    assert sorted(found) == [(str(rank), place) for rank in range(ranks) for place in ("cpu", "gpu")]
     assert "DIFFER" not in told
 
 

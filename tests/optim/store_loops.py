@@ -39,7 +39,7 @@ class Way:
         return {**settings, **flags} if optimizer_class is not torch.optim.Muon else settings
 
 
-DEVICE = Way("device", {"step_on": "device"})
+DEVICE = Way("device", {"step_on": "gpu"})
 DISK = Way("disk", {"tier": "disk"})
 WAYS = [DEVICE, DISK]
 

@@ -159,7 +159,7 @@ class Broken(RuntimeError):
 
 
 class BreaksDown:
-    """A step of a piece that works twice."""
+    """A method that works twice."""
 
     def __init__(self, step: Callable[..., Any]) -> None:
         self._step = step
@@ -167,7 +167,7 @@ class BreaksDown:
 
     def __call__(self, *arguments: Any) -> Any:
         self.calls += 1
-        if self.calls == 3:
+        if self.calls >= 3:
             raise Broken
         return self._step(*arguments)
 
@@ -211,6 +211,25 @@ def a_step_that_fails(way: Way) -> None:
             train(where, way, Loop(dtype=BF16))
 
 
+def a_copy_in_that_fails(way: Way) -> None:
+    """Chunks before it are stepped, the others are not. The next step goes on from there."""
+    with hostile(window=1 << 14) as where:
+        model = net(BF16)
+        optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
+        Loop(steps=2, dtype=BF16).run(model, optimizer)
+        tier: Any = optimizer._placement.store.tier  # type: ignore[attr-defined]
+        load = tier.load
+        tier.load = BreaksDown(load)
+        model(torch.randn(8, 33, dtype=BF16)).square().mean().backward()
+        with contextlib.suppress(Broken):
+            optimizer.step()
+        assert tier.load.calls >= 3
+        tier.load = load
+        optimizer.zero_grad()
+        Loop(steps=2, dtype=BF16).run(model, optimizer)
+        optimizer.close()
+
+
 def blocks_that_wait_for_their_own(way: Way) -> None:
     with hostile(window=6000) as where:
         model, plain = net(BF16), net(BF16)
@@ -234,6 +253,7 @@ SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
         memory_that_others_had,
         memory_that_another_had,
         a_step_that_fails,
+        a_copy_in_that_fails,
         blocks_that_wait_for_their_own,
     )
 ]

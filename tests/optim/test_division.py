@@ -125,7 +125,7 @@ def test_where_something_else_says_the_fraction_it_is_refused(
 # Between two steps
 
 
-@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "device"}], ids=["memory", "disk", "streamed"])
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}], ids=["memory", "disk", "streamed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_state_is_whole_right_after(options: dict[str, Any], dtype: torch.dtype, session: spillway.Session) -> None:
     model = wide(dtype)

@@ -59,7 +59,7 @@ WAYS: tuple[dict[str, Any], ...] = (
     {},
     {"fraction": 0.5},
     {"fraction": 0.0},
-    {"step_on": "device"},
+    {"step_on": "gpu"},
     {"tier": "disk"},
     {"offload_gradients": False},
     {"step_in_backward": True},

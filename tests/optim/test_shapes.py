@@ -207,7 +207,7 @@ NEIGHBOURS: dict[str, list[Make]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [{}, {"tier": "disk"}, {"step_on": "device"}, {"fraction": 0.0}, {"step_in_backward": True}],
+    [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"fraction": 0.0}, {"step_in_backward": True}],
     ids=["host", "disk", "streamed", "device", "in-backward"],
 )
 @pytest.mark.parametrize("name", NEIGHBOURS, ids=lambda name: name.replace(" ", "-").replace(",", ""))

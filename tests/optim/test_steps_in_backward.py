@@ -29,7 +29,7 @@ from optim.support import (
 )
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.errors import TierFullError
-from spillway.optim import stepping, transfers
+from spillway.optim import state_store, transfers
 from spillway.optim.host_parameter import HostParameter
 from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
@@ -59,7 +59,7 @@ def late(request: pytest.FixtureRequest, adversary: AdversaryBackend) -> Iterato
 )
 def together(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Elements that wait for each other; at most all of them, for ``step``."""
-    monkeypatch.setattr(stepping, "_TOGETHER", request.param)
+    monkeypatch.setattr(state_store, "_TOGETHER", request.param)
     return int(request.param)
 
 
@@ -382,7 +382,7 @@ def test_a_gradient_of_what_was_stepped_does_not_outlive_the_optimizer(trained: 
 def test_settings_that_change_within_a_backward_are_noticed(
     rate: float | Tensor, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stepping, "_TOGETHER", 1)
+    monkeypatch.setattr(state_store, "_TOGETHER", 1)
     one, other = (torch.nn.Parameter(torch.ones(4)) for _ in range(2))
     rate = rate.clone() if isinstance(rate, Tensor) else rate
     optimizer = OffloadedOptimizer([one, other], torch.optim.SGD, lr=rate, session=cpu_session, step_in_backward=True)
@@ -407,7 +407,7 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # With many elements some are queued and some are not, when it fails.
-    monkeypatch.setattr(stepping, "_TOGETHER", elements)
+    monkeypatch.setattr(state_store, "_TOGETHER", elements)
     pieces_of(64)
     model, plain = wide(), wide()
     optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
@@ -469,9 +469,7 @@ def test_one_may_go_on_after_a_backward_that_failed(late: spillway.Session) -> N
     assert late.used_bytes == (0, 0)
 
 
-@pytest.mark.parametrize(
-    "options", [{"tier": "disk"}, {"step_on": "device"}, {"offload_gradients": False}], ids=lambda one: next(iter(one))
-)
+@pytest.mark.parametrize("options", [{"tier": "disk"}, {"offload_gradients": False}], ids=lambda one: next(iter(one)))
 def test_what_does_not_go_together(options: dict[str, Any], cpu_session: spillway.Session) -> None:
     with pytest.raises(UnsupportedError, match="step_in_backward=True needs"):
         make(torch.optim.SGD, cpu_session, lr=0.1, **options)(wide())

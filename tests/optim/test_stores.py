@@ -499,15 +499,15 @@ def test_what_cannot_be_meant_is_refused(here: spillway.Session) -> None:
 
     with pytest.raises(UsageError, match="tier: got 'tape', expected 'host' or 'disk'"):
         make(tier="tape")
-    with pytest.raises(UsageError, match="step_on: got 'disk', expected 'host' or 'device'"):
+    with pytest.raises(UsageError, match="step_on: got 'disk', expected 'cpu' or 'gpu'"):
         make(step_on="disk")
     with pytest.raises(UnsupportedError, match="Leave one of the two out"):
-        make(tier="disk", step_on="device")
+        make(tier="disk", step_on="gpu")
     for way in WAYS:
         with pytest.raises(UnsupportedError, match=r"Own with .* a class that is not torch's"):
             make(Own, **way.options)
     with pytest.raises(UsageError, match="the CPU steps nothing"):
-        make(step_on="device", fraction="auto")
+        make(step_on="gpu", fraction="auto")
     make(Own)
 
 

@@ -70,7 +70,7 @@ def test_the_device_has_no_more_than_the_window(
     small_pieces(monkeypatch)
     model = wide()
     with spillway.Session(backend=backend.serve, window=window) as where:
-        optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, step_on="device", lr=1e-2, fused=True)
+        optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, step_on="gpu", lr=1e-2, fused=True)
         Loop(steps=3, dtype=BF16).run(model, optimizer)
         # Of 2.8 MB of masters and states. It is used, too: a load is a 64th of it in elements, of 14 bytes.
         assert window * 3 // 4 < backend.peak <= window
@@ -82,7 +82,7 @@ def test_the_device_has_no_more_than_the_window(
 def test_what_cannot_be_cut_comes_whole_and_alone(backend: Counting) -> None:
     model = wide()
     with spillway.Session(backend=backend.serve, window=8 * KiB) as where:
-        optimizer = OffloadedOptimizer(model.parameters(), Adafactor, session=where, step_on="device")
+        optimizer = OffloadedOptimizer(model.parameters(), Adafactor, session=where, step_on="gpu")
         Loop(steps=3, dtype=BF16).run(model, optimizer)
         # A master of a matrix of 256 x 256, its row and column, and its gradient, each in a line of its own.
         state = 4 * 256 * 256 + 2 * 4 * 256
@@ -94,7 +94,7 @@ def test_the_host_has_what_the_state_needs(backend: Counting) -> None:
     model = wide()
     with spillway.Session(backend=backend.serve, window=64 * KiB) as where:
         optimizer = OffloadedOptimizer(
-            model.parameters(), AdamW, session=where, step_on="device", lr=1e-2, fused=True, offload_gradients=False
+            model.parameters(), AdamW, session=where, step_on="gpu", lr=1e-2, fused=True, offload_gradients=False
         )
         Loop(steps=2, dtype=BF16).run(model, optimizer)
         # 12 bytes an element, and less than a page for each tensor that has pages of its own.
@@ -108,7 +108,7 @@ def test_without_masters_or_state_nothing_is_on_the_host(backend: Counting) -> N
     model = wide(torch.float32)
     with spillway.Session(backend=backend.serve) as where:
         optimizer = OffloadedOptimizer(
-            model.parameters(), SGD, session=where, step_on="device", lr=0.1, offload_gradients=False
+            model.parameters(), SGD, session=where, step_on="gpu", lr=0.1, offload_gradients=False
         )
         Loop(steps=2).run(model, optimizer)
         assert (backend.peak, where.used_bytes) == (0, (0, 0))
@@ -141,7 +141,7 @@ def fill(where: spillway.Session) -> Any:
 
 def test_without_room_nothing_is_stepped_and_nothing_lost(tight: spillway.Session) -> None:
     model, plain = net(BF16), net(BF16)
-    optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=tight, step_on="device", lr=1e-2, fused=True)
+    optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=tight, step_on="gpu", lr=1e-2, fused=True)
     batch = torch.randn(8, 33, dtype=BF16)
     model(batch).square().mean().backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
@@ -171,7 +171,7 @@ def test_a_state_that_was_not_foreseen_stays_until_there_is_room(tight: spillway
     # Momentum from the second step on, when there is no room for it.
     models = net(), net()
     optimizer = OffloadedOptimizer(
-        models[0].parameters(), SGD, session=tight, step_on="device", lr=0.1, fused=True, offload_gradients=False
+        models[0].parameters(), SGD, session=tight, step_on="gpu", lr=0.1, fused=True, offload_gradients=False
     )
     reference = SGD(models[1].parameters(), lr=0.1, fused=True)
     batches = torch.randn(4, 8, 33)
@@ -212,7 +212,7 @@ def test_gradients_that_are_there_are_used_as_they_are(backend: Counting) -> Non
     model = net()
     with spillway.Session(backend=backend.serve) as where:
         optimizer = OffloadedOptimizer(
-            model.parameters(), AdamW, session=where, step_on="device", lr=1e-2, offload_gradients=False
+            model.parameters(), AdamW, session=where, step_on="gpu", lr=1e-2, offload_gradients=False
         )
         Loop(steps=2).run(model, optimizer)
         state = 8 * elements(model)
@@ -224,7 +224,7 @@ def test_autograd_refuses_to_go_back_through_what_was_stepped(tmp_path: Path) ->
     for dtype in (torch.float32, BF16):
         model = net(dtype)
         with session(tmp_path) as where:
-            optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, step_on="device")
+            optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, step_on="gpu")
             Loop(steps=1, dtype=dtype).run(model, optimizer)
             loss = model(torch.randn(8, 33, dtype=dtype)).square().mean()
             loss.backward(retain_graph=True)

@@ -115,7 +115,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "host": {},
     "half": {"fraction": 0.5},
     "all on the device": {"fraction": 0.0},
-    "streamed": {"step_on": "device"},
+    "streamed": {"step_on": "gpu"},
     "disk": {"tier": "disk"},
     "gradients stay": {"offload_gradients": False},
     "in backward": {"step_in_backward": True},

@@ -299,6 +299,43 @@ def test_a_large_buffer_that_is_written(regions: Regions, monkeypatch: pytest.Mo
     regions.right_or_refused(functools.partial(step, Before))
 
 
+class HiddenFlag:
+    """A flag whose calls are of one kind: a number among the arguments would tell them apart."""
+
+    def __init__(self, is_set: bool) -> None:
+        self.is_set = is_set
+
+    def __bool__(self) -> bool:
+        return self.is_set
+
+
+def test_a_large_buffer_that_a_later_call_writes_first(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No copy of it was made, and that call is not compared: its replay must not read what forward left."""
+    monkeypatch.setattr("spillway.checkpointing.reached._MOST_COPIED", 64)
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(64))
+            self.queue: Tensor
+
+        def forward(self, x: Tensor, writes: HiddenFlag) -> Tensor:
+            y = (x + self.queue[:8].clone()).sin()
+            if writes:
+                self.queue[:8].add_(1)
+            return y
+
+    def step(call: Call) -> Iterator[Tensor]:
+        torch.manual_seed(0)
+        block = Late()
+        for number in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            call(block, x * 1, HiddenFlag(number > 1)).sum().backward()
+            yield from (*gradients(x), block.queue.clone())
+
+    regions.right_or_refused(step)
+
+
 def test_statistics_that_are_first_written_in_a_sampled_call(regions: Regions, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("spillway.checkpointing.learned._EVERY", 1)
 

@@ -120,3 +120,23 @@ def test_a_task_runs_when_it_is_waited_for_and_raises_there() -> None:
         with pytest.raises(OSError, match="disk on fire"):
             event.synchronize()
     assert ran == [1]
+
+
+def test_compute_on_another_stream_has_to_wait_for_the_callers_compute() -> None:
+    adversary = AdversaryBackend()
+    stream = adversary.new_stream("beside")
+    memory = Bytes.of(torch.zeros(8))
+    adversary.compute_access(memory)
+    with adversary.compute_on(stream), pytest.raises(RaceError, match="compute writes bytes 0 to 32, not ordered"):
+        adversary.compute_access(memory)
+    memory = Bytes.of(torch.zeros(8))
+    adversary.compute_access(memory)
+    written = adversary.record(adversary.compute())
+    with adversary.compute_on(stream):
+        adversary.wait(adversary.compute(), written)
+        adversary.compute_access(memory)
+        end = adversary.record(adversary.compute())
+    with pytest.raises(RaceError, match="compute writes"):
+        adversary.compute_access(memory)
+    adversary.wait(adversary.compute(), end)
+    adversary.compute_access(memory)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 Path = str | os.PathLike[str]
 _MOST_CORRECTIONS = 8
 _SLACK = 1 << 20
+_MOST_ABOVE = 1.01
+"""By so much of the budget, torch's own checkpointing may be predicted to be above it, and is tried."""
 
 
 class Measured(Point):
@@ -72,7 +74,7 @@ class BudgetTarget:
 
     def margin(self, predicted: int) -> int:
         """Bytes by which a step may exceed its predicted peak within the budget."""
-        return self.budget - aim_at(self.budget) + self.nbytes - predicted
+        return max(self.budget - aim_at(self.budget) + self.nbytes - predicted, 0)
 
     def reset(self) -> None:
         self.corrections, self.nbytes = 0, aim_at(self.budget)
@@ -158,13 +160,21 @@ class Planner:
         return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self.limits(free)))[0]
 
     def checkpointing_plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan | None:
-        """The plan of torch's own checkpointing; ``None`` if it is not allowed, or not within the budget."""
+        """The plan of torch's own checkpointing; ``None`` if it is not allowed, or not within the budget.
+
+        Predictions are not exact. So it may be predicted to take up to 1 % more than the budget: a step shows.
+        """
         if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self._allow):
             return None
         hardware = self._shared_hardware(ranks)
-        options: dict[str, Any] = {"budget": budget, "window": self._window, "active": local_ranks()}
+        options: dict[str, Any] = {
+            "budget": int(_MOST_ABOVE * budget),
+            "window": self._window,
+            "active": local_ranks(),
+        }
         with contextlib.suppress(BudgetError):
-            return ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
+            plan = ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
+            return replace(plan, budget=budget)
         return None
 
     def limits(self, free: int | None = None) -> dict[str, Any]:

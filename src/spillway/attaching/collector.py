@@ -70,6 +70,8 @@ _MOST_WAITING = 256
 """Steps in which an optimizer may take none."""
 _LAG = 0.1
 """Seconds by which the device is made to lag behind the CPU to be timed."""
+_SHORT_LAG = 0.03
+"""Seconds of lag in the step whose memory is measured: the CPU does not fill the device's queue meanwhile."""
 
 
 class Stage(enum.Enum):
@@ -237,7 +239,7 @@ class ProfileCollector:
         is_timed, is_weighed = stage is Stage.PROFILING_TIME, stage is Stage.PROFILING_MEMORY
         if is_weighed:
             self._statics = self._known()
-            lead = _LAG if self._has_lead and queues(self.device) else lead
+            lead = _SHORT_LAG if self._has_lead and queues(self.device) else lead
         lag = _LAG if is_timed else 0.0
         self._tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, lead=lead)
         if is_weighed:

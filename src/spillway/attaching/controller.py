@@ -13,10 +13,11 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
 ``VALIDATING``
     The peak of the step is measured. If it is above the budget, there is a plan for less, and the next step validates
     that. On an accelerator, the next step then times torch's own checkpointing, if that is within the budget:
-    predictions of CPU overhead are rough. The faster plan of the two becomes active. Checkpointing offloads nothing,
+    predictions of CPU overhead are rough, and so is one step of a CPU that others use. The plan with the smaller
+    product of predicted and measured seconds becomes active. Checkpointing offloads nothing,
     and its replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole
-    budget, and other plans leave some. It is also the plan after two others that were above the budget. A step that
-    was learned from is not judged.
+    budget, and other plans leave some. It is tried even if it is predicted to take 1 % more. It is also the plan after
+    two others that were above the budget. A step that was learned from is not judged.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
     If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
@@ -345,7 +346,7 @@ class PlanController:
             self._unjudged += 1
             if is_over:
                 self.notes.once(_LEARNED)
-        elif rival is not None and (is_over or (not learned and self._seconds_of(trace) > rival.seconds)):
+        elif rival is not None and (is_over or (not learned and self._is_slower(self._seconds_of(trace), rival))):
             self._rival, self.measured, self._is_checkpointing_over = None, rival.measured, is_over
             why = "took more than the budget" if is_over else "was no faster"
             self.notes.append(f"torch's own checkpointing {why}: the plan before is active")
@@ -362,12 +363,23 @@ class PlanController:
             self._rival = None
             self._enter(Stage.ACTIVE)
 
+    def _is_slower(self, seconds: float, rival: Rival) -> bool:
+        """Whether the validated plan is slower than the one before: by one step of each, and by what they predict."""
+        assert self.plan is not None
+        return seconds * self.plan.predicted_seconds > rival.seconds * rival.plan.predicted_seconds
+
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
         checkpointing, plan = self._checkpointing(self._profiled), self.plan
         if checkpointing is not None and plan is not None and is_same(checkpointing, plan):
             self._is_checkpointing_over = True
             checkpointing = None
+            if not self._known_target.corrections:
+                # It may be predicted to take more than other plans may.
+                self.notes.append(f"torch's own checkpointing took {format_bytes(peak)}: another plan next")
+                with suppress(BudgetError):
+                    self._replan(self._corrected_stage)
+                    return
         if checkpointing is None or not self._known_target.corrections:
             self._back_off(peak)
         else:

@@ -256,7 +256,7 @@ class CheckpointedCall(ReplayableCall):
 
     @untraced
     def _replay(self) -> None:
-        self._replay_begins()
+        self._scope.was_recomputed = True
         compares = self._compares
         if self._is_observed or self._records or (self._decisions is not None and self._decisions.is_new):
             self._learned.learned_from += 1

@@ -106,11 +106,11 @@ class ReachedTensors:
             wrote |= {place for place, (_, tensor) in enumerate(named) if id(tensor) in differ}
         if wrote:
             learned.written |= {named[place][0] for place in wrote}
+            copied = {id(tensor) for tensor, _ in self._before}
+            self._lost = [named[place][1] for place in wrote if id(named[place][1]) not in copied]
         elif not (self._is_compared or (learned.written and any(name in learned.written for name, _ in named))):
             # A comparison would see writes without a new version. Later calls of batch norm write small tensors so.
             self._before = [pair for pair in self._before if pair[1].nbytes <= _MOST_HELD]
-        copied = {id(tensor) for tensor, _ in self._before}
-        self._lost = [named[place][1] for place in wrote if id(named[place][1]) not in copied]
         self._unwritten = [
             (tensor, version)
             for place, ((_, tensor), version) in enumerate(zip(named, after, strict=True))

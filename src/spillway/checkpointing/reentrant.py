@@ -120,7 +120,7 @@ class ReentrantCall(ReplayableCall):
     @untraced
     def gradients(self, given: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """Gradients of the function's tensors, from those of its outputs."""
-        self._replay_begins()
+        self._scope.was_recomputed = True
         try:
             replay = self._replay()
             self._learned.is_validated |= self._is_observed

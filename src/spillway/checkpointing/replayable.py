@@ -57,8 +57,6 @@ class CallSetup(NamedTuple):
     """Whether the call is captured into a graph, where nothing is compared."""
     partition: Partition | None = None
     """The split of tensors among the arguments over ranks, if they are split."""
-    unused: Sequence[object] = ()
-    """Selectors that choose nothing, for a note."""
 
 
 class ReplayableCall:
@@ -66,8 +64,7 @@ class ReplayableCall:
 
     def __init__(self, setup: CallSetup) -> None:
         self._function, self._learned, self._scope, self._inputs = setup[:4]
-        self._pending_checks, self._draws, compares, self._is_captured = setup[4:8]
-        self._partition, self._unused = setup[8:]
+        self._pending_checks, self._draws, compares, self._is_captured, self._partition = setup[4:]
         self._state, self._label = setup.function.state, setup.function.label
         learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
@@ -203,10 +200,6 @@ class ReplayableCall:
             except Exception as error:
                 # On another state than that of forward, anything may be missing.
                 raise difference_error([self._label]) from error
-
-    def _replay_begins(self) -> None:
-        self._scope.was_recomputed = True
-        self._scope.ledger.note_unused(self._unused)
 
     def _inputs_back(self) -> list[torch.Tensor]:
         """The tensors among the arguments. A replay unpacks them once, though it may run the function more often.

@@ -17,6 +17,7 @@ from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCos
 from spillway.optim.states import MASTER, follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, batches, flat, follow
 from spillway.optim.transfers import on_error
+from spillway.runtime.backend import finish
 from spillway.runtime.bytes import over
 
 _LEAST = 1 << 16
@@ -62,6 +63,9 @@ class ChunkedStore(StateStore):
             for chunk, index in self._parts_of(one):
                 stepped.setdefault(chunk, set()).add(index)
         for chunk, indices in stepped.items():
+            # A step that is still being queued changes the chunk's states.
+            finish(chunk.stepped)
+            chunk.stepped = None
             settings = self._settings(chunk.parts[0].held)
             states = [
                 self._predicted(chunk, index, settings) if index in indices else _on_meta(chunk.states[index])
@@ -173,8 +177,8 @@ class ChunkedStore(StateStore):
         """Store a chunk that was stepped. Without memory for states that the class has made, they stay here."""
         with on_error(pipeline.drop, transfer), on_error(self.tier.keep, transfer):
             layout, place = self._packed(transfer, pipeline)
+            pipeline.put(transfer, place, layout)
         transfer.chunk.set_stored(transfer.states, layout, place)
-        pipeline.put(transfer, place, layout)
 
     def _packed(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> tuple[Layout, Any]:
         """Move all tensors of the states into the transfer's memory, in the layout of their place."""

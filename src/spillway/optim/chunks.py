@@ -120,6 +120,8 @@ class StateChunk:
         """The place where it is stored; for the store alone."""
         self.target: tuple[Layout, Any] | None = None
         """The layout after the next step, and a place for it, if it differs."""
+        self.stepped: Event | None = None
+        """The task of the last step that was queued for it."""
 
     @property
     def context(self) -> DeviceContext:
@@ -255,6 +257,10 @@ class TransferPipeline:
         self._nbytes = 0
         self._error: TierError | None = None
 
+    def expect(self, transfers: Iterable[ChunkTransfer]) -> None:
+        """More chunks are to be stepped, after the others."""
+        self._expected.extend(transfers)
+
     def take(self, transfer: ChunkTransfer) -> None:
         """Wait for the next chunk, and prefetch those behind it meanwhile.
 
@@ -268,9 +274,10 @@ class TransferPipeline:
         if not self._arriving:
             with on_error(self._expected.popleft):
                 self.with_room(self._load)
-        self._load_ahead()
         taken = self._arriving.popleft()
         assert taken is transfer
+        with on_error(self._cancel, transfer):
+            self._load_ahead(transfer.nbytes)
         with on_error(self.drop, transfer):
             self._tier.wait(transfer)
 
@@ -310,8 +317,8 @@ class TransferPipeline:
                 stack.callback(self._cancel, self._arriving.pop())
         self._raise_error()
 
-    def _load_ahead(self) -> None:
-        arriving = sum(transfer.nbytes for transfer in self._arriving)
+    def _load_ahead(self, taken: int) -> None:
+        arriving = taken + sum(transfer.nbytes for transfer in self._arriving)
         while self._expected and arriving + self._tier.nbytes(self._expected[0]) <= self._window // 2:
             try:
                 arriving += self._load()

@@ -1,19 +1,56 @@
 """States and fp32 master weights in pinned memory, streamed to the GPU to be stepped there.
 
-The thread that calls ``step`` queues everything, on its compute stream and two copy streams. It waits only for
-gradients that are summed on the CPU. Memory on the GPU is allocated on the compute stream, and copy streams wait for
-compute before they touch it. Since chunks arrive some ahead of their step, the incoming stream waits for the step of
-some chunks before. Compute waits for a chunk when its step comes, and for its way back before its memory is freed.
+NOTE [ Steps beside compute ]
 
-Parameters without a master weight are stepped where they are. The GPU's memory for all of this is within the in-flight
-limit. Exceptions are a parameter that is larger, and a parameter's first step, in which the class makes the state.
+The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
+queues everything: copies in, the step, copies out. It waits for copies in only where they read gradients that were
+summed on the CPU, before it adds the next ones. So ``step()`` and hooks of backward only queue tasks, and the GPU
+computes the rest of backward or the next forward meanwhile. The order is kept by these waits:
+
+1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
+   read or write the parameter, its gradient, and a factor of clipping.
+2. The copy stream in waits for the step stream before it writes memory that was allocated there, and for the arrival
+   of an offloaded gradient in pinned memory. It does not wait for compute: states come in before the gradient is there.
+3. The step stream waits for a chunk's copy in, before its step. The copy stream out waits for the step.
+4. The step stream waits for a chunk's copy out before its memory is freed, and at the end of the step for all of them.
+   So the next copy in of the same chunk comes after its copy out.
+5. Compute waits for the tasks of a parameter, and for its new values, before ``step()`` returns; with
+   ``overlap_forward`` in the block that has the parameter. The task has bumped no version: the caller's thread did.
+
+The step stream reads memory that compute allocated: factors, settings that are tensors, gradients that are plain
+tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time, so
+``step()`` waits for parameters that have one. ``p.grad`` of an offloaded gradient is noted or queued behind the step.
+
+During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
+by hand afterwards, ``step()`` loads the chunk again, after its copy out.
+
+NOTE [ Master weights cross whole ]
+
+A ``bfloat16`` parameter has the upper half of its master weight, rounded. Sixteen more bits do not give the master:
+
+* A finite master ``m`` that rounds to ``h`` is, as integers, ``(h << 16) + d``. If ``h`` is odd, ``d`` is from -32767
+  to 32767. If ``h`` is even, both ties round to it: ``d`` is from -32768 to 32768, which are 65,537 values. The lowest
+  bit of ``h`` does not tell these two ties apart, since ``h`` is even for both.
+* Many NaNs round to the same ``h``, which the CPU and the GPU choose differently. Their payload and sign are lost.
+* A step keeps the bits of a master weight only where it rounds to the parameter (NOTE [ A step reads the parameter ] in
+  ``host_parameter.py``). The correction to a value that was overwritten through ``.data`` would make a wrong master of
+  the new one. Only the old ``h`` tells, element by element, and it is the half that would be left out. A checksum of a
+  chunk tells that something was written, and not which elements.
+
+So all 32 bits of a master weight are stored, and cross in both directions.
+
+NOTE [ The ring on the GPU ]
+
+Parameters without a master weight are stepped where they are. The GPU's memory for all chunks that are under way is
+within the in-flight limit, and within 256 MiB. Exceptions are a parameter that is larger and cannot be cut, and a
+parameter's first step, in which the class makes the state.
 """
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -26,10 +63,13 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
 from spillway.optim.state_store import SettingsOf, StepCost
 from spillway.optim.states import STEP
+from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import Pinned, aligned, on_error
 from spillway.runtime.backend import Event, Stream
 from spillway.runtime.bytes import Bytes, Cells, Flat, over
 
+_RING = 256 << 20
+"""Most bytes of chunks on the GPU."""
 _LINE = 512
 """Gradients beside a chunk begin at a multiple of this many bytes."""
 
@@ -37,6 +77,7 @@ _LINE = 512
 class _Streams(NamedTuple):
     incoming: Stream
     outgoing: Stream
+    stepping: Stream
 
 
 class _Range(NamedTuple):
@@ -86,7 +127,7 @@ class PinnedTier(ChunkTier):
         if not stored and not gradients:
             return
         memory = transfer.memory = self.memory(context, nbytes)
-        # Compute has waited until all that is stored is there.
+        # The step stream has waited until all that is stored is there.
         backend.wait(incoming, backend.record(backend.compute()))
         ranges: tuple[_Range, ...] = chunk.place if stored else ()
         for one in ranges:
@@ -101,13 +142,20 @@ class PinnedTier(ChunkTier):
         transfer.arrived = backend.record(incoming)
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
+        for step in transfer.steps.values():
+            # The next owners of the gradient's memory come after.
+            if step.sum is not None and step.sum.pinned is not None:
+                step.sum.pinned.after("in", transfer.arrived)
+            elif step.raw is not None:
+                step.raw.batch.copies = [transfer.arrived]
 
     def wait(self, transfer: ChunkTransfer) -> None:
         if transfer.arrived is not None:
-            transfer.chunk.context.transfers.wait(transfer.arrived)
+            backend = transfer.chunk.context.transfers.backend
+            backend.wait(backend.compute(), transfer.arrived)
 
     def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
-        # It belongs to the compute stream, which has waited for all copies when the memory is dropped.
+        # It belongs to the step stream, which has waited for all copies when the memory is dropped.
         return Bytes(context.transfers.backend.empty(Flat((nbytes,))).untyped_storage(), 0, nbytes)
 
     def keep(self, transfer: ChunkTransfer) -> None:
@@ -126,20 +174,22 @@ class PinnedTier(ChunkTier):
         backend, memory = transfers.backend, transfer.memory
         assert memory is not None
         backend.wait(outgoing, backend.record(backend.compute()))
-        for one in place:
-            for event in one.pinned.before_write():
-                backend.wait(outgoing, event)
-            if one.nbytes:
-                source = Bytes(memory.storage, memory.start + one.start, one.nbytes)
-                backend.copy(outgoing, one.bytes(), source)
-                transfers.sent_bytes += one.nbytes
+        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
+            for one in place:
+                for event in one.pinned.before_write():
+                    backend.wait(outgoing, event)
+                if one.nbytes:
+                    source = Bytes(memory.storage, memory.start + one.start, one.nbytes)
+                    backend.copy(outgoing, one.bytes(), source)
+                    transfers.count(sent=one.nbytes)
         transfer.left = backend.record(outgoing)
         for one in place:
             one.pinned.after("out", transfer.left)
 
     def finish(self, transfer: ChunkTransfer) -> None:
         if transfer.left is not None:
-            transfer.chunk.context.transfers.wait(transfer.left)
+            backend = transfer.chunk.context.transfers.backend
+            backend.wait(backend.compute(), transfer.left)
         self.drop(transfer)
 
     def host_states(self, chunk: StateChunk) -> list[State]:
@@ -170,7 +220,7 @@ class PinnedTier(ChunkTier):
     def streams_of(self, context: DeviceContext) -> _Streams:
         if context not in self._streams:
             backend = context.transfers.backend
-            self._streams[context] = _Streams(backend.new_stream("states in"), backend.new_stream("states out"))
+            self._streams[context] = _Streams(*map(backend.new_stream, ("states in", "states out", "optimizer step")))
         return self._streams[context]
 
     def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:
@@ -185,7 +235,7 @@ class PinnedTier(ChunkTier):
     def _copy_in(self, context: DeviceContext, target: Bytes, source: Bytes) -> None:
         if source.nbytes:
             context.transfers.backend.copy(self.streams_of(context).incoming, target, source)
-            context.transfers.received_bytes += source.nbytes
+            context.transfers.count(received=source.nbytes)
 
 
 class GpuStore(ChunkedStore):
@@ -196,13 +246,55 @@ class GpuStore(ChunkedStore):
 
     def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
         super().__init__(PinnedTier(), optimizer_class, given, settings)
+        self._streamed: dict[DeviceContext, _Streamed] = {}
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
-        for context, transfers in self.transfers_of(steps, cost).items():
-            self._step_all(context, transfers)
-        for step in steps:
-            step.held.updated = None
-            cost.streamed += step.held.numel
+        ends: dict[HostParameter, list[Event]] = {}
+        by_context = self.transfers_of(steps, cost)
+        for context, transfers in by_context.items():
+            for transfer in transfers:
+                transfer.settings = {name: _own(value) for name, value in transfer.settings.items()}
+                cost.kept += transfer.settings.values()
+            of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
+            cost.kept += (step.factors for step in of_context.values())
+            gradients = [step.on_device for step in of_context.values() if step.on_device is not None]
+            ready = context.transfers.ready([*(held.local().detach() for held in of_context), *gradients])
+            for transfer in transfers:
+                transfer.ready = ready
+        # From here on, every chunk that the pipeline expects gets its task.
+        for context, transfers in by_context.items():
+            streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
+            streamed.has_sums |= any(step.sum is not None for one in transfers for step in one.steps.values())
+            streamed.pipeline.expect(transfers)
+            for transfer in transfers:
+                end = transfer.chunk.stepped = context.lane.run(partial(self._step_chunk, transfer, streamed.pipeline))
+                for step in transfer.steps.values():
+                    ends.setdefault(step.held, []).append(end)
+        for held, some in ends.items():
+            held.mark_written()
+            held.updated = held.context.transfers.backend.all_of(some)
+            held.gradient.reader = some[-1]
+            cost.streamed += held.numel
+
+    def settle(self, cost: StepCost) -> None:
+        for context, streamed in self._streamed.items():
+            cost.closing.append(context.lane.run(streamed.settle))
+            if streamed.has_sums:
+                # Later tasks of the thread write the sums.
+                context.lane.run(streamed.wait_for_sums)
+        self._streamed = {}
+
+    def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
+        self._form_chunks()
+        there = set(waiting)
+
+        def comes(held: HostParameter) -> bool:
+            return held not in there and (held.parameter.requires_grad or held.parameter.grad is not None)
+
+        # A parameter that is cut has its chunks for itself.
+        first = {one: self._chunks[one][0] for one in waiting}
+        full = {chunk for chunk in set(first.values()) if not any(comes(part.held) for part in chunk.parts)}
+        return [one for one in waiting if first[one] in full]
 
     def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
         value = super().converted(key, value, held)
@@ -212,37 +304,35 @@ class GpuStore(ChunkedStore):
         stays = key == STEP and not settings.get("capturable") and not settings.get("fused")
         return value if stays else value.to(held.local().device)
 
-    def _step_all(self, context: DeviceContext, transfers: Sequence[ChunkTransfer]) -> None:
-        backend, incoming = context.transfers.backend, self.tier.streams_of(context).incoming
-        on_host = [step for one in transfers for step in one.steps.values() if step.on_device is None]
-        if on_host:
-            # Tasks that sum gradients on the CPU end before the sums are loaded.
-            backend.wait(incoming, context.last_task())
-        pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
-        with contextlib.ExitStack() as at_last:
-            at_last.callback(pipeline.settle)
-            if on_host:
-                at_last.callback(self._lend, context, on_host)
-            for transfer in transfers:
-                self._step_chunk(transfer, pipeline)
+    # All below is for the CPU worker thread.
 
-    def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> None:
-        pipeline.take(transfer)
-        with on_error(pipeline.drop, transfer):
-            transfer.states = transfer.chunk.opened(transfer.memory)
-            parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
-            self.step_parts(transfer, parameters)
-        for index, parameter in parameters.items():
-            part = transfer.chunk.parts[index]
-            if part.held.has_master:
-                part.of(part.held.local().detach()).copy_(parameter)
-            part.held.mark_written()
-        self.send_back(transfer, pipeline)
+    def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
+        context = transfer.chunk.context
+        backend = context.transfers.backend
+        assert transfer.ready is not None
+        with torch.no_grad(), backend.compute_on(self.tier.streams_of(context).stepping):
+            pipeline.take(transfer)
+            with on_error(pipeline.drop, transfer):
+                # Not before, so that states are copied in while compute is still busy with the gradient.
+                backend.wait(backend.compute(), transfer.ready)
+                transfer.states = transfer.chunk.opened(transfer.memory)
+                parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
+                self.step_parts(transfer, parameters)
+            for index, parameter in parameters.items():
+                part = transfer.chunk.parts[index]
+                if part.held.has_master:
+                    _values(part).copy_(parameter)
+                backend.compute_access(memory_of(_values(part)))
+            end = backend.record(backend.compute())
+            # If the chunk cannot be stored, compute gets that error, and waits for nothing.
+            with on_error(end.synchronize):
+                self.send_back(transfer, pipeline)
+        return end
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
-        parameter = self.parameter(transfer, index, part.of(part.held.local().detach()))
+        parameter = self.parameter(transfer, index, _values(part))
         snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
@@ -251,16 +341,40 @@ class GpuStore(ChunkedStore):
         parameter.grad = found
         return parameter
 
-    def _lend(self, context: DeviceContext, steps: Sequence[Snapshot]) -> None:
-        """Copies read gradients on the CPU until now. Later tasks, and the memory's next owners, come after."""
-        end = context.transfers.backend.record(self.tier.streams_of(context).incoming)
-        for step in steps:
-            raw, total = step.raw, step.sum
-            if raw is not None:
-                raw.batch.copies = [end]
-            if total is not None and total.pinned is not None:
-                total.pinned.after("in", end)
-        context.lane.run(end.synchronize)
+
+class _Streamed:
+    """The chunks of one GPU that are under way in a step."""
+
+    def __init__(self, context: DeviceContext, tier: PinnedTier) -> None:
+        self.pipeline = TransferPipeline(tier, min(_RING, context.transfers.window), ())
+        self.has_sums = False
+        """Whether copies in read gradients that were summed on the CPU."""
+        self._backend = context.transfers.backend
+        self._streams = tier.streams_of(context)
+        self._loaded: Event | None = None
+
+    # All below is for the CPU worker thread.
+
+    def settle(self) -> None:
+        """The step stream waits for all chunks that are being stored."""
+        with self._backend.compute_on(self._streams.stepping):
+            self._loaded = self._backend.record(self._streams.incoming)
+            self.pipeline.settle()
+
+    def wait_for_sums(self) -> None:
+        assert self._loaded is not None
+        self._loaded.synchronize()
+
+
+def _own(value: Any) -> Any:
+    """A setting as it is now. The user may write a tensor in place before the GPU reads it."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _values(part: ChunkPart) -> torch.Tensor:
+    """A part's elements of the parameter. Not an alias: writes would count up its version from another thread."""
+    local = part.held.local()
+    return over(local.untyped_storage(), local.dtype, int(local.storage_offset()) + part.start, *part.form)
 
 
 def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:

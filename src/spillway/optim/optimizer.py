@@ -63,26 +63,27 @@ class OffloadedOptimizer(Optimizer):
             cleared, and are copied in ``step()``.
         tier: the place of master weights and state: ``"host"``, CPU memory, or ``"disk"``, the session's spill file,
             from which they are streamed to CPU memory to be stepped.
-        step_on: the place of the step: ``"host"``, the CPU, or ``"device"``, the GPU. Then master weights and state are
-            in pinned CPU memory, and are streamed to the GPU for the step, within the session's in-flight limit. The
-            class runs with your own ``fused`` and ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and
-            ``Adagrad`` are streamed in pieces, those of other classes whole.
+        step_on: the place of the step: ``"cpu"`` or ``"gpu"``. On the GPU, master weights and state are in pinned CPU
+            memory, and are streamed to the GPU for the step, beside other work of the GPU. At most 256 MiB of them are
+            there at once, within the session's in-flight limit. The class runs with your own ``fused`` and
+            ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in pieces, those
+            of other classes whole.
         threads: for the step. ``None``: one for each CPU of the process, shared by the ranks of the machine.
         session: its pinned memory is used. ``None``: the default one.
         hold: the parameters that the fraction takes first: the ``"last"``, whose gradients come first in backward, or
             the ``"first"``.
         device_class: the class that steps the parameters on the GPU. ``None``: the same.
-        step_in_backward: step each parameter on the CPU as soon as its gradient has arrived, so that the CPU's work is
-            hidden behind backward. It is for loops that change no gradient, parameter or setting between backward and
-            :meth:`step`. Accumulation, clipping, scaling and other changes are errors. Code that reads parameters
-            during backward may see updated values, and so may a ``.data`` or detached parameter in recomputed code. A
-            backward that fails has stepped some parameters.
+        step_in_backward: step each parameter as soon as its gradient has arrived, so that the CPU's work, or the copies
+            of a step on the GPU, are hidden behind backward. It is for loops that change no gradient, parameter or
+            setting between backward and :meth:`step`. Accumulation, clipping, scaling and other changes are errors.
+            Code that reads parameters during backward may see updated values, and so may a ``.data`` or detached
+            parameter in recomputed code. A backward that fails has stepped some parameters.
         defaults: for the class: ``lr=3e-4``. With two classes each gets those that it takes.
 
     Raises:
         UsageError: an argument of the wrong type or range.
         UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; ``tier="disk"`` together with
-            ``step_on="device"``, or one of them with a class that is not torch's.
+            ``step_on="gpu"``, or one of them with a class that is not torch's.
         SpillPathError: no spill file can be made.
 
     Example:
@@ -105,7 +106,7 @@ class OffloadedOptimizer(Optimizer):
         master_dtype: MasterDtype = "auto",
         offload_gradients: bool = True,
         tier: str = "host",
-        step_on: str = "host",
+        step_on: str = "cpu",
         threads: int | None = None,
         session: Session | None = None,
         hold: str = "last",

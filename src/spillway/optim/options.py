@@ -55,7 +55,7 @@ class Options:
         for name in ("offload_gradients", "step_in_backward"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}: got {getattr(self, name)!r}, expected True or False")
-        for name, known in (("hold", ("last", "first")), ("tier", ("host", "disk")), ("step_on", ("host", "device"))):
+        for name, known in (("hold", ("last", "first")), ("tier", ("host", "disk")), ("step_on", ("cpu", "gpu"))):
             if getattr(self, name) not in known:
                 raise UsageError(f"{name}: got {getattr(self, name)!r}, expected {known[0]!r} or {known[1]!r}")
         self._check_fraction()
@@ -64,14 +64,14 @@ class Options:
             raise UsageError(f"master_dtype: got {dtype!r}, expected 'auto', None or a floating point type of torch's")
         # Errors are raised now, and the values stay what they are now.
         _ = self.threads_of_step, self.budget
-        if self.step_in_backward and not (self.offload_gradients and self.tier == self.step_on == "host"):
+        if self.step_in_backward and not (self.offload_gradients and self.tier == "host"):
             raise UnsupportedError(
-                f"step_in_backward=True needs tier='host', step_on='host' and offload_gradients=True, got tier="
-                f"{self.tier!r}, step_on={self.step_on!r}, offload_gradients={self.offload_gradients}"
+                f"step_in_backward=True needs tier='host' and offload_gradients=True, got tier={self.tier!r}, "
+                f"offload_gradients={self.offload_gradients}"
             )
-        if self.tier == "disk" and self.step_on == "device":
+        if self.tier == "disk" and self.step_on == "gpu":
             raise UnsupportedError(
-                'got tier="disk" with step_on="device", but a state on disk is loaded to CPU memory and stepped there. '
+                'got tier="disk" with step_on="gpu", but a state on disk is loaded to CPU memory and stepped there. '
                 "Leave one of the two out."
             )
 
@@ -114,8 +114,8 @@ class Options:
         if fraction != "auto":
             check_fraction(fraction, "'auto', or a number")
             return
-        if self.step_on == "device":
-            raise UsageError("fraction='auto' with step_on='device': the CPU steps nothing. Give a number.")
+        if self.step_on == "gpu":
+            raise UsageError("fraction='auto' with step_on='gpu': the CPU steps nothing. Give a number.")
         if self.step_in_backward:
             raise UsageError(
                 "fraction='auto' with step_in_backward=True: the CPU's work is hidden behind backward, so its cost "

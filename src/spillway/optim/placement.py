@@ -196,13 +196,13 @@ class Placement:
 
     def _new_store(self) -> StateStore:
         tier, step_on = self.options.tier, self.options.step_on
-        if tier == step_on == "host":
+        if tier == "host" and step_on == "cpu":
             workers, _ = workers_of(self.options.threads_of_step)
             return MemoryStore(self._class, self._given, self._cpu_settings, workers=workers)
         if not self.traits.steps_alone:
             raise UnsupportedError(
                 f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}: a class that is not torch's may "
-                f'step all parameters in one call, which needs all of their state at once. Leave both at "host".'
+                f"step all parameters in one call, which needs all of their state at once. Leave both options out."
             )
         if tier == "disk":
             return DiskStore(self._class, for_cpu(self._given), self._cpu_settings)

@@ -45,6 +45,9 @@ _WITHOUT_SCRATCH = 4
 _READ_TOGETHER = 8
 """How many times as many elements are read from the GPU at once."""
 
+_TOGETHER = 1 << 20
+"""Least elements that are stepped at once in backward. Small parameters wait for each other, or for ``step``."""
+
 Settings = dict[str, Any]
 
 SettingsOf = Callable[[HostParameter], Settings]
@@ -72,6 +75,8 @@ class StepCost:
     """Bytes written there."""
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
+    kept: list[object] = field(default_factory=list)
+    """Owners of memory that the step reads on another stream. Compute waits for it before they are dropped."""
     _began: float = field(default_factory=time.perf_counter)
     _seconds: float = 0.0
     _counts: list[tuple[Stalls, int, int]] = field(default_factory=list)
@@ -87,6 +92,7 @@ class StepCost:
     def end(self, contexts: Iterable[DeviceContext]) -> None:
         """The compute streams wait for all that was queued: the step ends."""
         self._seconds = time.perf_counter() - self._began
+        self.kept.clear()
         for context in contexts:
             context.transfers.settle()
             context.forget_factor()
@@ -132,6 +138,14 @@ class StateStore(ABC):
     @abstractmethod
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         """Step parameters by their gradients, or queue that. ``overlapped``: blocks wait in the next forward."""
+
+    def settle(self, cost: StepCost) -> None:  # noqa: B027
+        """All parameters of a step are queued: complete it, or queue that."""
+
+    def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
+        """Those parameters that may be stepped during backward, of some whose gradients have arrived."""
+        # Small parameters wait for each other.
+        return list(waiting) if sum(one.numel for one in waiting) >= _TOGETHER else []
 
     @abstractmethod
     def state_of(self, held: HostParameter) -> State:

@@ -29,9 +29,6 @@ from spillway.optim.tensors import is_distributed, local_of, many_processes
 from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, label
 
-_TOGETHER = 1 << 20
-"""Least elements that are stepped at once in backward. Small parameters wait for each other, or for ``step``."""
-
 Wait = Callable[[Iterable[Tensor]], None]
 
 
@@ -43,7 +40,7 @@ class StepQueue:
     ) -> None:
         self.pending: set[HostParameter] = set()
         """Parameters that were stepped, and that compute has not waited for."""
-        self.early = BackwardSteps(self._step_early)
+        self.early = BackwardSteps(self._step_early, placement.store.complete)
         self.older = self.last = self.now = StepCost()
         """Costs of the last two steps, and of the one that is under way."""
         self._placement = placement
@@ -90,11 +87,13 @@ class StepQueue:
     def run(self) -> None:
         """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
         with torch.no_grad(), label("optimizer step"), on_error(self._mark_stale):
-            self._queue()
+            steps = self._queue()
             self._placement.device.step(self._groups())
             for parameter in self._placement.device:
                 self._views.show(parameter)
-            here = [one for one in self.pending if one.parameter not in self._covered]
+            # The user may write plain gradients as soon as this returns.
+            plain = {step.held for step in steps if step.on_device is not None}
+            here = [one for one in self.pending if one.parameter not in self._covered or one in plain]
             with contextlib.ExitStack() as stack:
                 if len(here) == len(self.pending):
                     stack.callback(self._finish)
@@ -102,6 +101,7 @@ class StepQueue:
 
     def synchronize(self) -> None:
         """Let compute wait for all parameters, and wait until all state is in its place."""
+        self._placement.store.settle(self.now)
         with contextlib.ExitStack() as stack:
             stack.callback(self._finish)
             self._arrive(self.pending)
@@ -167,20 +167,25 @@ class StepQueue:
                 stepped.update(queued)
                 self.pending.update(queued)
 
-    def _queue(self) -> None:
+    def _queue(self) -> list[Snapshot]:
         store, contexts = self._placement.store, self._placement.contexts.values()
         stepped = self.early.end(self._groups())
+        store.settle(self.now)
         left = [held for held in self._placement.held.values() if held not in stepped]
         store.prepare(held for held in left if held.parameter.grad is not None)
         steps = list(self._param_steps(left))
         for context in contexts:
             context.expected = max((step.held.gradient.count for step in steps), default=0)
-        store.step(steps, self.now, overlapped=bool(self._forward_hooks))
+        try:
+            store.step(steps, self.now, overlapped=bool(self._forward_hooks))
+        finally:
+            store.settle(self.now)
         self.pending = stepped.union(step.held for step in steps)
         if not store.steps_on_device and any(step.held.gradient.stand_in_if_alive() is None for step in steps):
             # Gradients that stay on the GPU may be written as soon as this returns.
             for context in contexts:
                 context.transfers.settle()
+        return steps
 
     def _param_steps(self, some: Iterable[HostParameter]) -> Iterator[Snapshot]:
         on_device, offloads = self._placement.store.steps_on_device, self._placement.options.offload_gradients
@@ -269,10 +274,16 @@ class BackwardSteps:
 
     Args:
         step: steps some parameters. It adds those that it has queued to ``stepped``, also if it fails.
+        complete: gives those that may be stepped, of some whose gradients have arrived.
     """
 
-    def __init__(self, step: Callable[[Sequence[HostParameter]], None]) -> None:
+    def __init__(
+        self,
+        step: Callable[[Sequence[HostParameter]], None],
+        complete: Callable[[Sequence[HostParameter]], Sequence[HostParameter]],
+    ) -> None:
         self._step = step
+        self._complete = complete
         self._arrived: set[HostParameter] = set()
         self._waiting: list[HostParameter] = []
         self.stepped: set[HostParameter] = set()
@@ -302,12 +313,13 @@ class BackwardSteps:
             self._arrived.add(held)
             self._waiting.append(held)
             held.gradient.sealed = True
-            if sum(one.numel for one in self._waiting) < _TOGETHER:
+            complete = self._complete(self._waiting)
+            if not complete:
                 return
-            for index in {one.group for one in self._waiting}:
+            for index in {one.group for one in complete}:
                 self._check_settings(index, groups[index])
             try:
-                self._step(self._waiting)
+                self._step(complete)
             finally:
                 self._waiting = [one for one in self._waiting if one not in self.stepped]
 

@@ -263,6 +263,12 @@ class Transfers:
         """Let the caller's compute stream wait."""
         self.backend.timed_wait(self.backend.compute(), event, self.waits)
 
+    def count(self, *, sent: int = 0, received: int = 0) -> None:
+        """Count bytes that others have copied."""
+        with self._lock:
+            self.sent_bytes += sent
+            self.received_bytes += received
+
     def take_counts(self) -> tuple[Stalls, int, int]:
         """Waits, and bytes sent and received, since the last call."""
         counted = self.waits, self.sent_bytes, self.received_bytes

@@ -64,7 +64,8 @@ def compile_profile(
     Raises:
         UnsupportedError: if no backward came through the blocks one after the other.
     """
-    timed = replace(timed, has_host=queues(device) if has_host is None else has_host)
+    has_host = queues(device) if has_host is None else has_host
+    timed, weighed = replace(timed, has_host=has_host), replace(weighed, has_host=has_host)
     numbers_of: dict[Hashable, list[int]] = {}
     for number, call in enumerate(timed.calls):
         numbers_of.setdefault(call.kind, []).append(number)
@@ -156,11 +157,12 @@ def _outside(
         # Frozen blocks may follow: they are outside, too.
         spans = [(since, stops), (timed.order[timed.order.index(stops) + 1], until)]
     level = weighed.level(since)
+    host = sum(timed.host_seconds(*span) for span in spans)
     return Outside(
         seconds=sum(timed.seconds(*span) for span in spans),
         peak_bytes=max(weighed.peak(since, until) - level, 0),
         change_bytes=weighed.level(until) - level,
-        host_seconds=sum(timed.host_seconds(*span) for span in spans),
+        host_seconds=min(host, weighed.host_seconds(since, until)),
     )
 
 
@@ -223,13 +225,14 @@ def _kind(
         forward_seconds=min(_times(timed, forward), sum(each.seconds for each in probe.operators)),
         backward_seconds=_times(timed, backward),
         backward_peak_bytes=int(statistics.median(peaks)),
+        # A mean, so that its sum is right: what is saved between two blocks is released in the second one's backward.
         # An input too small to be offloaded was released, as a plan counts for those that it keeps.
-        backward_change_bytes=int(statistics.median(changes))
+        backward_change_bytes=sum(changes) // len(changes)
         + sum(value.nbytes for value in probe.values if value.is_input and value.nbytes < min_bytes),
         recompute_factor=1.0,
         backward_parts=_fullest(parts),
         saves_at=probe.saves_at,
-        host=_host(timed, numbers, end) if timed.has_host and replays else None,
+        host=_host((timed, weighed), numbers, end) if timed.has_host and replays else None,
         gap=_gap(timed, weighed, numbers),
         # If calls are of one module, the first of them casts.
         cached_bytes=sum(weighed.calls[number].cached_bytes for number in numbers) // len(numbers),
@@ -306,20 +309,20 @@ def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:
     )
 
 
-def _host(timed: StepTrace, numbers: list[int], end: Place) -> HostTimes:
-    """The shortest times of some calls: see NOTE [ The CPU's clock ] in ``step_trace.py``."""
-    ran = [number for number in numbers if timed.replays_of(number)]
+def _host(traces: tuple[StepTrace, StepTrace], numbers: list[int], end: Place) -> HostTimes:
+    """The shortest times of some calls in two steps: see NOTE [ The CPU's clock ] in ``step_trace.py``."""
+    ran = [(trace, number) for trace in traces for number in numbers if trace.replays_of(number)]
 
-    def shortest(spans_of: Callable[[int], list[Interval]]) -> float:
-        return min(sum(timed.host_seconds(*span) for span in spans_of(number)) for number in ran)
+    def shortest(spans_of: Callable[[StepTrace, int], list[Interval]]) -> float:
+        return min(sum(trace.host_seconds(*span) for span in spans_of(trace, number)) for trace, number in ran)
 
-    checkpointed = shortest(lambda number: [(("forward", number), ("end", number))])
+    checkpointed = shortest(lambda _, number: [(("forward", number), ("end", number))])
     return HostTimes(
         # The function itself, within a checkpointed call.
-        plain=min(checkpointed, *(timed.calls[number].own_seconds for number in ran)),
+        plain=min(checkpointed, *(trace.calls[number].own_seconds for trace, number in ran)),
         checkpointed=checkpointed,
-        replay=shortest(timed.replays_of),
-        backward=shortest(lambda number: _between(*_backward_of(number, end), timed.replays_of(number))),
+        replay=shortest(lambda trace, number: trace.replays_of(number)),
+        backward=shortest(lambda trace, number: _between(*_backward_of(number, end), trace.replays_of(number))),
     )
 
 

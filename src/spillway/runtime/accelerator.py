@@ -34,6 +34,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,6 +140,10 @@ class AcceleratorBackend(Backend):
         if self._driver is not None:
             self._handles[self._streams[-1]] = _as_cuda(self._streams[-1]).cuda_stream
         return self._streams[-1]
+
+    def compute_on(self, stream: Stream) -> AbstractContextManager[object]:
+        assert isinstance(stream, torch.Stream)
+        return stream
 
     def record(self, stream: Stream) -> Event:
         # Timing costs a microsecond, and tells a stall without waiting for it.

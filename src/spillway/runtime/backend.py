@@ -165,6 +165,10 @@ class Backend(ABC):
     def new_stream(self, name: str) -> Stream:
         """A new stream for copies."""
 
+    def compute_on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Inside, a new stream is the calling thread's compute stream. Only one thread at a time may be inside."""
+        return nullcontext()
+
     @abstractmethod
     def record(self, stream: Stream) -> Event:
         """An event at the end of everything queued on ``stream``."""
