@@ -516,6 +516,16 @@ dispatch_to_subclasses: Callable[[], AbstractContextManager[object]] = functools
 """A context inside a dispatch mode in which the code of subclasses runs."""
 
 
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+"""The ``name()`` of the node that adds to a tensor's ``grad``. Its ``variable`` is the tensor."""
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> dict[Any, Callable[[torch.Tensor], object]]:
+    """Hooks that run when a gradient was added to a tensor, by id: the dictionary that torch reads, if there is one."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
 def at_end_of_backward(call: Callable[[], None]) -> None:
     """Have the running backward call this at its end."""
     engine: Any = torch.autograd.Variable._execution_engine

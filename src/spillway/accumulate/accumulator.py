@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spillway.accumulate.gradients import (
     WEIGHTED,
@@ -22,23 +21,19 @@ from spillway.accumulate.gradients import (
     Writer,
     check_loss,
     checked_weight,
-    is_number,
     narrow,
 )
+from spillway.accumulate.options import check_arguments, check_vertical, steps_in_backward
 from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
+from spillway.accumulate.vertical import VerticalBackward
 from spillway.accumulate.wrappers import Wrappers
+from spillway.blocks import Blocks
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
 
 Batch = TypeVar("Batch")
 
 _END: Any = object()
-_OPTIONS = {
-    "normalize": (*WEIGHTED, "steps", "sum"),
-    "partial": ("scale", "drop", "carry"),
-    "sync": ("last", "every"),
-}
-_SCALER = ("scale", "unscale_", "step", "update", "is_enabled", "get_scale")
 
 
 class State(enum.Enum):
@@ -119,10 +114,15 @@ class Accumulator:
         sync: which micro-batches reduce gradients over ranks: the ``"last"`` one, or ``"every"`` one. With
             ``"every"``, FSDP2 holds only a shard of the gradients between micro-batches.
         group: process group or device mesh over which the data of ranks differ. ``None``: that of DDP or FSDP2.
+        order: ``"horizontal"`` runs each backward when it is called. ``"vertical"`` keeps the graphs of all
+            micro-batches, and runs their backwards block by block when the accumulation step is complete, with the same
+            bits. See NOTE [ Vertical order ].
+        blocks: the blocks of vertical order, as for :func:`spillway.attach`. ``None``: those that the model repeats.
 
     Raises:
         UsageError: for invalid arguments or an invalid order of calls.
-        UnsupportedError: for FSDP's first generation, ``replicate()``, and a torch with an unknown DDP or FSDP2.
+        UnsupportedError: for FSDP's first generation, ``replicate()``, and a torch with an unknown DDP or FSDP2; for
+            vertical order under DDP or FSDP2.
     """
 
     def __init__(
@@ -139,17 +139,22 @@ class Accumulator:
         partial: str = "scale",
         sync: str = "last",
         group: Any = None,
+        order: str = "horizontal",
+        blocks: Blocks | None = None,
     ) -> None:
-        options = {"normalize": normalize, "partial": partial, "sync": sync}
-        _check_arguments(model, optimizer, steps, max_norm, scaler, scheduler, grad_dtype, **options)
+        options = {"normalize": normalize, "partial": partial, "sync": sync, "order": order}
+        check_arguments(model, optimizer, steps, max_norm, scaler, scheduler, grad_dtype, **options)
         self._optimizer = optimizer
         self._steps = steps
         self._normalize = normalize
         self._partial = partial
-        self._order = {id(parameter): place for place, parameter in enumerate(model.parameters())}
+        self._places = {id(parameter): place for place, parameter in enumerate(model.parameters())}
         # An optimizer with float32 master weights may sum in float32 itself.
         widens = grad_dtype is not None and not getattr(optimizer, "accumulates_in_master_dtype", False)
         self._wrappers = Wrappers(model, sync, group, waits=widens)
+        many = self._wrappers.is_any
+        check_vertical(optimizer, blocks, order, many=many, max_norm=max_norm, scaler=scaler, grad_dtype=grad_dtype)
+        self._vertical = VerticalBackward(model, blocks) if order == "vertical" else None
         self._sums: Float32Sums | None = None
         if widens:
             writers = self._wrappers.writers()
@@ -265,6 +270,8 @@ class Accumulator:
     def backward(self, loss: Tensor, *, weight: Weight | None = None) -> None:
         """Run the backward of the micro-batch. In a loop, the last one also steps the optimizer.
 
+        With ``order="vertical"`` the last one of an accumulation step runs all backwards.
+
         Args:
             loss: one element: a sum with ``"tokens"`` and ``"samples"``, a mean with ``"steps"``. Do not scale it.
             weight: its tokens or samples, unless they were passed to :meth:`micro`: a number, or a tensor of one
@@ -293,7 +300,11 @@ class Accumulator:
                 self._totals.reduce()
             if self._sums is not None:
                 self._sums.before_backward(reduces=reduces)
-            self._stepper.scaled(loss).backward()  # type: ignore[no-untyped-call]
+            loss = self._stepper.scaled(loss)
+            if self._vertical is None:
+                loss.backward()  # type: ignore[no-untyped-call]
+            else:
+                self._vertical.add(loss)
             if self._sums is not None:
                 self._sums.after_backward(reduces=reduces)
             self._wrappers.check(last=micro.last)
@@ -301,6 +312,8 @@ class Accumulator:
         self.micro_batches += 1
         self._reduced = self._wrappers.completes(last=micro.last)
         self._state = State.FULL if micro.last else State.FILLING
+        if micro.last and not micro.dropped:
+            self._run_deferred()
         if micro.last and micro.in_loop:
             if micro.dropped:
                 self._clear()
@@ -327,12 +340,22 @@ class Accumulator:
                 f"step() was called after {self._progress}, whose gradients are not "
                 f"reduced over ranks; open the last one by accumulator.micro(last=True), or call discard()"
             )
+        self._run_deferred()
         with self._spoiled_by_errors(), label("accumulation_step"):
             record = self._stepper.step(self._parameters(), self._totals, index=self._index, count=self.micro_batches)
         self.last, self.stepped = record, True
         self._index += 1
         self._clear()
         return record
+
+    def _run_deferred(self) -> None:
+        """Run the backwards of vertical order."""
+        if self._vertical:
+            with self._spoiled_by_errors():
+                parameters, complete = self._parameters(), None
+                if steps_in_backward(self._optimizer):
+                    complete = self._stepper.normalize_each(parameters, self._totals, count=self.micro_batches)
+                self._vertical.run(parameters, complete)
 
     @contextmanager
     def _spoiled_by_errors(self) -> Iterator[None]:
@@ -411,6 +434,8 @@ class Accumulator:
 
     def _clear(self) -> None:
         """Start a new accumulation step."""
+        if self._vertical is not None:
+            self._vertical.clear()
         if self._sums is not None:
             self._sums.narrow()
         self._optimizer.zero_grad(set_to_none=True)
@@ -422,7 +447,7 @@ class Accumulator:
     def _parameters(self) -> list[Parameter]:
         """Parameters of the optimizer, in the order of ``model.parameters()``, in which torch clips them."""
         own = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return sorted(own, key=lambda parameter: self._order.get(id(parameter), len(self._order)))
+        return sorted(own, key=lambda parameter: self._places.get(id(parameter), len(self._places)))
 
     def _weight(self, micro: _MicroBatch, weight: Weight | None) -> Weight:
         if weight is not None and micro.weight is not None:
@@ -454,40 +479,3 @@ class Accumulator:
                 "a backward or step of this accumulation step failed, so its gradients are invalid; call discard() "
                 "and start again"
             )
-
-
-def _check_arguments(
-    model: object,
-    optimizer: object,
-    steps: object,
-    max_norm: Any,
-    scaler: object,
-    scheduler: object,
-    grad_dtype: object,
-    **options: object,
-) -> None:
-    """Raise :class:`~spillway.errors.UsageError` for invalid arguments of an accumulator."""
-    if not isinstance(model, Module):
-        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
-    if not isinstance(optimizer, Optimizer):
-        raise UsageError(f"optimizer: got {optimizer!r:.200}, expected a torch.optim.Optimizer")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("optimizer: LBFGS recomputes the loss within its step; use an optimizer that takes gradients")
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-        raise UsageError(f"steps: got {steps!r}, expected the number of micro-batches: an integer of at least 1")
-    if max_norm is not None and not (is_number(max_norm) and max_norm > 0):
-        raise UsageError(f"max_norm: got {max_norm!r}, expected a number above 0, math.inf to only measure, or None")
-    if scaler is not None and not all(hasattr(scaler, name) for name in _SCALER):
-        raise UsageError(f"scaler: got {scaler!r:.200}, expected a torch.amp.GradScaler or None")
-    if isinstance(scheduler, ReduceLROnPlateau):
-        raise UsageError(
-            "scheduler: a ReduceLROnPlateau steps with a metric, which the accumulator does not have; leave it out "
-            "and step it yourself"
-        )
-    if scheduler is not None and not callable(getattr(scheduler, "step", None)):
-        raise UsageError(f"scheduler: got {scheduler!r:.200}, expected one of torch.optim.lr_scheduler, or None")
-    if grad_dtype not in (None, torch.float32):
-        raise UsageError(f"grad_dtype: got {grad_dtype!r}, expected torch.float32, or None for each parameter's own")
-    for name, value in options.items():
-        if value not in _OPTIONS[name]:
-            raise UsageError(f"{name}: got {value!r}, expected {' or '.join(map(repr, _OPTIONS[name]))}")

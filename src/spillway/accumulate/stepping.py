@@ -22,7 +22,7 @@ Gradients are normalised at the end, so weights that are known last and weights 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,6 +182,7 @@ class Stepper:
     """Enabled, or ``None``."""
     scheduler: Any
     _unscaled: bool = False
+    _is_normalized: bool = False
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
@@ -190,11 +191,22 @@ class Stepper:
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
         return scaled
 
+    def normalize_each(
+        self, parameters: Sequence[Parameter], totals: Totals, *, count: int
+    ) -> Callable[[Parameter], None]:
+        """Begin to normalise gradients one by one, when each is complete; :meth:`step` does not do it again."""
+        totals.finish()
+        factors = self._factors(totals.weight, count)
+        multiplies = not factors.are_one(parameters)
+        self._is_normalized = True
+        return lambda parameter: factors.apply([parameter] if multiplies else [])
+
     def step(self, parameters: Sequence[Parameter], totals: Totals, *, index: int, count: int) -> AccumulationStep:
         """Normalise, clip and step. Parameters are clipped in this order. ``count`` is of this rank's micro-batches."""
         totals.finish()
         factors = self._factors(totals.weight, count)
-        multiplies = not factors.are_one(parameters)
+        multiplies = not self._is_normalized and not factors.are_one(parameters)
+        self._is_normalized = False
         if self.scaler is not None:
             self._unscaled = True
             if multiplies or self.max_norm is not None or self.sums is not None:
@@ -222,6 +234,7 @@ class Stepper:
 
     def discard(self) -> None:
         """Prepare for the next accumulation step after one that failed."""
+        self._is_normalized = False
         if self._unscaled:
             # The scaler refuses to unscale twice between updates. This update keeps its scale.
             self.scaler.update(self.scaler.get_scale())

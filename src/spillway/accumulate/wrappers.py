@@ -54,6 +54,8 @@ class Wrappers:
             self._all.append(_Replicated(replicated, sync))
         if sharded := [each for each in modules if is_a(each, _FSDP, "FSDPModule")]:
             self._all.append(_Sharded(sharded, sync, waits=waits))
+        self.is_any = bool(self._all)
+        """Whether there is one."""
         self.groups = _groups(group, self._all)
         """Process groups over which data differ. Reducing over one after the other reduces over all ranks."""
         self.ranks = _size_of(self.groups)
