@@ -83,5 +83,4 @@ def check_vertical(optimizer: Optimizer, blocks: object, order: str, *, many: bo
 
 def steps_in_backward(optimizer: Optimizer) -> bool:
     """Whether it is an ``OffloadedOptimizer`` with ``step_in_backward=True``."""
-    options = getattr(getattr(optimizer, "_placement", None), "options", None)
-    return getattr(options, "step_in_backward", False) is True
+    return getattr(optimizer, "steps_in_backward", False) is True

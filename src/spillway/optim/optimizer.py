@@ -219,6 +219,11 @@ class OffloadedOptimizer(Optimizer):
         self._check_open()
         self._steps.overlap(model, blocks)
 
+    @property
+    def steps_in_backward(self) -> bool:
+        """Whether parameters step in backward: ``step_in_backward=True``."""
+        return self._placement.options.step_in_backward
+
     def divide(self, fraction: float) -> None:
         """From the next step on, the CPU steps this share of all elements, from 0 to 1. State moves accordingly.
 

@@ -297,7 +297,8 @@ class BackwardSteps:
         if held in self._arrived:
             raise UsageError(
                 "got a second gradient of a parameter before step(), but step_in_backward=True has stepped the "
-                "parameter by the first. Call step() after each backward, or leave the option out to accumulate."
+                "parameter by the first. Call step() after each backward. To accumulate, leave the option out, or use "
+                "spillway.Accumulator(order='vertical')."
             )
 
     def check_none(self, what: str) -> None:
