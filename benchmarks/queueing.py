@@ -1,14 +1,16 @@
 """How long the CPU takes to queue a recomputed layer, beside a plain one and torch's own checkpointing.
 
-The model is sixteen Llama layers of width 32 on eight tokens of the CPU, so small that CPU overhead takes nearly all of
-the time. A layer is plain, checkpointed by torch, or checkpointed by Spillway in one of three ways. *all recomputed*
-keeps only its inputs. *attention kept* keeps the output of attention, too. *nothing again, all kept* keeps everything
-that the layer saves, in the order in which it is saved, and recomputes nothing.
+The model is sixteen layers of width 32 on eight tokens of the CPU, so small that CPU overhead takes nearly all of the
+time. Layers are those of a Llama in plain PyTorch, or of transformers' ViT, which have more modules. A layer is plain,
+checkpointed by torch, or checkpointed by Spillway in one of three ways. *all recomputed* keeps only its inputs.
+*attention kept* keeps the output of attention, too. *nothing again, all kept* keeps everything that the layer saves, in
+the order in which it is saved, and recomputes nothing.
 
 Rounds go through all ways in turn, in one thread, and figures are medians over the rounds of the time of a layer; its
 spread is that between the quartiles. ``x`` is the ratio to the plain layer of the same round.
 
     python benchmarks/queueing.py --json queueing.json
+    python benchmarks/queueing.py --model vit
     python benchmarks/queueing.py --profile "all recomputed"
 """
 
@@ -22,6 +24,7 @@ import platform
 import pstats
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
@@ -29,6 +32,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spillway
@@ -56,8 +60,34 @@ class Row:
     backward_spread: tuple[float, float]
 
 
-def ways() -> dict[str, Stack]:
+class VitStack(nn.Module):
+    """Layers of transformers' ViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        from transformers import ViTConfig
+        from transformers.models.vit.modeling_vit import ViTLayer
+
+        config = ViTConfig(
+            hidden_size=SHAPE.hidden, num_attention_heads=SHAPE.heads, intermediate_size=2 * SHAPE.hidden
+        )
+        config._attn_implementation = "sdpa"
+        self.layers = nn.ModuleList(ViTLayer(config) for _ in range(LAYERS))
+        self.call: Callable[..., Tensor] = lambda layer, x: layer(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = self.call(layer, x)
+        return x
+
+
+def ways(model: str) -> dict[str, Stack | VitStack]:
     """A model for each: of the same shape, run in its way."""
+
+    def make() -> Stack | VitStack:
+        torch.manual_seed(0)
+        return VitStack() if model == "vit" else Stack(SHAPE, LAYERS, TOKENS)
+
     regions = {
         "all recomputed": spillway.Recompute(save="inputs"),
         "attention kept": spillway.Recompute(save=["inputs", "attention"]),
@@ -71,12 +101,7 @@ def ways() -> dict[str, Stack]:
     return stacks
 
 
-def make() -> Stack:
-    torch.manual_seed(0)
-    return Stack(SHAPE, LAYERS, TOKENS)
-
-
-def once(stack: Stack) -> tuple[float, float]:
+def once(stack: Stack | VitStack) -> tuple[float, float]:
     x = torch.ones(1, TOKENS, SHAPE.hidden, requires_grad=True)
     start = time.thread_time()
     loss = stack(x).sum()
@@ -85,9 +110,9 @@ def once(stack: Stack) -> tuple[float, float]:
     return middle - start, time.thread_time() - middle
 
 
-def measure(rounds: int) -> list[Row]:
+def measure(model: str, rounds: int) -> list[Row]:
     torch.set_num_threads(1)
-    stacks = ways()
+    stacks = ways(model)
     for stack in stacks.values():
         for _ in range(LEARNED):
             once(stack)
@@ -120,10 +145,10 @@ def rows_of(times: dict[str, list[tuple[float, float]]]) -> list[Row]:
     return rows
 
 
-def profile(name: str, rounds: int) -> None:
+def profile(model: str, name: str, rounds: int) -> None:
     """What Python does in it, which a profile makes slower than it is."""
     torch.set_num_threads(1)
-    stack = ways()[name]
+    stack = ways(model)[name]
     for _ in range(LEARNED):
         once(stack)
     for part in ("forward", "backward"):
@@ -140,14 +165,16 @@ def profile(name: str, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=("llama", "vit"), default="llama")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
     parser.add_argument("--profile", metavar="WAY", help="where one way's time goes")
     options = parser.parse_args()
     if options.profile:
-        profile(options.profile, options.rounds)
+        profile(options.model, options.profile, options.rounds)
         return
-    rows = measure(options.rounds)
+    rows = measure(options.model, options.rounds)
+    plain, torchs = rows[0], rows[1]
     print(f"{'us a layer':40} forward      x            backward      x")
     for row in rows:
         print(
@@ -156,11 +183,14 @@ def main() -> None:
             f"{row.backward_ratio:6.2f} ({row.backward_spread[0]:.2f} to {row.backward_spread[1]:.2f})",
             flush=True,
         )
+    ratios = [(row.way, (row.forward - plain.forward) / (torchs.forward - plain.forward)) for row in rows[2:]]
+    print("forward beyond plain, of torch's checkpoint: " + ", ".join(f"{way} {ratio:.2f}" for way, ratio in ratios))
     if options.json:
         result = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
             "hardware": {"cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}"},
+            "model": options.model,
             "layers": LAYERS,
             "rows": [asdict(row) for row in rows],
         }

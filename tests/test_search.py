@@ -18,7 +18,7 @@ from allocations import count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search
 from spillway import BudgetError, Session
 from spillway.attaching import controller as controlling
-from spillway.attaching.budget import BudgetTarget, Measured, Planner, Rival
+from spillway.attaching.budget import BudgetTarget, Measured, Planner, Rival, is_same
 from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import RankGroup
 from spillway.planner.plan import ANY_RATES, checkpointed_program
@@ -259,6 +259,32 @@ def test_on_an_accelerator_a_plan_is_timed_beside_torchs_checkpointing(
         for _ in range(3):
             assert all(map(torch.equal, one_step(model, batch), expected))
         assert attached.stage == "active"
+
+
+def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_again(
+    session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(controlling, "_CLOSE", 1e9)
+    # Torch's own checkpointing is always faster.
+    monkeypatch.setattr(PlanController, "_is_slower", lambda self, seconds, rival: False)
+    budget = int(1.2 * max(checkpointing_peaks(session)))
+    model, batch = deep()
+    with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
+        search(model, batch, attached)
+        controller = attached._root.observer
+        assert isinstance(controller, PlanController)
+        first = controller.plan
+        assert first is not None and all(block.recomputes and not block.operators for block in first.blocks)
+        with monkeypatch.context() as patch:
+            # The next step judges the one before.
+            patch.setattr(controller._memory, "peak", lambda: budget + 1)
+            one_step(model, batch)
+        for _ in range(8):
+            one_step(model, batch)
+        assert attached.stage == "active"
+        assert controller.plan is not None and not is_same(controller.plan, first)
+        assert controller._target is not None and controller._target.nbytes == BudgetTarget(budget).nbytes
 
 
 @pytest.mark.parametrize(

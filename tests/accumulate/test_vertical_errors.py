@@ -93,23 +93,84 @@ def test_an_error_in_the_middle_of_a_block(place: int) -> None:
     assert_works_again(accumulator, model, plain)
 
 
-def test_an_interrupt_ends_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_waited", [False, True])
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_interrupt_ends_all_threads(has_waited: bool, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from spillway.accumulate import vertical
 
     model, plain = failing(), failing()
     accumulator = accumulator_of(model)
-    wait, waits = vertical._Lane._wait, []
+    wait, waits, left = vertical._Lane._wait, [], [times - 1]
+
+    class Ended(threading.Event):
+        """The second interrupt comes while the first one ends the backwards."""
+
+        def wait(self, timeout: float | None = None) -> bool:
+            if waits and left[0]:
+                left[0] -= 1
+                raise KeyboardInterrupt
+            return super().wait(timeout)
 
     def interrupted(self: Any) -> None:
         waits.append(self)
-        if len(waits) == 5:
+        if len(waits) == 5 and not has_waited:
             raise KeyboardInterrupt
         wait(self)
+        if len(waits) == 5:
+            raise KeyboardInterrupt
 
     monkeypatch.setattr(vertical._Lane, "_wait", interrupted)
+    make = vertical._Lane.__init__
+
+    def made(self: Any, *args: Any) -> None:
+        make(self, *args)
+        self._ended = Ended()
+
+    monkeypatch.setattr(vertical._Lane, "__init__", made)
     with pytest.raises(KeyboardInterrupt):
         run(accumulator, model)
+    assert not left[0]
     assert_works_again(accumulator, model, plain)
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_settings_of_kernels_are_those_of_each_backward(together: bool) -> None:
+    """They are the process's: one backward must not leave its own behind for another."""
+    seen: list[tuple[int, bool]] = []
+
+    class Sees(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, place: int) -> Tensor:
+            ctx.place = place
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            seen.append((ctx.place, torch.are_deterministic_algorithms_enabled()))
+            return grad, None
+
+    blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+    model = nn.Sequential(*blocks)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = spillway.Accumulator(model, optimizer, steps=3, order="vertical", blocks=nn.Linear)
+    try:
+        for place in range(3):
+            # The last backward runs them all.
+            deterministic = place != 1 if together else place == 0
+            torch.use_deterministic_algorithms(deterministic)
+            with accumulator.micro(last=place == 2):
+                x = torch.ones(2, 4)
+                for block in blocks:
+                    x = Sees.apply(block(x), place)  # type: ignore[no-untyped-call]
+                accumulator.backward(x.sum(), weight=1)
+        after = torch.are_deterministic_algorithms_enabled()
+        accumulator.step()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert after is deterministic
+    assert len(seen) == 9
+    wanted = {place: (place != 1 if together else place == 0) for place in range(3)}
+    assert all(found is wanted[place] for place, found in seen), seen
 
 
 class DrawsInBackward(Failing):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import gc
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,12 +18,13 @@ from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import spillway
-from optim.store_loops import DEVICE, Loop, assert_same_state, net, same, small_pieces
+from optim.store_loops import DEVICE, WIDTH, Loop, assert_same_state, net, same, small_pieces
 from optim.store_scenarios import BreaksDown, Broken
 from optim.test_streamed import Counting, elements, wide
 from spillway import OffloadedOptimizer
-from spillway.optim import gpu_store, transfers
+from spillway.optim import chunks, gpu_store, transfers
 from spillway.optim.tensors import follow
+from spillway.runtime.backend import Backend
 from spillway.testing import AdversaryBackend
 from support import SlowBackend, pairwise
 
@@ -392,6 +394,70 @@ def test_a_copy_that_fails_leaves_no_chunk_in_between(
         gc.collect()
         assert session.used_bytes == (0, 0)
     adversary.check()
+
+
+def test_a_slow_worker_reads_no_sum_before_its_gradient_is_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A gradient of zeros makes later ones sums on the CPU, which the worker thread makes, too."""
+    take, held = chunks.TransferPipeline.take, threading.Event()
+
+    def late(self: chunks.TransferPipeline, transfer: chunks.ChunkTransfer) -> None:
+        held.wait(10)
+        take(self, transfer)
+
+    def trained(*, slowly: bool, **options: Any) -> list[torch.Tensor]:
+        model = net(FLOAT)
+        groups = [{"params": [each]} for each in model.parameters()]
+        optimizer = OffloadedOptimizer(groups, SGD, lr=1e-4, momentum=0.9, step_on="gpu", **options)
+        for number in range(4):
+            held.clear()
+            if slowly and number == 3:
+                # While backward adds gradients, the first step has not begun.
+                threading.Timer(0.3, held.set).start()
+            else:
+                held.set()
+            model(torch.ones(3, WIDTH)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=number != 1)
+        optimizer.close()
+        return [each.detach().clone() for each in model.parameters()]
+
+    monkeypatch.setattr(chunks.TransferPipeline, "take", late)
+    expected = trained(slowly=False)
+    assert all(map(torch.equal, trained(slowly=False, **EARLY), expected))
+    assert all(map(torch.equal, trained(slowly=True, **EARLY), expected))
+
+
+def test_a_chunk_is_stepped_though_the_gpu_has_no_memory_to_prefetch_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_pieces(monkeypatch)
+    memory, count = gpu_store.PinnedTier.memory, [0]
+    empty = Backend.empty
+
+    def full(self: Backend, form: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("full")
+
+    def second_fails(self: gpu_store.PinnedTier, *args: Any) -> Any:
+        count[0] += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(Backend, "empty", full if count[0] == 2 else empty)
+            return memory(self, *args)
+
+    def trained() -> list[torch.Tensor]:
+        model = net(FLOAT)
+        groups = [{"params": [each]} for each in model.parameters()]
+        optimizer = OffloadedOptimizer(groups, AdamW, lr=1e-2, step_on="gpu")
+        for number in range(4):
+            # In the first step, the class makes the states.
+            count[0] = 0 if number else 2
+            model(torch.ones(3, WIDTH)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.close()
+        return [each.detach().clone() for each in model.parameters()]
+
+    expected = trained()
+    monkeypatch.setattr(gpu_store.PinnedTier, "memory", second_fails)
+    assert all(map(torch.equal, trained(), expected))
+    assert count[0] > 2
 
 
 @pytest.mark.parametrize("early", [False, True])

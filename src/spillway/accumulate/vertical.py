@@ -43,7 +43,7 @@ import contextvars
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -166,7 +166,8 @@ class _Lane:
         self._go, self._paused = threading.Lock(), threading.Lock()
         self._go.acquire()
         self._paused.acquire()
-        self._runs = self._is_abandoned = False
+        self.is_abandoned = False
+        self._ended = threading.Event()
 
     def prepare(
         self, stack: ExitStack, pauses: Iterable[tuple[Any, int]], current: _Current, devices: Iterable[torch.device]
@@ -184,31 +185,39 @@ class _Lane:
     def resume(self) -> None:
         """Run up to the next pause."""
         if self._thread is None:
-            thread = threading.Thread(
+            self._thread = threading.Thread(
                 target=self._context.run, args=(self._run,), name="spillway backward", daemon=True
             )
-            thread.start()
             # It waits for its turn first.
-            self._thread = thread
+            self._thread.start()
         self._current.lane = self
-        self._runs = True
-        self._go.release()
-        self._wait()
+        # These settings are the process's, and each micro-batch has its own.
+        with AmbientState.now()._replace(settings=self._ambient.settings).in_force():
+            self._go.release()
+            self._wait()
 
     def abandon(self) -> None:
-        """End it, wherever it is."""
-        if self._runs:
-            # The caller was interrupted.
-            self._wait()
-        if self._thread is not None and self.turn < math.inf:
-            self._is_abandoned = True
-            self.resume()
-        if self._thread is not None:
-            self._thread.join()
+        """End it, wherever it is, also if the caller is interrupted once more."""
+        self.is_abandoned = True
+        interrupt: KeyboardInterrupt | None = None
+        while self._thread is not None and self._thread.ident is not None:
+            try:
+                if not self._ended.is_set():
+                    with suppress(RuntimeError):
+                        # It is not locked if the backward runs: an interrupted caller left it.
+                        self._go.release()
+                    self._ended.wait()
+                self._thread.join()
+                break
+            except KeyboardInterrupt as error:
+                interrupt = error
+        # It holds this frame.
+        self.error = None
+        if interrupt is not None:
+            raise interrupt
 
     def _wait(self) -> None:
         self._paused.acquire()
-        self._runs = False
 
     def _hook(self, turn: int) -> Callable[[Any], None]:
         def pause(_: Any) -> None:
@@ -219,10 +228,11 @@ class _Lane:
                         "order='vertical': torch runs this backward in a thread of its own, which cannot wait for "
                         "other micro-batches; use order='horizontal'"
                     )
-                self.turn = turn
-                self._paused.release()
-                self._go.acquire()
-                if self._is_abandoned:
+                if not self.is_abandoned:
+                    self.turn = turn
+                    self._paused.release()
+                    self._go.acquire()
+                if self.is_abandoned:
                     raise _Abandoned
 
         return pause
@@ -231,6 +241,8 @@ class _Lane:
         self._go.acquire()
         loss, self.loss = self.loss, None
         try:
+            if self.is_abandoned:
+                raise _Abandoned
             # A thread takes torch.set_num_threads() over when it first asks.
             torch.get_num_threads()
             with ExitStack() as stack:
@@ -251,7 +263,10 @@ class _Lane:
             self.error = error
         finally:
             self.turn = math.inf
-            self._paused.release()
+            with suppress(RuntimeError):
+                # It is not locked if an interrupted caller waits no more.
+                self._paused.release()
+            self._ended.set()
 
 
 def _run(lanes: Sequence[_Lane], turns: int) -> None:
@@ -264,10 +279,11 @@ def _run(lanes: Sequence[_Lane], turns: int) -> None:
                 if lane.error is not None:
                     raise lane.error
     finally:
-        for lane in lanes:
-            lane.abandon()
-            # It holds this frame.
-            lane.error = None
+        # All are ended, also if an interrupt comes meanwhile.
+        with ExitStack() as stack:
+            for lane in lanes:
+                lane.is_abandoned = True
+                stack.callback(lane.abandon)
 
 
 @contextmanager
@@ -293,18 +309,24 @@ def _in_order(
         arrived = place
         if complete is not None and place == last:
             complete(leaf)
-            for hook in others:
-                hook(leaf)
+            for key, hook in kept.items():
+                if key in hooks:
+                    hook(leaf)
 
     hooks = {} if complete is None else post_accumulate_hooks(leaf)
-    kept, others = dict(hooks), list(hooks.values())
-    hooks.clear()
+    # A hook may be removed meanwhile.
+    kept = dict(hooks)
+    hooks.update(dict.fromkeys(kept, _do_nothing))
     handle: RemovableHandle = leaf.register_post_accumulate_grad_hook(check)  # type: ignore[no-untyped-call]
     try:
         yield
     finally:
         handle.remove()
-        hooks.update(kept)
+        hooks.update({key: hook for key, hook in kept.items() if key in hooks})
+
+
+def _do_nothing(_: Tensor) -> None:
+    """Stand in for a hook."""
 
 
 @contextmanager

@@ -376,9 +376,9 @@ class PlanController:
             checkpointing = None
             if not self._known_target.corrections:
                 # It may be predicted to take more than other plans may.
-                self.notes.append(f"torch's own checkpointing took {format_bytes(peak)}: another plan next")
                 with suppress(BudgetError):
                     self._replan(self._corrected_stage)
+                    self.notes.append(f"torch's own checkpointing took {format_bytes(peak)}: another plan next")
                     return
         if checkpointing is None or not self._known_target.corrections:
             self._back_off(peak)
@@ -443,7 +443,7 @@ class PlanController:
             )
             before, self._over_at = self._over_at, self._steps
             try:
-                self._back_off(peak)
+                self._correct(peak)
             except BudgetError:
                 self._memory.reset_peak()
                 if not self._bears_a_step or (before is not None and self._steps - before <= MOST_APART):

@@ -56,6 +56,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
+from spillway.errors import TierFullError
 from spillway.optim.chunked_store import ChunkedStore
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
@@ -67,6 +68,7 @@ from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import Pinned, aligned, on_error
 from spillway.runtime.backend import Event, Stream
 from spillway.runtime.bytes import Bytes, Cells, Flat, over
+from spillway.units import format_bytes
 
 _RING = 256 << 20
 """Most bytes of chunks on the GPU."""
@@ -156,7 +158,11 @@ class PinnedTier(ChunkTier):
 
     def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
         # It belongs to the step stream, which has waited for all copies when the memory is dropped.
-        return Bytes(context.transfers.backend.empty(Flat((nbytes,))).untyped_storage(), 0, nbytes)
+        try:
+            return Bytes(context.transfers.backend.empty(Flat((nbytes,))).untyped_storage(), 0, nbytes)
+        except torch.OutOfMemoryError as error:
+            # Chunks that are being stored are freed first, and prefetched ones are given up.
+            raise TierFullError(f"the GPU has no {format_bytes(nbytes)} for a chunk of optimizer state") from error
 
     def keep(self, transfer: ChunkTransfer) -> None:
         # Tensors hold their memory.
@@ -265,7 +271,8 @@ class GpuStore(ChunkedStore):
         for context, transfers in by_context.items():
             streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
             streamed.has_sums |= any(step.sum is not None for one in transfers for step in one.steps.values())
-            streamed.pipeline.expect(transfers)
+            # In the worker thread: a task before it must not read sums that later additions of this thread make.
+            context.lane.run(partial(streamed.pipeline.expect, transfers))
             for transfer in transfers:
                 end = transfer.chunk.stepped = context.lane.run(partial(self._step_chunk, transfer, streamed.pipeline))
                 for step in transfer.steps.values():
@@ -310,7 +317,13 @@ class GpuStore(ChunkedStore):
         context = transfer.chunk.context
         backend = context.transfers.backend
         assert transfer.ready is not None
-        with torch.no_grad(), backend.compute_on(self.tier.streams_of(context).stepping):
+        stepping = self.tier.streams_of(context).stepping
+        with (
+            torch.no_grad(),
+            backend.compute_on(stepping),
+            # Compute gets the error, and waits for nothing.
+            on_error(lambda: backend.record(backend.compute()).synchronize()),
+        ):
             pipeline.take(transfer)
             with on_error(pipeline.drop, transfer):
                 # Not before, so that states are copied in while compute is still busy with the gradient.
@@ -320,13 +333,14 @@ class GpuStore(ChunkedStore):
                 self.step_parts(transfer, parameters)
             for index, parameter in parameters.items():
                 part = transfer.chunk.parts[index]
+                values = _values(part)
                 if part.held.has_master:
-                    _values(part).copy_(parameter)
-                backend.compute_access(memory_of(_values(part)))
+                    values.copy_(parameter)
+                backend.compute_access(memory_of(values))
+                # The model may be gone before the step stream has written it.
+                backend.hand_back(memory_of(values), (stepping,))
             end = backend.record(backend.compute())
-            # If the chunk cannot be stored, compute gets that error, and waits for nothing.
-            with on_error(end.synchronize):
-                self.send_back(transfer, pipeline)
+            self.send_back(transfer, pipeline)
         return end
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:

@@ -7,8 +7,8 @@ it waits between steps, for a loss that is printed or inputs that are copied, it
 Both show if the device is made to lag: the CPU's lead at the end of such a step is the lead that it can have.
 
 A lead that is lost on the way does not count. So the device lags from the begin of the weighed step, and from the first
-block of the timed one. The CPU must keep most of that lead up to the first block, and at each instant from there to the
-turn. Otherwise the model or the loop waits there, or the CPU is slower than the device, and the lead is 0.
+block of the timed one. The CPU must keep some of that lead up to the first block, and half of it at each instant from
+there to the turn. Otherwise the model or the loop waits there, or the CPU is slower than the device, and the lead is 0.
 
 The CPU's time after the blocks is known only if the CPU waits for nothing there: if the device had not got there at the
 end of the step. The shorter one of both steps counts: a CPU that has filled the device's queue waits for it.
@@ -34,6 +34,8 @@ _LEAST_GAP = 1e-3
 """Seconds between two blocks that are no more than a call."""
 _LEAST_LAG = 0.01
 """Seconds. Some devices cannot be made to lag."""
+_MOST_PART, _LEAST_PART = 1 / 2, 1 / 6
+"""Parts of a lag that the CPU must keep. Of the shorter one, what it does before the blocks may take the rest."""
 _BEGIN, _FIRST, _DONE, _LEFT = ("begin", 0), ("first", 0), ("done", 0), ("left", 0)
 Interval = tuple[Place, Place]
 
@@ -331,7 +333,9 @@ def host_lead(timed: StepTrace, weighed: StepTrace) -> float:
 
     In the timed step the device lagged where the blocks begin, in both directions; in the weighed one, at its begin.
     """
-    is_kept = _keeps_lead(weighed, ("ahead", 0), ("forward", 0)) and _keeps_lead(timed, ("started", 0), ("turned", 0))
+    is_kept = _keeps_lead(weighed, ("ahead", 0), ("forward", 0), _LEAST_PART) and _keeps_lead(
+        timed, ("started", 0), ("turned", 0), _MOST_PART
+    )
     return max(timed.lead(_DONE), 0.0) if is_kept else 0.0
 
 
@@ -347,11 +351,11 @@ def without_lead(profile: Profile) -> Profile:
     return replace(profile, lead_seconds=0.0, after=replace(profile.after, host_seconds=0.0))
 
 
-def _keeps_lead(trace: StepTrace, since: Place, until: Place) -> bool:
-    """Whether the device was made to lag at an instant, and the CPU was ahead by most of that until another one."""
+def _keeps_lead(trace: StepTrace, since: Place, until: Place, part: float) -> bool:
+    """Whether the device was made to lag at an instant, and the CPU was ahead by a part of that until another one."""
     if since not in trace.readings or until not in trace.readings:
         return False
     order = trace.order
     first = order.index(since) + 1
     lag = trace.seconds(since, order[first])
-    return lag > _LEAST_LAG and all(trace.lead(place) > lag / 2 for place in order[first : order.index(until) + 1])
+    return lag > _LEAST_LAG and all(trace.lead(place) > part * lag for place in order[first : order.index(until) + 1])
