@@ -271,8 +271,11 @@ class GpuStore(ChunkedStore):
         for context, transfers in by_context.items():
             streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
             streamed.has_sums |= any(step.sum is not None for one in transfers for step in one.steps.values())
-            # In the worker thread: a task before it must not read sums that later additions of this thread make.
-            context.lane.run(partial(streamed.pipeline.expect, transfers))
+            if streamed.has_sums:
+                # In the worker thread: a task before it must not read sums that later additions of this thread make.
+                context.lane.run(partial(streamed.pipeline.expect, transfers))
+            else:
+                streamed.pipeline.expect(transfers)
             for transfer in transfers:
                 end = transfer.chunk.stepped = context.lane.run(partial(self._step_chunk, transfer, streamed.pipeline))
                 for step in transfer.steps.values():
@@ -318,29 +321,26 @@ class GpuStore(ChunkedStore):
         backend = context.transfers.backend
         assert transfer.ready is not None
         stepping = self.tier.streams_of(context).stepping
-        with (
-            torch.no_grad(),
-            backend.compute_on(stepping),
-            # Compute gets the error, and waits for nothing.
-            on_error(lambda: backend.record(backend.compute()).synchronize()),
-        ):
+        with torch.no_grad(), backend.compute_on(stepping):
             pipeline.take(transfer)
-            with on_error(pipeline.drop, transfer):
-                # Not before, so that states are copied in while compute is still busy with the gradient.
-                backend.wait(backend.compute(), transfer.ready)
-                transfer.states = transfer.chunk.opened(transfer.memory)
-                parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
-                self.step_parts(transfer, parameters)
-            for index, parameter in parameters.items():
-                part = transfer.chunk.parts[index]
-                values = _values(part)
-                if part.held.has_master:
-                    values.copy_(parameter)
-                backend.compute_access(memory_of(values))
-                # The model may be gone before the step stream has written it.
-                backend.hand_back(memory_of(values), (stepping,))
-            end = backend.record(backend.compute())
-            self.send_back(transfer, pipeline)
+            # After an error compute waits for nothing, and some of the step may be queued.
+            with on_error(lambda: backend.record(backend.compute()).synchronize()):
+                with on_error(pipeline.drop, transfer):
+                    # Not before, so that states are copied in while compute is still busy with the gradient.
+                    backend.wait(backend.compute(), transfer.ready)
+                    transfer.states = transfer.chunk.opened(transfer.memory)
+                    parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
+                    self.step_parts(transfer, parameters)
+                for index, parameter in parameters.items():
+                    part = transfer.chunk.parts[index]
+                    values = _values(part)
+                    if part.held.has_master:
+                        values.copy_(parameter)
+                    backend.compute_access(memory_of(values))
+                    # The model may be gone before the step stream has written it.
+                    backend.hand_back(memory_of(values), (stepping,))
+                end = backend.record(backend.compute())
+                self.send_back(transfer, pipeline)
         return end
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:

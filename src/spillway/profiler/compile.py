@@ -35,7 +35,7 @@ _LEAST_GAP = 1e-3
 _LEAST_LAG = 0.01
 """Seconds. Some devices cannot be made to lag."""
 _MOST_PART, _LEAST_PART = 1 / 2, 1 / 6
-"""Parts of a lag that the CPU must keep. Of the shorter one, what it does before the blocks may take the rest."""
+"""Parts of a lag that the CPU must keep. The shorter lag may be used up by its work before the blocks."""
 _BEGIN, _FIRST, _DONE, _LEFT = ("begin", 0), ("first", 0), ("done", 0), ("left", 0)
 Interval = tuple[Place, Place]
 
