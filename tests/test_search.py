@@ -101,6 +101,24 @@ def test_the_cpu_time_of_a_block_is_that_of_its_fastest_call(
     assert host == HostTimes(plain=plain, checkpointed=5.0, replay=6.0, backward=0.5 + 1.5)
 
 
+@pytest.mark.parametrize("is_weighed_shorter", [True, False])
+def test_the_shorter_cpu_time_of_two_steps_counts(
+    is_weighed_shorter: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of them the CPU may have waited for a full queue."""
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    # Only the step whose memory is measured notes what backward asks for.
+    monkeypatch.setattr(
+        StepTrace, "host_seconds", lambda self, since, until: 1.0 if bool(self.asked) is is_weighed_shorter else 50.0
+    )
+    kind = NAMED["mlp"]
+    profile = spillway.profile(kind.model(), kind.batch(), session=session)
+    host = profile.kinds[0].host
+    assert host is not None
+    assert 0 < profile.middle.host_seconds < 50 and 0 < profile.before.host_seconds < 50
+    assert all(0 < seconds < 50 for seconds in (host.checkpointed, host.replay, host.backward))
+
+
 # Torch's own checkpointing
 
 
