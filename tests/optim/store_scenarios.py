@@ -242,6 +242,13 @@ def blocks_that_wait_for_their_own(way: Way) -> None:
         optimizer.close()
 
 
+def steps_during_backward(way: Way) -> None:
+    for window in (0, 6000, 1 << 20):
+        with hostile(window=window) as where:
+            train(where, way, Loop(dtype=BF16), step_in_backward=True)
+            train(where, way, Loop(), step_in_backward=True)
+
+
 SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
     (scenario, way)
     for way in (DEVICE, DISK)
@@ -256,4 +263,4 @@ SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
         a_copy_in_that_fails,
         blocks_that_wait_for_their_own,
     )
-]
+] + [(steps_during_backward, DEVICE)]

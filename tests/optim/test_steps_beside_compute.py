@@ -387,7 +387,8 @@ def test_a_copy_that_fails_leaves_no_chunk_in_between(
             assert torch.equal(same_as_before, after[index]["exp_avg_sq"] == before[index]["exp_avg_sq"])
         del after
         assert kept > 0 or fails == "store"
-        assert stepped > 0 or at == 1
+        # The second one may be loaded ahead of the step of the first.
+        assert stepped > 0 or at <= (2 if early else 1)
         Loop(steps=2, dtype=BF16).run(model, optimizer)
         optimizer.close()
         # The error's frames hold the chunk.

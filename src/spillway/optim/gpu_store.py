@@ -21,6 +21,9 @@ The step stream reads memory that compute allocated: factors, settings that are 
 tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time, so
 ``step()`` waits for parameters that have one. ``p.grad`` of an offloaded gradient is noted or queued behind the step.
 
+A step during backward reads the gradient as autograd left it, and not the copy that is on its way to the CPU. These
+gradients stay on the GPU until compute has waited for their steps. Past the in-flight limit it waits for the oldest.
+
 During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
 by hand afterwards, ``step()`` loads the chunk again, after its copy out.
 
@@ -144,7 +147,7 @@ class PinnedTier(ChunkTier):
         transfer.arrived = backend.record(incoming)
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
-        for step in transfer.steps.values():
+        for step in (transfer.steps[index] for index, _, _ in gradients):
             # The next owners of the gradient's memory come after.
             if step.sum is not None and step.sum.pinned is not None:
                 step.sum.pinned.after("in", transfer.arrived)
@@ -263,7 +266,8 @@ class GpuStore(ChunkedStore):
                 cost.kept += transfer.settings.values()
             of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
             cost.kept += (step.factors for step in of_context.values())
-            gradients = [step.on_device for step in of_context.values() if step.on_device is not None]
+            # Those that were offloaded, too, are still being read by the copy.
+            gradients = [step.on_device for step in of_context.values() if step.on_device is not None and not step.raw]
             ready = context.transfers.ready([*(held.local().detach() for held in of_context), *gradients])
             for transfer in transfers:
                 transfer.ready = ready
@@ -328,6 +332,7 @@ class GpuStore(ChunkedStore):
                 with on_error(pipeline.drop, transfer):
                     # Not before, so that states are copied in while compute is still busy with the gradient.
                     backend.wait(backend.compute(), transfer.ready)
+                    self._wait_for_offload(transfer)
                     transfer.states = transfer.chunk.opened(transfer.memory)
                     parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
                     self.step_parts(transfer, parameters)
@@ -342,6 +347,15 @@ class GpuStore(ChunkedStore):
                 end = backend.record(backend.compute())
                 self.send_back(transfer, pipeline)
         return end
+
+    def _wait_for_offload(self, transfer: ChunkTransfer) -> None:
+        """Wait for copies of gradients to the CPU: an optimizer's class may write a gradient."""
+        backend = transfer.chunk.context.transfers.backend
+        for step in transfer.steps.values():
+            if step.on_device is not None and step.raw is not None:
+                assert step.raw.batch.arrived is not None
+                backend.wait(backend.compute(), step.raw.batch.arrived)
+                backend.compute_access(memory_of(step.on_device))
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
@@ -396,6 +410,8 @@ def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Eve
     for index, step in transfer.steps.items():
         part = transfer.chunk.parts[index]
         raw, total = step.raw, step.sum
+        if step.on_device is not None:
+            continue
         if total is not None:
             assert total.pinned is not None
             size = total.dtype.itemsize

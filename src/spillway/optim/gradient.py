@@ -341,11 +341,11 @@ class Gradient:
         self._cpu_norms = {}
         self.count = 0
 
-    def snapshot(self) -> Snapshot:
-        """The gradient, for a reader that applies the factors."""
+    def snapshot(self, on_device: torch.Tensor | None = None) -> Snapshot:
+        """The gradient, for a reader that applies the factors. ``on_device`` is the same, if it is still on the GPU."""
         self._wait_for_reader()
         self.context.transfers.flush()
-        return Snapshot(self.held, self.raw, self.sum if self.summed else None, tuple(self.factors))
+        return Snapshot(self.held, self.raw, self.sum if self.summed else None, tuple(self.factors), on_device)
 
     def snapshot_for_device(self, now: torch.Tensor) -> Snapshot:
         """The same for a step on the GPU. ``now`` is the local part of ``p.grad``, which may be a plain tensor."""

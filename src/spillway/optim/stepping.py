@@ -25,7 +25,7 @@ from spillway.optim.optimizer_class import settings_of
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
-from spillway.optim.tensors import is_distributed, local_of, many_processes
+from spillway.optim.tensors import is_distributed, local_of, many_processes, with_strides_of
 from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, label
 
@@ -50,6 +50,8 @@ class StepQueue:
         self._forward_hooks: list[RemovableHandle] = []
         self._covered: set[Tensor] = set()
         """The parameters that a hook waits for."""
+        self._on_device: dict[HostParameter, Tensor] = {}
+        """Gradients that the GPU reads on another stream. Compute waits for their steps before they are dropped."""
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -148,7 +150,10 @@ class StepQueue:
             self.take_edits()
         self.early.check(held)
         _offload_gradient(held, gradient)
+        if self._placement.store.steps_on_device:
+            self._on_device[held] = with_strides_of(local_of(gradient), held.local())
         self.early.arrived(held, self._groups())
+        self._drop_gradients(held.context)
 
     def _step_early(self, held: Sequence[HostParameter]) -> None:
         """Step parameters during backward, and note those that were queued, also on an error."""
@@ -160,16 +165,29 @@ class StepQueue:
             before = {one: one.updated for one in held}
             self._placement.store.prepare(held)
             try:
-                steps = [one.gradient.snapshot() for one in held]
+                steps = [one.gradient.snapshot(self._on_device.get(one)) for one in held]
                 self._placement.store.step(steps, self.now, overlapped=False)
             finally:
                 queued = [one for one in held if one.updated is not before[one]]
                 stepped.update(queued)
                 self.pending.update(queued)
 
+    def _drop_gradients(self, context: DeviceContext) -> None:
+        """Let compute wait for the oldest steps during backward, if their gradients exceed the in-flight limit."""
+        some = [one for one in self._on_device if one.context is context]
+        excess = sum(self._on_device[one].nbytes for one in some) - context.transfers.window
+        for one in some:
+            if excess <= 0:
+                return
+            if one in self.early.stepped and one.updated is not None:
+                with on_error(self._end_failed_step):
+                    context.transfers.wait(one.updated)
+                excess -= self._on_device.pop(one).nbytes
+
     def _queue(self) -> list[Snapshot]:
         store, contexts = self._placement.store, self._placement.contexts.values()
         stepped = self.early.end(self._groups())
+        self._on_device = {held: gradient for held, gradient in self._on_device.items() if held in stepped}
         store.settle(self.now)
         left = [held for held in self._placement.held.values() if held not in stepped]
         store.prepare(held for held in left if held.parameter.grad is not None)
@@ -221,6 +239,7 @@ class StepQueue:
             for event, context in reversed(waits):
                 stack.callback(context.transfers.wait, event)
         for one in arriving:
+            self._on_device.pop(one, None)
             self._views.show(one.parameter)
         if arriving and not self.pending:
             for index, written in self._placement.store.end_step(self.now).items():
