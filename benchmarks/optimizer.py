@@ -12,10 +12,11 @@ has the median of such runs for one step, and their range. *peak* is all memory 
 *bound* is an estimate for the same work: the time without an optimizer, plus the time of the CPU's step that nothing
 hides. The CPU's step moves 32 bytes a parameter with fp32 master weights, and 14 without, at the bandwidth of STREAM's
 Add, measured in the same run. A step can exceed this bandwidth. The next forward hides it where it is overlapped, and
-the backward where nothing is clipped. There is no such estimate for steps on the GPU.
+the backward where nothing is clipped.
 
 *GPU in chunks* streams state through the GPU, where it is stepped. The bytes in a row are those of the last step in
-each direction, gradients included. With ``--micro 2`` a step has 16,384 tokens.
+each direction, gradients included. Its *bound* takes these bytes at the rate of copies in both directions at once,
+measured in the same run, in place of the CPU's step. With ``--seq 16384`` a step has 16,384 tokens.
 
 Other systems are measured if they can be imported, and named as absent if not.
 """
@@ -150,6 +151,10 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     "GPU in chunks, fp32 master weights, clipped, overlapping": partial(
         offloaded, clipped=True, step_on="gpu", overlap=True
     ),
+    "GPU in chunks, fp32 master weights, clipped, overlapping, gradients stay": partial(
+        offloaded, clipped=True, step_on="gpu", overlap=True, offload_gradients=False
+    ),
+    "fp32 master weights, all on the GPU": partial(offloaded, fraction=0.0),
     "fp32 master weights, clipped": partial(offloaded, clipped=True),
     "fp32 master weights, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
     "fp32 master weights, clipped, all on the GPU": partial(offloaded, clipped=True, fraction=0.0),
@@ -247,6 +252,8 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
         "stream": rate(12 * numel, partial(torch.add, one, two, out=three)),
         "stream_in_place": rate(12 * numel, partial(one.add_, two)),
     }
+    if options.device != "cpu":
+        found["link"] = link_rate(options)
     # On a CPU its ways there and back are copies that cost the host's memory the same again.
     parameter = torch.nn.Parameter(torch.zeros(numel, device=options.device))
     optimizer = spillway.OffloadedOptimizer([parameter], torch.optim.AdamW, threads=options.threads, **ADAMW)
@@ -260,14 +267,41 @@ def host_rates(options: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def bound(row: Row, plain: Row, rate: float, options: argparse.Namespace) -> float:
-    """Seconds of a step with the same work on the CPU, by the bandwidth of additions."""
-    elsewhere = any(word in row.way for word in ("auto", "GPU in chunks", "all on the GPU"))
-    if "master weights" not in row.way or elsewhere or not plain.step_seconds or not rate:
+def link_rate(options: argparse.Namespace) -> float:
+    """GB/s in each direction, of copies of 64 MiB in both directions at once."""
+    nbytes, pieces = 1 << 26, 16
+    pinned = [torch.empty(pieces, nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(2)]
+    device = [torch.empty(nbytes, dtype=torch.uint8, device=options.device) for _ in range(2)]
+    streams = [torch.Stream(device=torch.device(options.device)) for _ in range(2)]
+
+    def copy() -> float:
+        synchronize(torch.device(options.device))
+        begin = time.perf_counter()
+        for piece in range(pieces):
+            with streams[0]:
+                device[0].copy_(pinned[0][piece], non_blocking=True)
+            with streams[1]:
+                pinned[1][piece].copy_(device[1], non_blocking=True)
+        synchronize(torch.device(options.device))
+        return time.perf_counter() - begin
+
+    copy()
+    return nbytes * pieces / statistics.median(copy() for _ in range(7)) / 1e9
+
+
+def bound(row: Row, plain: Row, rates: dict[str, float], options: argparse.Namespace) -> float:
+    """Seconds of a step whose state crosses the link, or is stepped on the CPU, at these rates."""
+    elsewhere = any(word in row.way for word in ("auto", "all on the GPU"))
+    if "master weights" not in row.way or elsewhere or not plain.step_seconds or not rates["stream"]:
         return 0.0
-    with_masters = "no fp32 master weights" not in row.way
-    share = 0.5 if "half" in row.way else 1.0
-    host = (32 if with_masters else 14) * row.parameters * share / (rate * 1e9)
+    if "GPU in chunks" in row.way:
+        if not row.stats or "link" not in rates:
+            return 0.0
+        host = max(row.stats["received_bytes"], row.stats["sent_bytes"]) / (rates["link"] * 1e9)
+    else:
+        with_masters = "no fp32 master weights" not in row.way
+        share = 0.5 if "half" in row.way else 1.0
+        host = (32 if with_masters else 14) * row.parameters * share / (rates["stream"] * 1e9)
     backward = plain.step_seconds / options.micro - plain.forward_seconds
     hidden = plain.forward_seconds if "overlapping" in row.way else 0.0
     if "clipped" not in row.way:
@@ -334,6 +368,8 @@ def main() -> None:
         options.json.write_text(json.dumps(asdict(measure(options))))
         return
     rates = host(options) if options.host_elements else {"stream": 0.0, "stream_in_place": 0.0, "step": 0.0}
+    if "link" in rates:
+        print(f"copies in both directions at once {rates['link']:.1f} GB/s each", flush=True)
     print(
         f"CPU memory {rates['stream']:.1f} GB/s, in place {rates['stream_in_place']:.1f}; "
         f"step of float32, transfers and all, {rates['step']:.1f} GB/s of 28 bytes a parameter",
@@ -343,7 +379,7 @@ def main() -> None:
     for way in dict.fromkeys((NOTHING, *options.ways)):
         row = run_child(way, options)
         rows.append(row)
-        row.bound_seconds = bound(row, rows[0], rates["stream"], options)
+        row.bound_seconds = bound(row, rows[0], rates, options)
         device = next((one for one in rows if one.way == "on the GPU"), None)
         print(line(row, rows[0], device), flush=True)
         if options.json:

@@ -106,7 +106,7 @@ class ClockedBackend(Backend):
     def compute(self) -> Stream:
         return self.clock
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
         return Clock(name)
 
     def record(self, lane: Stream) -> Event:

@@ -223,8 +223,8 @@ class SlowBackend(CpuBackend):
     def serve(self, device: torch.device) -> CpuBackend:
         return self
 
-    def new_stream(self, name: str) -> Stream:
-        lane = super().new_stream(name)
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
+        lane = super().new_stream(name, first=first)
         self._named[lane] = name
         return lane
 

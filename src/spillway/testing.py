@@ -260,7 +260,7 @@ class AdversaryBackend(Backend):
             line.time += 1
             return line
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
         self._streams.append(_Line(name))
         return self._streams[-1]
 

@@ -44,8 +44,8 @@ class LateBackend(AcceleratorBackend):
         self.slabs: list[int] = []
         self._names: list[tuple[Stream, str]] = []
 
-    def new_stream(self, name: str) -> Stream:
-        self._names.append((super().new_stream(name), name))
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
+        self._names.append((super().new_stream(name, first=first), name))
         return self._names[-1][0]
 
     def copy(self, lane: Stream, destination: Bytes, source: Bytes) -> None:

@@ -56,8 +56,8 @@ class Gate(CpuBackend):
         self.open = {"out": threading.Event(), "back": threading.Event()}
         self._named: dict[str, Stream] = {}
 
-    def new_stream(self, name: str) -> Stream:
-        self._named[name] = super().new_stream(name)
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
+        self._named[name] = super().new_stream(name, first=first)
         return self._named[name]
 
     def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:

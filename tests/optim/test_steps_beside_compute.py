@@ -21,7 +21,7 @@ import spillway
 from optim.store_loops import DEVICE, WIDTH, Loop, assert_same_state, net, same, small_pieces
 from optim.store_scenarios import BreaksDown, Broken
 from optim.test_streamed import Counting, elements, wide
-from spillway import OffloadedOptimizer
+from spillway import OffloadedOptimizer, UsageError
 from spillway.optim import chunks, gpu_store, transfers
 from spillway.optim.tensors import follow
 from spillway.runtime.backend import Backend
@@ -529,3 +529,52 @@ def test_a_master_weight_follows_its_parameter_whatever_its_bits(start: int, cou
     follow(found, written)
     expected = torch.where(written.view(torch.int16) == rounded.view(torch.int16), master, written.float())
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+@pytest.mark.parametrize("clears", ["to none", "to zeros", "the model's to zeros", "never"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_gradients_that_stay_on_the_gpu_are_waited_for_where_they_are_used(
+    late: spillway.Session, clears: str, reads: bool
+) -> None:
+    model, plain = net(), net()
+    settings: dict[str, Any] = {"lr": 1e-2, "fused": True}
+    optimizer = offloaded(model, AdamW, late, offload_gradients=False, **settings)
+    reference = AdamW(plain.parameters(), **settings)
+    for batch in torch.randn(5, 8, 33):
+        seen = []
+        for one, its in ((model, optimizer), (plain, reference)):
+            one(batch).square().mean().backward()
+            nn.utils.clip_grad_norm_(one.parameters(), 0.1)
+            its.step()
+            if reads:
+                seen.append([parameter.grad.clone() for parameter in one.parameters()])  # type: ignore[union-attr]
+            if clears in ("to none", "to zeros"):
+                its.zero_grad(set_to_none=clears == "to none")
+            elif clears != "never":
+                one.zero_grad(set_to_none=False)
+        for mine, expected in zip(*seen, strict=True) if reads else ():
+            assert torch.equal(mine, expected)
+    optimizer.synchronize()
+    assert same(model, plain)
+    assert all(one.grad is None or type(one.grad) is torch.Tensor for one in model.parameters())
+    optimizer.close()
+
+
+def test_a_gradient_that_is_written_while_the_step_reads_it_is_an_error(late: spillway.Session) -> None:
+    model = net()
+    optimizer = offloaded(model, AdamW, late, lr=1e-2, offload_gradients=False)
+    model(torch.randn(8, 33)).square().mean().backward()
+    gradient = next(model.parameters()).grad
+    assert gradient is not None
+    optimizer.step()
+    gradient.zero_()
+    with pytest.raises(UsageError, match="A gradient was written between step"):
+        model(torch.randn(8, 33))
+    model(torch.randn(8, 33))
+    assert next(model.parameters()).grad is gradient
+    # After a wait it may be written.
+    optimizer.step()
+    optimizer.synchronize()
+    gradient.zero_()
+    model(torch.randn(8, 33))
+    optimizer.close()

@@ -229,7 +229,9 @@ class PinnedTier(ChunkTier):
     def streams_of(self, context: DeviceContext) -> _Streams:
         if context not in self._streams:
             backend = context.transfers.backend
-            self._streams[context] = _Streams(*map(backend.new_stream, ("states in", "states out", "optimizer step")))
+            # A step's kernels are short, and the next copy in waits for their memory.
+            stepping = backend.new_stream("optimizer step", first=True)
+            self._streams[context] = _Streams(*map(backend.new_stream, ("states in", "states out")), stepping)
         return self._streams[context]
 
     def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:

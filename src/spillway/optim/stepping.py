@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from spillway.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.optim.offloaded_gradient import GradientInUse, OffloadedGradient
 from spillway.optim.optimizer_class import settings_of
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost
@@ -52,6 +53,8 @@ class StepQueue:
         """The parameters that a hook waits for."""
         self._on_device: dict[HostParameter, Tensor] = {}
         """Gradients that the GPU reads on another stream. Compute waits for their steps before they are dropped."""
+        self._in_use: dict[HostParameter, GradientInUse] = {}
+        """What stands for such a gradient in ``p.grad``."""
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -94,7 +97,7 @@ class StepQueue:
             for parameter in self._placement.device:
                 self._views.show(parameter)
             # The user may write plain gradients as soon as this returns.
-            plain = {step.held for step in steps if step.on_device is not None}
+            plain = {step.held for step in steps if step.on_device is not None and not self._lend_gradient(step)}
             here = [one for one in self.pending if one.parameter not in self._covered or one in plain]
             with contextlib.ExitStack() as stack:
                 if len(here) == len(self.pending):
@@ -172,6 +175,17 @@ class StepQueue:
                 stepped.update(queued)
                 self.pending.update(queued)
 
+    def _lend_gradient(self, step: Snapshot) -> bool:
+        """Let whoever uses a plain gradient wait for the step that reads it. If not, compute has to wait now."""
+        held, gradient, read = step.held, step.held.parameter.grad, step.on_device
+        if held.parameter not in self._covered or gradient is None or gradient.requires_grad or read is None:
+            return False
+        assert held.updated is not None
+        self._on_device[held] = read
+        self._in_use[held] = GradientInUse.of(local_of(gradient), partial(held.context.transfers.wait, held.updated))
+        _put_gradient(held, self._in_use[held])
+        return True
+
     def _drop_gradients(self, context: DeviceContext) -> None:
         """Let compute wait for the oldest steps during backward, if their gradients exceed the in-flight limit."""
         some = [one for one in self._on_device if one.context is context]
@@ -236,16 +250,26 @@ class StepQueue:
                 waits[one.updated, one.context] = None
         with on_error(self._end_failed_step), contextlib.ExitStack() as stack:
             # All of them, also those behind one that failed.
+            for one in arriving:
+                stack.callback(self._take_gradient_back, one)
             for event, context in reversed(waits):
                 stack.callback(context.transfers.wait, event)
         for one in arriving:
-            self._on_device.pop(one, None)
             self._views.show(one.parameter)
         if arriving and not self.pending:
             for index, written in self._placement.store.end_step(self.now).items():
                 self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
+
+    def _take_gradient_back(self, held: HostParameter) -> None:
+        self._on_device.pop(held, None)
+        in_use = self._in_use.pop(held, None)
+        if in_use is not None:
+            gradient = held.parameter.grad
+            if gradient is not None and local_of(gradient) is in_use:
+                _put_gradient(held, in_use._inner)
+            in_use.check()
 
     def _end_failed_step(self) -> None:
         """If one parameter has failed, the others of its step end, too: the error is raised once."""

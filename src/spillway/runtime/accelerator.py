@@ -134,9 +134,11 @@ class AcceleratorBackend(Backend):
             stream = self._computes[handle] = torch.accelerator.current_stream(index)
         return stream
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
         given = self._given.get(name)
-        self._streams.append(given if given is not None else torch.Stream(device=self.device))
+        self._streams.append(
+            given if given is not None else torch.Stream(device=self.device, priority=-1 if first else 0)
+        )
         if self._driver is not None:
             self._handles[self._streams[-1]] = _as_cuda(self._streams[-1]).cuda_stream
         return self._streams[-1]

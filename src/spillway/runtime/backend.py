@@ -162,8 +162,8 @@ class Backend(ABC):
         """The compute stream of the calling thread, now."""
 
     @abstractmethod
-    def new_stream(self, name: str) -> Stream:
-        """A new stream for copies."""
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
+        """A new stream. If ``first``, its kernels start before those of others that are queued at the time."""
 
     def compute_on(self, stream: Stream) -> AbstractContextManager[object]:
         """Inside, a new stream is the calling thread's compute stream. Only one thread at a time may be inside."""

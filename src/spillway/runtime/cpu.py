@@ -72,7 +72,7 @@ class CpuBackend(Backend):
     def compute(self) -> Stream:
         return _DONE
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
         self._streams.append(_CpuStream(name))
         return self._streams[-1]
 

@@ -70,7 +70,7 @@ class CapturingBackend(Backend):
     def compute(self) -> Stream:
         return self._inner.compute()
 
-    def new_stream(self, name: str) -> Stream:
+    def new_stream(self, name: str, *, first: bool = False) -> Stream:
         return self._streams[name]
 
     def record(self, stream: Stream) -> Event:
