@@ -304,7 +304,7 @@ def bound(row: Row, plain: Row, rates: dict[str, float], options: argparse.Names
         host = (32 if with_masters else 14) * row.parameters * share / (rates["stream"] * 1e9)
     backward = plain.step_seconds / options.micro - plain.forward_seconds
     hidden = plain.forward_seconds if "overlapping" in row.way else 0.0
-    if "clipped" not in row.way:
+    if "in backward" in row.way or ("clipped" not in row.way and "GPU in chunks" not in row.way):
         hidden += backward
     return plain.step_seconds + max(0.0, host - hidden)
 
