@@ -60,7 +60,7 @@ class OffloadedOptimizer(Optimizer):
         master_dtype: the type of the master weights of narrower parameters. ``"auto"``: ``float32`` for ``bfloat16``
             and ``float16``. ``None``: no master weights, each parameter is stepped in its own type.
         offload_gradients: whether gradients are offloaded during backward. If not, they stay on the GPU until they are
-            cleared, and are copied in ``step()``.
+            cleared. A step on the CPU copies them, and one on the GPU reads them there.
         tier: the place of master weights and state: ``"host"``, CPU memory, or ``"disk"``, the session's spill file,
             from which they are streamed to CPU memory to be stepped.
         step_on: the place of the step: ``"cpu"`` or ``"gpu"``. On the GPU, master weights and state are in pinned CPU

@@ -54,7 +54,7 @@ class StepQueue:
         self._on_device: dict[HostParameter, Tensor] = {}
         """Gradients that the GPU reads on another stream. Compute waits for their steps before they are dropped."""
         self._in_use: dict[HostParameter, GradientInUse] = {}
-        """What stands for such a gradient in ``p.grad``."""
+        """The tensors in ``p.grad`` that stand for such gradients."""
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -176,7 +176,7 @@ class StepQueue:
                 self.pending.update(queued)
 
     def _lend_gradient(self, step: Snapshot) -> bool:
-        """Let whoever uses a plain gradient wait for the step that reads it. If not, compute has to wait now."""
+        """Let users of a plain gradient wait for the step that reads it. If not, compute has to wait now."""
         held, gradient, read = step.held, step.held.parameter.grad, step.on_device
         if held.parameter not in self._covered or gradient is None or gradient.requires_grad or read is None:
             return False
