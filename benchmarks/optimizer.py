@@ -3,6 +3,8 @@
     python benchmarks/optimizer.py --json optimizer.json      # 973 M parameters, 8192 tokens
     python benchmarks/optimizer.py --micro 8
     python benchmarks/optimizer.py --micro 2 --ways "on the GPU, clipped" "GPU in chunks, fp32 master weights, clipped"
+    python benchmarks/optimizer.py --micro 8 --seq 2048 --ways "fp32 master weights, all on the GPU" \
+        "GPU in chunks, fp32 master weights, vertical, in backward, overlapping"
     python benchmarks/optimizer.py --shape 8b --layers 32 --ways "fp32 master weights, clipped, overlapping"
 
 A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
@@ -16,7 +18,7 @@ the backward where nothing is clipped.
 
 *GPU in chunks* streams state through the GPU, where it is stepped. The bytes in a row are those of the last step in
 each direction, gradients included. Its *bound* takes these bytes at the rate of copies in both directions at once,
-measured in the same run, in place of the CPU's step. With ``--seq 16384`` a step has 16,384 tokens.
+measured in the same run, in place of the CPU's step. *Vertical* is ``Accumulator(order="vertical")``.
 
 Other systems are measured if they can be imported, and named as absent if not.
 """
@@ -51,6 +53,19 @@ MAX_NORM = 1.0
 
 Update = Callable[[], Any]
 """The part of a step after its last backward."""
+
+
+def run_micro_batch(forward: Callable[[], torch.Tensor]) -> None:
+    """A micro-batch as anybody writes it."""
+    forward().backward()
+
+
+@dataclass
+class Loop:
+    """The parts of a training step."""
+
+    update: Update
+    micro_batch: Callable[[Callable[[], torch.Tensor]], None] = run_micro_batch
 
 
 @dataclass
@@ -113,6 +128,35 @@ def offloaded(
     return updates(stack, optimizer, clipped=clipped)
 
 
+def vertical(
+    stack: Stack, options: argparse.Namespace, *, clipped: bool = False, overlap: bool = True, **given: Any
+) -> Loop:
+    """All micro-batches of a layer run their backward before those of the layer below."""
+    optimizer = spillway.OffloadedOptimizer(
+        stack.parameters(), torch.optim.AdamW, threads=options.threads, fused=True, step_on="gpu", **given, **ADAMW
+    )
+    if overlap:
+        optimizer.overlap_forward(stack)
+    accumulator = spillway.Accumulator(
+        stack,
+        optimizer,
+        steps=options.micro,
+        normalize="sum",
+        order="vertical",
+        max_norm=MAX_NORM if clipped else None,
+    )
+
+    def micro_batch(forward: Callable[[], torch.Tensor]) -> None:
+        with accumulator.micro():
+            accumulator.backward(forward())
+
+    def update() -> Any:
+        accumulator.step()
+        return optimizer
+
+    return Loop(update, micro_batch)
+
+
 def updates(stack: Stack, optimizer: Any, *, clipped: bool = False) -> Update:
     def update() -> Any:
         if clipped:
@@ -125,7 +169,7 @@ def updates(stack: Stack, optimizer: Any, *, clipped: bool = False) -> Update:
 
 
 NOTHING = "no optimizer"
-WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
+WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update | Loop]] = {
     NOTHING: nothing,
     "no gradients kept": none_kept,
     "on the GPU": on_device,
@@ -154,6 +198,11 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update]] = {
     "GPU in chunks, fp32 master weights, clipped, overlapping, gradients stay": partial(
         offloaded, clipped=True, step_on="gpu", overlap=True, offload_gradients=False
     ),
+    "GPU in chunks, fp32 master weights, vertical, in backward, overlapping": partial(vertical, step_in_backward=True),
+    "GPU in chunks, fp32 master weights, vertical, clipped, overlapping, gradients stay": partial(
+        vertical, clipped=True, offload_gradients=False
+    ),
+    "vertical, all on the GPU": partial(vertical, fraction=0.0, overlap=False),
     "fp32 master weights, all on the GPU": partial(offloaded, fraction=0.0),
     "fp32 master weights, clipped": partial(offloaded, clipped=True),
     "fp32 master weights, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),
@@ -171,15 +220,16 @@ def measure(options: argparse.Namespace) -> Row:
     hidden = stack.layers[0].shape.hidden
     batch = torch.randn(1, options.seq, hidden, device=device, dtype=torch.bfloat16)
     try:
-        update = WAYS[options.child](stack, options)
+        made = WAYS[options.child](stack, options)
     except ImportError as error:
         return Row(options.child, absent=str(error))
+    loop = made if isinstance(made, Loop) else Loop(made)
     last: list[Any] = []
 
     def step() -> None:
         for _ in range(options.micro):
-            stack(batch).float().square().mean().backward()
-        last[:] = [update()]
+            loop.micro_batch(lambda: stack(batch).float().square().mean())
+        last[:] = [loop.update()]
 
     def run(steps: int) -> float:
         begin = time.perf_counter()
