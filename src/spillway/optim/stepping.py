@@ -242,18 +242,17 @@ class StepQueue:
 
     def _arrive(self, held: Iterable[HostParameter]) -> None:
         """Let compute wait for some parameters. The last of them end the step."""
-        waits: dict[tuple[Event, DeviceContext], None] = {}
         arriving = [one for one in held if one in self.pending]
+        waits: dict[tuple[Event, DeviceContext], list[HostParameter]] = {}
         for one in arriving:
-            self.pending.discard(one)
-            if one.updated is not None:
-                waits[one.updated, one.context] = None
+            assert one.updated is not None
+            waits.setdefault((one.updated, one.context), []).append(one)
         with on_error(self._end_failed_step), contextlib.ExitStack() as stack:
             # All of them, also those behind one that failed.
             for one in arriving:
                 stack.callback(self._take_gradient_back, one)
-            for event, context in reversed(waits):
-                stack.callback(context.transfers.wait, event)
+            for (event, context), of_event in reversed(waits.items()):
+                stack.callback(self._wait_once, event, context, of_event)
         for one in arriving:
             self._views.show(one.parameter)
         if arriving and not self.pending:
@@ -261,6 +260,15 @@ class StepQueue:
                 self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
+
+    def _wait_once(self, event: Event, context: DeviceContext, held: Sequence[HostParameter]) -> None:
+        """Let compute wait. An error of the step is raised once; after an interrupt, it is still to be waited for."""
+        try:
+            context.transfers.wait(event)
+        except Exception:
+            self.pending.difference_update(held)
+            raise
+        self.pending.difference_update(held)
 
     def _take_gradient_back(self, held: HostParameter) -> None:
         self._on_device.pop(held, None)
