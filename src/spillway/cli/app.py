@@ -56,7 +56,7 @@ app.command(context_settings=_OF_SCRIPT)(profile)
 app.command()(plan)
 app.command()(report)
 app.command(context_settings=_OF_SCRIPT)(bench)
-app.command()(demo)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(demo)
 app.command()(doctor)
 
 

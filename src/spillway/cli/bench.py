@@ -6,6 +6,7 @@ The process of a way is ``python -m spillway.cli.bench FILE WAY STEPS SCRIPT ARG
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json as json_module
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,13 @@ LEAST_STEPS = 3
 """One step warms up, and the end of another is the begin of the first that is measured."""
 CHILD_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Set for each way, unless the user has set it: with it, cuBLAS is deterministic."""
-_ROW = "{:<18}{:>10}{:>10}{:>10}{:>9}{:>11}{:>9}"
+WAYS = "baseline,recompute,offload"
+Ways = Annotated[
+    str, typer.Option(help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
+]
+Steps = Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")]
+Table = Annotated[Path | None, typer.Option("--json", help="Write the table to this file, too.")]
+_ROW = "{:<17}{:>10}{:>9}{:>11}{:>13}{:>9}{:>10}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +54,15 @@ class Result:
     """Time of each measured step, from the end of one optimizer step to that of the next."""
     peak_bytes: int | None = None
     """In these steps, by ``peak_source``."""
+    activation_bytes: int | None = None
+    """The peak minus the memory in use just before these steps."""
     peak_source: str = ""
     reserved_bytes: int | None = None
     """Most memory that the GPU's allocator had reserved."""
     outcome: dict[str, Any] | None = None
     """As ``spillway run --json`` writes it."""
+    output: str | None = None
+    """SHA-256 of what the script printed."""
     error: str | None = None
     """Why there is no figure, in a sentence."""
 
@@ -60,33 +71,35 @@ class Result:
         """Seconds."""
         return statistics.median(self.seconds) if self.seconds else None
 
-    @property
-    def quartiles(self) -> tuple[float, float] | None:
-        """Seconds."""
-        if len(self.seconds) < 2:
-            return None
-        low, _, high = statistics.quantiles(self.seconds, method="inclusive")
-        return low, high
-
 
 def bench(
     context: typer.Context,
     target: Target,
     arguments: Arguments = None,
     module: AsModule = False,
-    ways: Annotated[
-        str, typer.Option(help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
-    ] = "baseline,recompute,offload",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")] = 12,
-    json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
+    ways: Ways = WAYS,
+    steps: Steps = 12,
+    json: Table = None,
 ) -> None:
-    """Run a script in several ways, each in its own process; compare time and memory.
+    """Run a script in several ways, each in its own process; compare time, memory and output.
 
-    Each process ends after so many optimizer steps. Losses are not compared, since a script does not say what its
-    loss is.
+    Each process ends after so many optimizer steps.
+    """
+    from spillway.cli.running.script import Script
+
+    script = Script(target, tuple(arguments or ()), is_module=module)
+    warn_of_misplaced_options(context, target, script.arguments)
+    if all(result.error for result in compare(script, ways, steps, json).values()):
+        raise typer.Exit(1)
+
+
+def compare(script: Script, ways: str, steps: int, json: Path | None) -> dict[str, Result]:
+    """Run a script in several ways, print the table, and write it to a file.
+
+    Raises:
+        UsageError: for a wrong argument, before anything runs.
     """
     from spillway.cli.running.options import options_of_way
-    from spillway.cli.running.script import Script
     from spillway.planner.files import check_writable, write_file
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -95,13 +108,11 @@ def bench(
             "the files of `torchrun ... spillway run --json` instead"
         )
     check_writable("--json", json)
-    script = Script(target, tuple(arguments or ()), is_module=module)
     names = [name for way in dict.fromkeys(ways.split(",")) if (name := way.strip())]
-    warn_of_misplaced_options(context, target, script.arguments)
     for way in names:
         options_of_way(way)
     if not names:
-        raise UsageError("--ways: got none, expected at least one, such as baseline,recompute,offload")
+        raise UsageError(f"--ways: got none, expected at least one, such as {WAYS}")
     script.check()
     if steps < LEAST_STEPS:
         raise UsageError(f"--steps: got {steps}, expected at least {LEAST_STEPS}, since the first ones warm up")
@@ -114,8 +125,7 @@ def bench(
         rows = [{"way": way, "answer": asdict(result)} for way, result in results.items()]
         report = {"script": asdict(script), "steps": steps, "rows": rows, "schema": 1}
         write_file(json, json_module.dumps(report, indent=1), what="--json")
-    if all(result.error for result in results.values()):
-        raise typer.Exit(1)
+    return results
 
 
 def to_text(results: dict[str, Result]) -> str:
@@ -127,19 +137,20 @@ def to_text(results: dict[str, Result]) -> str:
         return "-" if part is None or not whole else f"{part / whole:.2f}"
 
     baseline = results.get(BASELINE, Result())
-    lines = [_ROW.format("way", "step", "from", "to", "of base", "peak", "of base")]
+    lines = [_ROW.format("way", "step", "of base", "peak", "activations", "of base", "output")]
     for way, each in results.items():
-        seconds = (each.median, *(each.quartiles or (None, None)))
-        lines.append(
-            _ROW.format(
-                printable(way),
-                *("-" if time is None else format_seconds(time) for time in seconds),
-                share(each.median, baseline.median),
-                "-" if each.peak_bytes is None else format_bytes(each.peak_bytes),
-                share(each.peak_bytes, baseline.peak_bytes),
-            )
+        same = {True: "same", False: "other"}[each.output == baseline.output] if baseline.output else "-"
+        cells = (
+            "-" if each.median is None else format_seconds(each.median),
+            share(each.median, baseline.median),
+            "-" if each.peak_bytes is None else format_bytes(each.peak_bytes),
+            "-" if each.activation_bytes is None else format_bytes(each.activation_bytes),
+            share(each.activation_bytes, baseline.activation_bytes),
+            "-" if each.error else same,
         )
-    notes = ["step: median between optimizer steps; from, to: quartiles. Losses are not compared."]
+        lines.append(_ROW.format(printable(way), *cells))
+    notes = ["step: median between optimizer steps. activations: the peak minus the memory in use between steps."]
+    notes += ["output: whether the script printed the same as in baseline."]
     notes += sorted({f"peak: {each.peak_source}" for each in results.values() if each.peak_source})
     notes += [f"{way}: {each.error}" for way, each in results.items() if each.error]
     return "\n".join([*lines, "", *(line for note in notes for line in wrapped(note))])
@@ -147,20 +158,26 @@ def to_text(results: dict[str, Result]) -> str:
 
 def _run(script: Script, way: str, steps: int) -> Result:
     """Run a script in one way, in a process of its own. Its output is not shown."""
-    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder, tempfile.TemporaryFile() as errors:
+    with (
+        tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
+        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryFile() as output,
+    ):
         file = Path(folder) / "result.json"
         module = ["-m"] if script.is_module else []
         words = [str(file), way, str(steps), *module, script.target, *script.arguments]
         done = subprocess.run(
             [sys.executable, "-m", "spillway.cli.bench", *words],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=errors,
             env={**CHILD_ENVIRONMENT, **os.environ},
             check=False,
         )
+        output.seek(0)
         if file.exists():
-            return Result(**json_module.loads(file.read_bytes()))
+            digest = hashlib.file_digest(output, "sha256").hexdigest()
+            return replace(Result(**json_module.loads(file.read_bytes())), output=digest)
         errors.seek(0)
         lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
         code = done.returncode
@@ -210,6 +227,8 @@ class Stopwatch:
         self.attached: list[Attached] = []
         """Their plans have to be active before steps are timed."""
         self.meter: PeakMeter | None = None
+        self.bytes_before = 0
+        """In use when the meter started."""
         self.ends: list[float] = []
         """Times of the end of each step."""
 
@@ -226,7 +245,7 @@ class Stopwatch:
             self.ends.append(now)
         elif count >= self.warm_up and all(each.stage in (None, "active") for each in self.attached):
             self.meter = PeakMeter(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
-            self.meter.start()
+            self.bytes_before = self.meter.start()
             self.ends.append(time.perf_counter())
         if count >= self.steps:
             raise ScriptExit
@@ -263,7 +282,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
         script.run()
     except BudgetError as error:
         return Result(error=str(error))
-    peak, outcome = None if watch.meter is None else watch.meter.peak(), None
+    peak, outcome = 0 if watch.meter is None else watch.meter.peak(), None
     clock.end()
     if isinstance(clock, ScriptObserver):
         result = result_of(clock)
@@ -280,6 +299,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
     return Result(
         seconds=[end - begin for begin, end in itertools.pairwise(watch.ends)],
         peak_bytes=peak,
+        activation_bytes=peak - watch.bytes_before,
         peak_source=watch.meter.source,
         reserved_bytes=torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else None,
         outcome=outcome,
