@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -108,8 +107,7 @@ def _measure(
     from spillway.cli.findings import Finding, Severity
     from spillway.profiler.machine import known_hardware
 
-    with warnings.catch_warnings(record=True) as told, working("looking", quiet=quiet) as tell:
-        warnings.simplefilter("always", UserWarning)
+    with working("looking", quiet=quiet) as tell:
         try:
             hardware = known_hardware(
                 device,
@@ -127,22 +125,7 @@ def _measure(
                 "Correct that first, and measure again.",
             )
             return None, (failed,)
-    found = []
-    for warning in told:
-        message = str(warning.message)
-        if message.startswith("spillway:"):
-            found.append(
-                Finding(
-                    "not-kept",
-                    Severity.NOTE,
-                    message,
-                    "Each process that plans measures this machine again.",
-                    "Set SPILLWAY_CACHE to a writable directory.",
-                )
-            )
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return hardware, tuple(found)
+    return hardware, ()
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:
@@ -158,16 +141,17 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _machine(facts: Facts, hardware: Hardware | None) -> Iterator[tuple[str, str]]:
-    device, memory, spill = facts.device, facts.memory, facts.spill
-    count = "" if device.count < 2 else f", one of {device.count}"
-    yield "device", f"{_text(device.name)} ({device.type}), {format_bytes(device.nbytes or memory.limit)}{count}"
-    limit = "" if memory.limit >= memory.machine else f" of the machine's {format_bytes(memory.machine)}"
-    yield "CPU memory", f"{format_bytes(memory.limit)}{limit}, {format_bytes(memory.available)} free"
-    if spill.directory is not None:
-        how = "direct" if spill.direct else "through the page cache"
-        yield "spills to", f"{_text(spill.directory)} ({spill.kind}, {how}), {format_bytes(spill.free)} free"
+    count = "" if facts.device_count < 2 else f", one of {facts.device_count}"
+    size = format_bytes(facts.device_bytes or facts.limit)
+    yield "device", f"{_text(facts.device_name)} ({facts.device}), {size}{count}"
+    limit = "" if facts.limit >= facts.machine_bytes else f" of the machine's {format_bytes(facts.machine_bytes)}"
+    yield "CPU memory", f"{format_bytes(facts.limit)}{limit}, {format_bytes(facts.available)} free"
+    if facts.spill_directory is not None:
+        how = "direct" if facts.spill_direct else "through the page cache"
+        place = f"{_text(facts.spill_directory)} ({facts.spill_kind}, {how})"
+        yield "spills to", f"{place}, {format_bytes(facts.spill_free)} free"
     yield "torch", f"{facts.torch}{'' if facts.built_for is None else f', {facts.built_for}'}; {facts.system}"
-    if device.type == "cpu":
+    if facts.device == "cpu":
         yield "malloc", _text(facts.malloc)
     if hardware is None:
         return
