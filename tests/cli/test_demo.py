@@ -17,9 +17,10 @@ import torch
 
 from spillway.cli import demo
 from spillway.cli.app import main
-from spillway.cli.bench import PeakMeter, Result, to_text
+from spillway.cli.bench import Result, to_text
 from spillway.cli.training import GPT, add_to_hash, batches, load_text, parse
 from spillway.profiler.machine import known_hardware
+from spillway.profiler.meter import DeviceMemory
 from spillway.runtime.process_memory import has_mark
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -181,8 +182,9 @@ def test_the_loss_falls() -> None:
 @pytest.mark.skipif(not has_mark(), reason="this kernel keeps no high-water mark that can be reset")
 def test_the_high_water_mark_sees_a_peak_that_is_gone_and_forgets_the_one_before() -> None:
     size = 64 * 2**20
-    meter = PeakMeter(torch.device("cpu"))
+    memory = DeviceMemory(torch.device("cpu"))
     torch.ones(2 * size, dtype=torch.uint8)  # before the start: must not count
-    before = meter.start()
+    memory.reset_peak()
+    before = memory.level()
     torch.ones(size, dtype=torch.uint8)
-    assert size * 0.9 <= meter.peak() - before <= size * 1.5
+    assert size * 0.9 <= memory.peak() - before <= size * 1.5

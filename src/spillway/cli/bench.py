@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
     from spillway.attaching import Attached
     from spillway.cli.running.script import Script
+    from spillway.profiler.meter import DeviceMemory
 
 LEAST_STEPS = 3
 """One step warms up, and the end of another is the begin of the first that is measured."""
@@ -57,8 +58,6 @@ class Result:
     activation_bytes: int | None = None
     """The peak minus the memory in use just before these steps."""
     peak_source: str = ""
-    reserved_bytes: int | None = None
-    """Most memory that the GPU's allocator had reserved."""
     outcome: dict[str, Any] | None = None
     """As ``spillway run --json`` writes it."""
     output: str | None = None
@@ -185,50 +184,18 @@ def _run(script: Script, way: str, steps: int) -> Result:
         return Result(error=f"the script {how}: {lines[-1].strip() if lines else 'it said nothing'}")
 
 
-class PeakMeter:
-    """Measures peak memory from :meth:`start` on: torch's allocator counts it, or on the CPU it is resident memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        from torch import accelerator
-
-        from spillway.runtime.process_memory import ResidentPeak, has_mark
-
-        self._accelerator = accelerator
-        self._resident = ResidentPeak() if device.type == "cpu" else None
-        how = "by the kernel's high-water mark" if has_mark() else "sampled"
-        self.source = (
-            "bytes allocated on the device, by torch's allocator"
-            if self._resident is None
-            else f"resident bytes of the process, {how}"
-        )
-        """The kind of memory, for people."""
-
-    def start(self) -> int:
-        """Forget the peak. Returns the bytes in use now."""
-        if self._resident is not None:
-            return self._resident.restart().now
-        self._accelerator.synchronize()
-        self._accelerator.reset_peak_memory_stats()
-        return self._accelerator.memory_allocated()
-
-    def peak(self) -> int:
-        """The most bytes in use since :meth:`start`."""
-        if self._resident is not None:
-            return self._resident.most()
-        self._accelerator.synchronize()
-        return self._accelerator.max_memory_allocated()
-
-
 class Stopwatch:
     """Times the steps after the warm-up and the search for plans, and ends the script after the last one."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.device = device
         self.steps, self.warm_up = steps, max(1, steps // 4)
         self.attached: list[Attached] = []
         """Their plans have to be active before steps are timed."""
-        self.meter: PeakMeter | None = None
+        self.memory: DeviceMemory | None = None
+        """Its peak is that of the measured steps."""
         self.bytes_before = 0
-        """In use when the meter started."""
+        """In use when they began."""
         self.ends: list[float] = []
         """Times of the end of each step."""
 
@@ -237,6 +204,7 @@ class Stopwatch:
         import torch
 
         from spillway.cli.running.script import ScriptExit
+        from spillway.profiler.meter import DeviceMemory
 
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -244,8 +212,9 @@ class Stopwatch:
         if self.ends:
             self.ends.append(now)
         elif count >= self.warm_up and all(each.stage in (None, "active") for each in self.attached):
-            self.meter = PeakMeter(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
-            self.bytes_before = self.meter.start()
+            self.memory = DeviceMemory(self.device)
+            self.memory.reset_peak()
+            self.bytes_before = self.memory.level()
             self.ends.append(time.perf_counter())
         if count >= self.steps:
             raise ScriptExit
@@ -262,13 +231,16 @@ def measure(script: Script, way: str, steps: int) -> Result:
     from spillway.cli.running.observer import ScriptObserver, StepClock
     from spillway.cli.running.options import options_of_way
     from spillway.cli.running.result import result_of
-    from spillway.runtime.process_memory import set_malloc
+    from spillway.runtime.process_memory import has_mark, set_malloc
 
     options = options_of_way(way)
-    if torch.accelerator.current_accelerator() is None:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    source = "bytes allocated on the device, by torch's allocator"
+    if device.type == "cpu":
         # In every way, before the script makes a model.
         set_malloc()
-    watch = Stopwatch(steps)
+        source = f"resident bytes of the process, {'by the kernel' if has_mark() else 'sampled'}"
+    watch = Stopwatch(steps, device)
 
     def attach(model: Module) -> tuple[Attached, str]:
         assert options is not None
@@ -282,7 +254,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
         script.run()
     except BudgetError as error:
         return Result(error=str(error))
-    peak, outcome = 0 if watch.meter is None else watch.meter.peak(), None
+    peak, outcome = 0 if watch.memory is None else watch.memory.peak(), None
     clock.end()
     if isinstance(clock, ScriptObserver):
         result = result_of(clock)
@@ -290,7 +262,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
         clock.models.close()
         if not result.models:
             return Result(error=f"nothing was attached: {result.reasons}", outcome=outcome)
-    if watch.meter is None or len(watch.ends) < 2:
+    if len(watch.ends) < 2:
         return Result(
             error=f"no step was measured in {clock.count} optimizer steps: the first {watch.warm_up} are not, nor "
             f"those in which a plan is looked for; give more --steps, or a script that has as many",
@@ -300,8 +272,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
         seconds=[end - begin for begin, end in itertools.pairwise(watch.ends)],
         peak_bytes=peak,
         activation_bytes=peak - watch.bytes_before,
-        peak_source=watch.meter.source,
-        reserved_bytes=torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else None,
+        peak_source=source,
         outcome=outcome,
     )
 
