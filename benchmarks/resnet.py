@@ -39,8 +39,8 @@ import torch
 from torch.nn import functional
 
 import spillway
+from _table import describe_hardware, describe_versions
 from spillway.cli.bench import CHILD_ENVIRONMENT
-from spillway.cli.demo import describe_hardware, describe_versions
 from spillway.cli.training import add_to_hash
 from spillway.profiler.meter import DeviceMemory
 from spillway.runtime.process_memory import set_malloc

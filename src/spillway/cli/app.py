@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from spillway.cli.bench import bench
-from spillway.cli.demo import demo, describe_versions
+from spillway.cli.demo import demo
 from spillway.cli.doctor import doctor
 from spillway.cli.plan import plan
 from spillway.cli.report import report
@@ -63,8 +63,13 @@ app.command()(doctor)
 @app.command()
 def version() -> None:
     """Print the versions of Spillway, torch and Python."""
-    versions = describe_versions()
-    typer.echo(f"spillway {versions['spillway']}, torch {versions['torch']}, Python {versions['python']}")
+    import platform
+
+    import torch
+
+    import spillway
+
+    typer.echo(f"spillway {spillway.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
 
 
 def main() -> None:
