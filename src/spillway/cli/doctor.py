@@ -118,8 +118,8 @@ def _measure(
             )
         except (TierError, BackendError) as error:
             failed = Finding(
-                "not-measured",
                 Severity.COSTS,
+                "not-measured",
                 f"The machine could not be measured: {error}",
                 "Its bandwidths are unknown.",
                 "Correct that first, and measure again.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
 import platform
 import shutil
@@ -52,14 +53,17 @@ class Severity(enum.StrEnum):
 class Finding:
     """One finding."""
 
+    severity: Severity
     code: str
     """A short stable name, for programs."""
-    severity: Severity
     found: str
     means: str
     """The consequence."""
     do: str
     """The remedy."""
+
+
+_stops, _costs, _note = (functools.partial(Finding, severity) for severity in Severity)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -210,25 +214,22 @@ def _accelerator(facts: Facts) -> Iterator[Finding]:
     if facts.device != "cpu":
         return
     if facts.seen is None:
-        yield Finding(
+        yield _note(
             "no-accelerator",
-            Severity.NOTE,
             "No GPU is used.",
             "Activations are offloaded from CPU memory to a file on disk, which is far slower than PCIe.",
             "No action needed for CPU training. Otherwise run this on the GPU machine.",
         )
     elif facts.built_for is None:
-        yield Finding(
+        yield _costs(
             "cpu-torch",
-            Severity.COSTS,
             f"The machine has {facts.seen}, but torch {facts.torch} is a build for the CPU.",
             "Training runs on the CPU, and so does Spillway.",
             "Install the build of torch for this GPU (see pytorch.org), unless you mean to train on the CPU.",
         )
     else:
-        yield Finding(
+        yield _costs(
             "accelerator-not-used",
-            Severity.COSTS,
             f"The machine has {facts.seen}, and torch is built for {facts.built_for}, but the CPU is used.",
             "You asked for the CPU; or the driver is too old for this torch; or the GPU is hidden.",
             "Look at CUDA_VISIBLE_DEVICES, and at the error of torch.cuda.init(), unless you mean to train on the CPU.",
@@ -237,25 +238,22 @@ def _accelerator(facts: Facts) -> Iterator[Finding]:
 
 def _device(facts: Facts) -> Iterator[Finding]:
     if facts.device_error is not None:
-        yield Finding(
+        yield _stops(
             "device-fails",
-            Severity.STOPS,
             f"The driver of {facts.device} reports: {facts.device_error}",
             "No process can use the GPU.",
             "Check that no other process has exclusive use of it, and that the driver works (nvidia-smi).",
         )
     elif facts.unified:
-        yield Finding(
+        yield _costs(
             "unified-memory",
-            Severity.COSTS,
             f"{facts.device_name} shares the CPU's memory.",
             "Offloading to CPU memory would free nothing, so Spillway keeps the activations.",
             'Use spillway.recompute(), or offload(tier="disk").',
         )
     elif facts.device_free < _FREE_SHARE * facts.device_bytes:
-        yield Finding(
+        yield _note(
             "device-in-use",
-            Severity.NOTE,
             f"{format_bytes(facts.device_bytes - facts.device_free)} of {format_bytes(facts.device_bytes)} on the GPU "
             "are in use.",
             "Another process uses the memory, and also PCIe and the GPU.",
@@ -270,18 +268,16 @@ def _pinned(facts: Facts) -> Iterator[Finding]:
     limit = "" if lockable is None else f" The limit on locked memory is {format_bytes(lockable)}."
     remedy = "Raise the limit: ulimit -l unlimited, docker run --ulimit memlock=-1, LimitMEMLOCK=infinity."
     if facts.pinned_error is not None:
-        yield Finding(
+        yield _stops(
             "no-pinned-memory",
-            Severity.STOPS,
             f"{format_bytes(TRIED_BYTES)} of CPU memory could not be pinned: {facts.pinned_error}.{limit}",
             "Nothing can be offloaded to CPU memory: copies that overlap with compute need pinned memory.",
             remedy,
         )
     elif lockable is not None and TRIED_BYTES <= lockable < facts.host_budget:
         # A driver that pinned more than the limit does not obey it.
-        yield Finding(
+        yield _costs(
             "locked-memory",
-            Severity.COSTS,
             f"This process may lock {format_bytes(lockable)} of memory (ulimit -l).",
             f"If the driver obeys that limit, pinning fails before the host budget of "
             f"{format_bytes(facts.host_budget)} is used. Spillway then keeps the rest on the GPU.",
@@ -291,17 +287,15 @@ def _pinned(facts: Facts) -> Iterator[Finding]:
 
 def _memory(facts: Facts) -> Iterator[Finding]:
     if facts.ranks_error is not None:
-        yield Finding(
+        yield _stops(
             "ranks",
-            Severity.STOPS,
             facts.ranks_error,
             "A session cannot compute this process's share of CPU memory.",
             "Correct or unset the variable, or give Session a host_budget.",
         )
     if facts.limit < _NO_LIMIT * facts.machine_bytes:
-        yield Finding(
+        yield _note(
             "memory-limit",
-            Severity.NOTE,
             f"A control group limits this process to {format_bytes(facts.limit)} of the machine's "
             f"{format_bytes(facts.machine_bytes)}.",
             f"Spillway takes at most {format_bytes(facts.host_budget)}. Data loaders and page cache count as well; "
@@ -311,18 +305,16 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     # A control group's limit does not promise that the machine has so much memory free.
     available = min(facts.available, facts.limit)
     if available < _LITTLE_MEMORY:
-        yield Finding(
+        yield _costs(
             "little-memory",
-            Severity.COSTS,
             f"{format_bytes(available)} of CPU memory are free.",
             "Offloading will make the machine swap, or the kernel end a process.",
             "End other processes, or set host_budget to less than that.",
         )
     elif not facts.unified and facts.host_budget < facts.device_bytes:
         ranks = f" for each of {facts.ranks} processes" if facts.ranks > 1 else ""
-        yield Finding(
+        yield _note(
             "host-smaller-than-device",
-            Severity.NOTE,
             f"The host budget is {format_bytes(facts.host_budget)}{ranks}, less than the GPU's "
             f"{format_bytes(facts.device_bytes)}.",
             "A step that saves more than the budget keeps the rest on the GPU.",
@@ -335,8 +327,8 @@ def _spill(facts: Facts) -> Iterator[Finding]:
     severity = Severity.COSTS if is_cpu else Severity.NOTE
     if facts.spill_error is not None:
         yield Finding(
-            "spill-in-memory" if facts.spill_in_memory else "no-spill-directory",
             Severity.STOPS if is_cpu else Severity.COSTS if facts.spill_named else Severity.NOTE,
+            "spill-in-memory" if facts.spill_in_memory else "no-spill-directory",
             facts.spill_error,
             "Nothing can be offloaded: on the CPU, the disk is the default."
             if is_cpu
@@ -346,24 +338,24 @@ def _spill(facts: Facts) -> Iterator[Finding]:
     else:
         if not facts.spill_direct:
             yield Finding(
-                "page-cache",
                 severity,
+                "page-cache",
                 f"{facts.spill_directory} ({facts.spill_kind or 'unknown'}) has no direct I/O.",
                 "Offloading to disk goes through the page cache, which takes CPU memory and time.",
                 "Set SPILLWAY_DIR to a directory on a local disk (ext4, xfs), mounted into the container.",
             )
         if facts.spill_free < _LITTLE_DISK:
             yield Finding(
-                "little-disk",
                 severity,
+                "little-disk",
                 f"{format_bytes(facts.spill_free)} are free at {facts.spill_directory}.",
                 "No more than that can be offloaded to disk; Spillway keeps the rest.",
                 "Free some space, or set SPILLWAY_DIR to a larger disk.",
             )
     if facts.wsl:
         yield Finding(
-            "wsl",
             Severity.NOTE if is_cpu else Severity.COSTS,
+            "wsl",
             "This is Linux inside of Windows (WSL).",
             "It gets a part of the memory, and Windows allows little of that to be pinned; Windows' disks are slow.",
             "Raise memory= in .wslconfig, set a small host_budget, and spill to the Linux file system.",
@@ -373,9 +365,8 @@ def _spill(facts: Facts) -> Iterator[Finding]:
 def _bandwidths(facts: Facts, hardware: Hardware) -> Iterator[Finding]:
     link, is_cpu = hardware.bandwidth(), facts.device == "cpu"
     if not is_cpu and not facts.unified and min(link.out, link.back) < _SLOW_LINK:
-        yield Finding(
+        yield _costs(
             "slow-link",
-            Severity.COSTS,
             f"Copies to CPU memory reach {link.out / 1e9:.1f} GB/s, and back {link.back / 1e9:.1f} GB/s.",
             "PCIe 3 x16 is faster. The slot may be narrower, the NUMA node far, or PCIe in use.",
             "Try spillway.bind_to_device(); check the link width (nvidia-smi -q); measure alone with --fresh.",
@@ -383,8 +374,8 @@ def _bandwidths(facts: Facts, hardware: Hardware) -> Iterator[Finding]:
     disk = [rate for rate in (hardware.disk_write, hardware.disk_read) if rate is not None]
     if disk and min(disk) < _SLOW_DISK:
         yield Finding(
-            "slow-disk",
             Severity.COSTS if is_cpu else Severity.NOTE,
+            "slow-disk",
             f"The disk reaches {min(disk) / 1e6:.0f} MB/s.",
             "Local flash is faster. A step that offloads to this disk stalls most of the time.",
             "Set SPILLWAY_DIR to a directory on a local SSD.",
