@@ -1093,7 +1093,7 @@ def as_accelerator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     adversary = AdversaryBackend()
     monkeypatch.setattr(spillway.Session, "_default", None)
     for module in (megatron, megatron.manager):
-        monkeypatch.setattr(module, "current_device", lambda: torch.device("cuda", 0))
+        monkeypatch.setattr(module, "which_device", lambda: torch.device("cuda", 0))
     with spillway.Session(window=64 * KiB, backend=adversary.serve, spill_directory=tmp_path) as session:
         session.use_as_default()
         session._runtimes[torch.device("cuda", 0)] = session.runtime(torch.device("cpu"))  # type: ignore[assignment]

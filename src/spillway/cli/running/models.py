@@ -140,7 +140,8 @@ class ModelRegistry:
 
     def parameters(self) -> set[int]:
         """Ids of the parameters of all managed and all rejected models."""
-        modules = [each.module() for each in (*self.managed, *self.rejected)]
+        references = [*(each.module for each in self.managed), *(each.module for each in self.rejected)]
+        modules = [reference() for reference in references]
         return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
 
     def judge_again(self) -> None:

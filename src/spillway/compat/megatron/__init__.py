@@ -17,11 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spillway.compat import current_device
 from spillway.compat.megatron.chunk import ChunkOffloadHandler, OffloadTensorGroup
 from spillway.compat.megatron.manager import OffloadTensorPool, PipelineOffloadManager
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
 from spillway.errors import UsageError
+from spillway.runtime.system import which_device
 from spillway.saved_tensors.groups import Group
 from spillway.summarizing import summary
 from spillway.types import GroupStats, StepStats
@@ -146,7 +146,7 @@ def fine_grained_offloading_forward_record(event: Any = None) -> None:
 
 def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
     """An identity whose backward records an event, as in forward, on a stream which then waits for reloading."""
-    return tensor if current_device().type == "cpu" else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
+    return tensor if which_device().type == "cpu" else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
 
 
 class _BackwardRecord(torch.autograd.Function):

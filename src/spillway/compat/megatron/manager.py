@@ -20,11 +20,11 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from spillway.compat import current_device
 from spillway.compat.megatron.chunk import ChunkOffloadHandler
 from spillway.errors import UsageError
 from spillway.offloading import keep_if_counted, keep_tensor
 from spillway.runtime.backend import Stream
+from spillway.runtime.system import which_device
 from spillway.saved_tensors.groups import Group, Groups
 from spillway.session import Session
 
@@ -94,12 +94,12 @@ class PipelineOffloadManager:
     @property
     def d2h_stream(self) -> Stream:
         """The session's offload stream of the current accelerator, or of the CPU."""
-        return self._session.runtime(current_device()).mover.streams[0]
+        return self._session.runtime(which_device()).mover.streams[0]
 
     @property
     def h2d_stream(self) -> Stream:
         """The session's reload stream of the current accelerator, or of the CPU."""
-        return self._session.runtime(current_device()).mover.streams[1]
+        return self._session.runtime(which_device()).mover.streams[1]
 
     @property
     def cpu_tensor_pool(self) -> OffloadTensorPool:
@@ -110,13 +110,13 @@ class PipelineOffloadManager:
     @property
     def cuda_graph_stream(self) -> torch.Stream | None:
         """A stream to capture and replay graphs on; ``None`` without an accelerator."""
-        self._graph_stream = self._graph_stream or _make_stream(current_device())
+        self._graph_stream = self._graph_stream or _make_stream(which_device())
         return self._graph_stream
 
     @property
     def cuda_graph_event(self) -> torch.Event | None:
         """The default event of ``forward_record`` and ``backward_record``; ``None`` without an accelerator."""
-        self._graph_event = self._graph_event or _make_event(current_device())
+        self._graph_event = self._graph_event or _make_event(which_device())
         return self._graph_event
 
     @property
@@ -252,7 +252,7 @@ class PipelineOffloadManager:
 
     def _record(self, event: Any, number: int) -> None:
         """Record the event, or that for graphs, on the current stream, which then waits for a stream of the mover."""
-        device = current_device()
+        device = which_device()
         if device.type == "cpu":
             return
         event = self._graph_event if event is None else event
