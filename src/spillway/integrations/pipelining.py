@@ -21,7 +21,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -251,9 +250,7 @@ class OffloadedStages:
     def __enter__(self) -> OffloadedStages:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # An exception from inside matters more.
         with suppress(UsageError) if kind is not None else nullcontext():
             self.remove()

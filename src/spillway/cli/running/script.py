@@ -156,7 +156,7 @@ def _hide_frames(error: BaseException) -> None:
     """Show ``sys.excepthook`` an error without the frames of this package."""
     hook = sys.excepthook
     entries = _entries(error.__traceback__)
-    # Of an error that Spillway raised in the script, leave out only the frames that started the script.
+    # An error that Spillway raised in the script is shown with all frames but those that started the script.
     is_own = len(entries) > 1 and _is_ours(entries[-1])
     kept = itertools.dropwhile(_is_ours, entries) if is_own else itertools.filterfalse(_is_ours, entries)
     shown: TracebackType | None = None
