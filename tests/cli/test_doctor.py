@@ -101,6 +101,7 @@ def test_of_a_cpu_it_is_said_that_there_is_no_accelerator() -> None:
         (spill(direct=False), "page-cache", "note"),
         (spill(free=GIB), "little-disk", "note"),
         (replace(GOOD, wsl=True), "wsl", "costs"),
+        (good(measuring_error="the disk is full"), "not-measured", "costs"),
     ],
 )
 def test_each_fact_has_its_finding_and_no_other(facts: Facts, code: str, severity: str) -> None:

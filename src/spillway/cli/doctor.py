@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,7 +16,6 @@ from spillway.errors import BackendError, TierError, UsageError, printable
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import RenderableType
     from rich.table import Table
 
@@ -44,6 +43,7 @@ def doctor(
 
     spillway._require_torch()
     from spillway.cli.findings import findings, read_facts
+    from spillway.profiler.machine import known_hardware
     from spillway.runtime.system import which_device
 
     if fast and fresh:
@@ -53,8 +53,18 @@ def doctor(
     found = findings(facts)
     hardware = None
     if not fast and not _stopped(found):
-        hardware, more = _measure(where, spill_directory, seconds, fresh=fresh, quiet=as_json)
-        found = (*findings(facts, hardware), *more)
+        with working("looking", quiet=as_json) as tell:
+            try:
+                hardware = known_hardware(
+                    where,
+                    spill_directory=spill_directory,
+                    seconds=seconds,
+                    fresh=fresh,
+                    on_part=lambda part: tell(f"measuring {part}"),
+                )
+            except (TierError, BackendError) as error:
+                facts = replace(facts, measuring_error=str(error))
+        found = findings(facts, hardware)
     if as_json:
         typer.echo(to_json(facts, hardware, found))
     else:
@@ -98,34 +108,6 @@ def shown(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...]) -
 
 def _stopped(found: tuple[Finding, ...]) -> bool:
     return any(finding.severity == "stops" for finding in found)
-
-
-def _measure(
-    device: torch.device, directory: Path | None, seconds: float, *, fresh: bool, quiet: bool
-) -> tuple[Hardware | None, tuple[Finding, ...]]:
-    """The machine's bandwidths, and findings about measuring them. Progress goes to stderr."""
-    from spillway.cli.findings import Finding, Severity
-    from spillway.profiler.machine import known_hardware
-
-    with working("looking", quiet=quiet) as tell:
-        try:
-            hardware = known_hardware(
-                device,
-                spill_directory=directory,
-                seconds=seconds,
-                fresh=fresh,
-                on_part=lambda part: tell(f"measuring {part}"),
-            )
-        except (TierError, BackendError) as error:
-            failed = Finding(
-                Severity.COSTS,
-                "not-measured",
-                f"The machine could not be measured: {error}",
-                "Its bandwidths are unknown.",
-                "Correct that first, and measure again.",
-            )
-            return None, (failed,)
-    return hardware, ()
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:

@@ -83,6 +83,9 @@ class Facts:
     malloc: str = ""
     """How the C library's ``malloc`` is set for training on the CPU."""
 
+    measuring_error: str | None = None
+    """The error, if the machine could not be measured."""
+
     device: str
     """Torch's name for the kind of device that Spillway works for: ``"cpu"``, ``"cuda"``."""
     device_name: str
@@ -237,6 +240,13 @@ def _accelerator(facts: Facts) -> Iterator[Finding]:
 
 
 def _device(facts: Facts) -> Iterator[Finding]:
+    if facts.measuring_error is not None:
+        yield _costs(
+            "not-measured",
+            f"The machine could not be measured: {facts.measuring_error}",
+            "Its bandwidths are unknown.",
+            "Correct that first, and measure again.",
+        )
     if facts.device_error is not None:
         yield _stops(
             "device-fails",
