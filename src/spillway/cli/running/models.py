@@ -98,10 +98,6 @@ class Rejected:
     reason: str
 
 
-class _Thread(threading.local):
-    in_owned = False
-
-
 class ModelRegistry:
     """The models of a script. Between :meth:`start` and :meth:`stop` it observes the calls of modules.
 
@@ -112,7 +108,7 @@ class ModelRegistry:
     def __init__(self, attach: Callable[[Module], tuple[Attached, str]], changed: Callable[[], object]) -> None:
         self._attach = attach
         self._changed = changed
-        self._thread = _Thread()
+        self._thread = threading.local()
         self._lock = threading.RLock()
         self._roles: weakref.WeakKeyDictionary[Module, Role] = weakref.WeakKeyDictionary()
         self._refusals: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
@@ -192,7 +188,7 @@ class ModelRegistry:
 
     def _observed_call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = own_call(module)
-        if self._thread.in_owned or not (module.training and torch.is_grad_enabled()):
+        if getattr(self._thread, "in_owned", False) or not (module.training and torch.is_grad_enabled()):
             return call(*args, **kwargs)
         role = self._judge(module)
         if role is Role.PASSED:
