@@ -54,10 +54,9 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     """Time of each measured step, from the end of one optimizer step to that of the next."""
     peak_bytes: int | None = None
-    """In these steps, by ``peak_source``."""
+    """In these steps: allocated on a GPU, resident memory of the process on the CPU."""
     activation_bytes: int | None = None
     """The peak minus the memory in use just before these steps."""
-    peak_source: str = ""
     outcome: dict[str, Any] | None = None
     """As ``spillway run --json`` writes it."""
     output: str | None = None
@@ -138,7 +137,7 @@ def to_text(results: dict[str, Result]) -> str:
     baseline = results.get(BASELINE, Result())
     lines = [_ROW.format("way", "step", "of base", "peak", "activations", "of base", "output")]
     for way, each in results.items():
-        same = {True: "same", False: "other"}[each.output == baseline.output] if baseline.output else "-"
+        same = "-" if not baseline.output else "same" if each.output == baseline.output else "other"
         cells = (
             "-" if each.median is None else format_seconds(each.median),
             share(each.median, baseline.median),
@@ -148,9 +147,11 @@ def to_text(results: dict[str, Result]) -> str:
             "-" if each.error else same,
         )
         lines.append(_ROW.format(printable(way), *cells))
-    notes = ["step: median between optimizer steps. activations: the peak minus the memory in use between steps."]
-    notes += ["output: whether the script printed the same as in baseline."]
-    notes += sorted({f"peak: {each.peak_source}" for each in results.values() if each.peak_source})
+    notes = [
+        "step: median between optimizer steps. peak: memory allocated on a GPU, or resident memory of the process on "
+        "the CPU. activations: the peak minus the memory in use between steps. output: whether the script printed the "
+        "same as in baseline.",
+    ]
     notes += [f"{way}: {each.error}" for way, each in results.items() if each.error]
     return "\n".join([*lines, "", *(line for note in notes for line in wrapped(note))])
 
@@ -231,15 +232,13 @@ def measure(script: Script, way: str, steps: int) -> Result:
     from spillway.cli.running.observer import ScriptObserver, StepClock
     from spillway.cli.running.options import options_of_way
     from spillway.cli.running.result import result_of
-    from spillway.runtime.process_memory import has_mark, set_malloc
+    from spillway.runtime.process_memory import set_malloc
 
     options = options_of_way(way)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    source = "bytes allocated on the device, by torch's allocator"
     if device.type == "cpu":
         # In every way, before the script makes a model.
         set_malloc()
-        source = f"resident bytes of the process, {'by the kernel' if has_mark() else 'sampled'}"
     watch = Stopwatch(steps, device)
 
     def attach(model: Module) -> tuple[Attached, str]:
@@ -272,7 +271,6 @@ def measure(script: Script, way: str, steps: int) -> Result:
         seconds=[end - begin for begin, end in itertools.pairwise(watch.ends)],
         peak_bytes=peak,
         activation_bytes=peak - watch.bytes_before,
-        peak_source=source,
         outcome=outcome,
     )
 
