@@ -38,7 +38,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) --editable '.[report,trainers,quantized,browser,docs,test,dev]'
 	touch $@
 
-demo: $(READY)  ## train a small GPT each way and compare time, memory and gradients (ARGS="--steps 4")
+demo: $(READY)  ## train a small GPT each way and compare time, memory and gradients (ARGS="--layers 4")
 	$(BIN)/spillway demo $(ARGS)
 
 test: $(READY)  ## the tests that every machine can run

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
 import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import psutil
+import torch
+
+import spillway
+from spillway.runtime.system import cpu_name, device_name
 
 GIB = 2**30
 
@@ -68,10 +76,27 @@ def table(*rows: list[str]) -> list[str]:
     return [head, "|" + "---|" * len(rows[0]), *rest]
 
 
+def describe_hardware(device: torch.device) -> dict[str, str | int]:
+    """The device, the processor with the cores that this process may use, the memory in bytes, the system."""
+    return {
+        "device": device_name(device),
+        "cpu": cpu_name(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        "threads": torch.get_num_threads(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "system": f"{platform.system()} {platform.release().split('-')[0]} {platform.machine()}",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of Spillway, torch and Python."""
+    return {"spillway": spillway.__version__, "torch": str(torch.__version__), "python": platform.python_version()}
+
+
 def where_and_when(result: Result) -> str:
-    torch = result["versions"]["torch"].partition("+")[0]
+    version = result["versions"]["torch"].partition("+")[0]
     when = f"; {result['date'][:10]}" if "date" in result else ""
-    return f"{result['hardware']['device']}, torch {torch}{when}:"
+    return f"{result['hardware']['device']}, torch {version}{when}:"
 
 
 # step.py: one method a row.

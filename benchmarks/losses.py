@@ -23,7 +23,7 @@ import torch
 from torch.nn import functional
 
 import spillway
-from spillway.cli.demo import describe_hardware, describe_versions
+from _table import describe_hardware, describe_versions
 
 TOGETHER = 10
 Loss = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

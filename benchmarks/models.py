@@ -43,7 +43,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from spillway.cli.demo import describe_hardware, describe_versions
+from _table import describe_hardware, describe_versions
 from spillway.units import format_bytes
 
 WAYS = ("keep", "checkpoint", "recompute", "at-peak", "half-way")

@@ -45,7 +45,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from _llama import Stack, make_stack
-from spillway.cli.demo import describe_hardware, describe_versions
+from _table import describe_hardware, describe_versions
 
 GIB = 2**30
 ADAMW: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "weight_decay": 0.1}

@@ -35,8 +35,8 @@ import torch
 
 from _picture import Point, picture
 from _planned import CHECKPOINT, LEAST, Row, equal, plain_row, sweep
+from _table import describe_hardware, describe_versions
 from _training import ATTACHED, KEEP, WARMUP, Times, Training
-from spillway.cli.demo import describe_hardware, describe_versions
 from spillway.units import format_bytes
 from step import METHODS
 

@@ -39,9 +39,10 @@ import torch
 from torch.nn import functional
 
 import spillway
-from spillway.cli.bench import CHILD_ENVIRONMENT, PeakMeter
-from spillway.cli.demo import describe_hardware, describe_versions
+from _table import describe_hardware, describe_versions
+from spillway.cli.bench import CHILD_ENVIRONMENT
 from spillway.cli.training import add_to_hash
+from spillway.profiler.meter import DeviceMemory
 from spillway.runtime.process_memory import set_malloc
 
 PLAIN = "plain"
@@ -126,15 +127,15 @@ def measure(options: argparse.Namespace) -> Row:
         add_to_hash(fingerprint, [loss])
         return seconds
 
-    meter = PeakMeter(device)
-    held = meter.start()
+    memory = DeviceMemory(device)
+    held = memory.level()
     first = step()
     # The first pass offloads all, and counts. The second learns which tensors can stay. The third is like all others.
     for _ in range(options.warmup):
         step()
-    meter.start()
+    memory.reset_peak()
     times = [step() for _ in range(options.steps)]
-    peak = meter.peak() - held
+    peak = memory.peak() - held
     add_to_hash(fingerprint, (parameter.grad for parameter in model.parameters() if parameter.grad is not None))
     add_to_hash(fingerprint, model.buffers())
     stats = last[0].stats() if last else spillway.StepStats()
@@ -145,7 +146,7 @@ def measure(options: argparse.Namespace) -> Row:
         max(times),
         first,
         peak,
-        meter.source,
+        "resident bytes of the process" if device.type == "cpu" else "bytes allocated on the device",
         stats.offloaded_bytes,
         stats.reloaded_bytes,
         stats.stall_seconds,

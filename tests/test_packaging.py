@@ -56,12 +56,22 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: zipfile.ZipFile) -> 
 
 def demo_report(*, planned_bytes: int) -> dict[str, Any]:
     """A demo's report, of which the planned way has so many bytes of activations where the baseline has 100."""
-    activations = {"baseline": 100, "checkpoint": 60, "offload": 60, "planned": planned_bytes}
+    activations = {"baseline": 100, "recompute": 60, "offload": 60, "budget=60%": planned_bytes}
+    outcome = {"models": [{"budget": planned_bytes}]}
     rows = [
-        {"way": way, "identical": True, "activation_peak_bytes": nbytes, "peak_bytes": nbytes}
+        {
+            "way": way,
+            "answer": {
+                "error": None,
+                "output": "same",
+                "activation_bytes": nbytes,
+                "peak_bytes": nbytes,
+                "seconds": [1.0] * 5,
+                "outcome": outcome,
+            },
+        }
         for way, nbytes in activations.items()
     ]
-    rows[-1] |= {"budget_bytes": planned_bytes, "counted_steps": 5}
     return {"rows": rows}
 
 

@@ -127,39 +127,29 @@ __all__ = [
 ]
 
 _MODULES = {
-    "accumulate": ["Accumulator", "DeviceNumber", "AccumulationStep", "split_equals_whole"],
-    "attaching": ["Attached", "attach"],
-    "runtime.binding": ["Affinity", "bind_to_device"],
-    "planning": ["longest", "plan", "profile", "simulate"],
-    "saved_tensors.decide": ["list_saved_tensors"],
-    "saved_tensors.groups": ["Groups"],
-    "losses": ["cross_entropy"],
-    "offloading": ["group", "keep", "keep_tensor", "offload", "offload_tensor"],
-    "selectors": ["OperatorCall", "saved_by", "within"],
-    "optim.optimizer": ["OffloadedOptimizer"],
-    "planner.hardware": ["Hardware"],
-    "planner.plan": ["Plan"],
-    "planner.profile": ["Profile"],
-    "planner.timeline": ["Timeline"],
-    "recomputing": ["Recompute", "recompute"],
-    "types": [
-        "Decision",
-        "Event",
-        "EventKind",
-        "EventList",
-        "GroupStats",
-        "OptimizerStats",
-        "SavedTensor",
-        "SavedTensorReport",
-        "StepStats",
-    ],
-    "session": ["Session"],
-    "summarizing": ["Summary", "SummaryRow", "summary"],
+    "accumulate": "AccumulationStep Accumulator DeviceNumber split_equals_whole",
+    "attaching": "Attached attach",
+    "losses": "cross_entropy",
+    "offloading": "group keep keep_tensor offload offload_tensor",
+    "optim.optimizer": "OffloadedOptimizer",
+    "planner.hardware": "Hardware",
+    "planner.plan": "Plan",
+    "planner.profile": "Profile",
+    "planner.timeline": "Timeline",
+    "planning": "longest plan profile simulate",
+    "recomputing": "Recompute recompute",
+    "runtime.binding": "Affinity bind_to_device",
+    "saved_tensors.decide": "list_saved_tensors",
+    "saved_tensors.groups": "Groups",
+    "selectors": "OperatorCall saved_by within",
+    "session": "Session",
+    "summarizing": "Summary SummaryRow summary",
+    "types": "Decision Event EventKind EventList GroupStats OptimizerStats SavedTensor SavedTensorReport StepStats",
 }
 """Public names by module. A module is imported when one of its names is first used, so that the command line can
 print its help before torch is imported."""
 
-_LATER = {name: module for module, names in _MODULES.items() for name in names}
+_LATER = {name: module for module, names in _MODULES.items() for name in names.split()}
 _OLDEST_TORCH = (2, 11)
 
 

@@ -13,7 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -31,15 +31,6 @@ MIN_BYTES = 1 << 20
 """A copy of fewer bytes does not reach the PCIe bandwidth."""
 _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
-
-
-@runtime_checkable
-class Ends(Protocol):
-    """State of a session that has an end."""
-
-    def end(self) -> None:
-        """The session is closed, or the process exits. May raise :class:`~spillway.errors.RecomputeError`."""
-        ...
 
 
 class _Unscoped(threading.local):
@@ -161,7 +152,8 @@ class Session:
         """The session's state of a kind: the one ``kind()``, made on first use.
 
         Every part of Spillway keeps its state of a session in a class of its own, and finds it by this class. If it has
-        a method ``end``, closing the session calls it.
+        a method ``end``, closing the session calls it, or the end of the process. It may raise a
+        :class:`~spillway.errors.RecomputeError`.
 
         Example:
             >>> with Session() as session:
@@ -174,7 +166,7 @@ class Session:
                 state = self._state.get(kind)
                 if state is None:
                     state = self._state[kind] = kind()
-                    if self._ends_at_exit and isinstance(state, Ends):
+                    if self._ends_at_exit and hasattr(state, "end"):
                         atexit.register(state.end)
         return cast("_Kind", state)
 
@@ -295,7 +287,7 @@ class Session:
                 self._file.close()
             with ExitStack() as stack:
                 for state in self._state.values():
-                    if isinstance(state, Ends):
+                    if hasattr(state, "end"):
                         atexit.unregister(state.end)
                         stack.callback(state.end)
 

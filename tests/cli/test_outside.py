@@ -118,7 +118,7 @@ def test_a_cache_that_is_a_fifo_is_measured_again_and_replaced(folder: Folder, s
 def test_text_for_the_demo_is_read_from_regular_files_only(folder: Folder, server: Server) -> None:
     done = server.spillway(folder.path, "demo", "--data", "fifo", "--ways", "baseline", "--steps", "3", "--layers", "1")
     assert done.code == 2
-    assert "data: fifo is neither a file nor a folder" in done.err
+    assert "--data: got 0 bytes of text in regular files of 'fifo'" in done.err
 
 
 # Names.

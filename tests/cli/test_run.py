@@ -113,7 +113,7 @@ def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder
     for way in ("baseline", "recompute"):
         # One step warms up.
         assert len(results[way].seconds) == 4
-        assert results[way].peak_bytes > 0
+        assert results[way].peak_bytes >= results[way].activation_bytes >= 0
         assert results[way].error is None
     assert results["baseline"].outcome is None
     assert results["recompute"].outcome["models"][0]["stats"]["recomputed_bytes"] > 0
@@ -125,9 +125,8 @@ def test_a_way_is_measured_step_by_step_and_ended(server: Server, folder: Folder
     assert text[3].split() == ["budget=1KiB", *"-" * 6]
 
 
-def test_a_row_has_the_median_and_the_quartiles() -> None:
-    result = Result(seconds=[1.0, 2.0, 3.0, 4.0, 50.0])
-    assert (result.median, result.quartiles) == (3.0, (2.0, 4.0))
+def test_a_row_has_the_median() -> None:
+    assert Result(seconds=[1.0, 2.0, 3.0, 4.0, 50.0]).median == 3.0
     assert Result(error="no").median is None
 
 
@@ -139,6 +138,7 @@ def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
     said = json.loads((folder.path / "bench.json").read_text())
     # Of twelve steps, three warm up.
     assert [len(row["answer"]["seconds"]) for row in said["rows"]] == [9, 9]
+    assert said["rows"][0]["answer"]["output"] == said["rows"][1]["answer"]["output"]
     failed = folder.spillway("bench", "--ways", "baseline", "ends.py")
     assert "baseline: the script ended with exit code 5" in failed.out
     assert failed.code == 1, "no way came to its end"

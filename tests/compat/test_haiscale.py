@@ -322,6 +322,7 @@ def test_h5_every_tag_shows_the_lane_on_which_copies_leave_the_current_device(
     found = None if device.type == "cpu" else torch.device(device.type)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: found)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: device.index)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     with Session(backend=AdversaryBackend().serve) as session:
         monkeypatch.setattr(Session, "_default", session)
         out, back = session.runtime(device).mover.streams

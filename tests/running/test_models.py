@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.attaching.call import PLACE, is_attached
-from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS
+from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, UNSEEN
 from spillway.cli.running.observer import ScriptObserver
 from spillway.cli.running.options import RunOptions
 from spillway.cli.running.result import WIDEST, RunResult, result_of
@@ -157,42 +157,48 @@ def test_nobody_looks_any_more_when_all_that_is_stepped_belongs_to_somebody(obse
     model = net()
     optimizer = sgd(model)
     model(batch()).sum().backward()
-    assert observer.models.calls.on
+    assert observer.models.is_observing
     optimizer.step()
-    assert not observer.models.calls.on
+    assert not observer.models.is_observing
     assert nn.Module._compiled_call_impl is None
 
 
 def test_a_model_that_comes_later_is_seen_from_its_first_step_on(observer: ScriptObserver) -> None:
     first, second = net(), net()
     train(first, sgd(first), 3)
-    assert not observer.models.calls.on
+    assert not observer.models.is_observing
     train(second, sgd(second), 2)
     assert [root.module() for root in observer.models.managed] == [first, second]
-    assert not observer.models.calls.on
+    assert not observer.models.is_observing
 
 
 def test_a_model_whose_optimizer_waits_is_seen_in_its_first_forward(observer: ScriptObserver) -> None:
     critic, generator = net(), net()
     first, second = sgd(critic), sgd(generator)
     train(critic, first, 5)
-    assert observer.models.calls.on
+    assert observer.models.is_observing
     generator(batch()).sum().backward()
     assert is_attached(generator)
     second.step()
-    assert not observer.models.calls.on
+    assert not observer.models.is_observing
 
 
-def test_parameters_without_a_gradient_are_seen_when_they_have_one(
-    observer: ScriptObserver,
-) -> None:
+def test_a_model_in_the_same_optimizer_is_seen_though_it_is_called_later(observer: ScriptObserver) -> None:
     model, later = net(), net()
     optimizer = sgd(model, later)
-    train(model, optimizer, 12)
-    assert not observer.models.calls.on
+    train(model, optimizer, 4)
+    assert observer.models.is_observing
     train(lambda x: later(model(x)), optimizer, 2)
     assert is_attached(later)
+    assert not observer.models.is_observing
     assert reasons(observer) == []
+
+
+def test_a_model_that_is_not_called_in_many_steps_is_named_in_the_end(observer: ScriptObserver) -> None:
+    model, never = net(), nn.GRU(4, 4)
+    optimizer = sgd(model, never)
+    train(model, optimizer, 5)
+    assert reasons(observer) == [("GRU", UNSEEN)]
 
 
 def test_two_models_of_a_gan_are_two_roots(observer: ScriptObserver) -> None:
@@ -335,7 +341,7 @@ def test_a_rejected_model_trains_on_and_is_named_once(
     call, model = make()
     losses = train(call, sgd(model), 4)
     assert observer.models.managed == []
-    assert not observer.models.calls.on
+    assert not observer.models.is_observing
     [(found, reason)] = reasons(observer)
     assert found == kind
     assert told in reason
@@ -392,7 +398,8 @@ def test_a_scripted_model_is_said() -> None:
 
 def test_of_a_script_with_one_step_what_was_not_seen_is_said(observer: ScriptObserver) -> None:
     call, model = compiled_in_place()
-    train(call, sgd(model), 1)
+    optimizer = sgd(model)
+    train(call, optimizer, 1)
     assert reasons(observer) == [("Net", COMPILED)]
 
 
@@ -400,7 +407,7 @@ def test_parameters_in_no_module_are_counted(observer: ScriptObserver) -> None:
     weight = nn.Parameter(torch.ones(WIDTH, 4))
     train(lambda x: x @ weight, torch.optim.SGD([weight], lr=0.1), 3)
     assert [(each.kind, each.count) for each in ended(observer).not_attached] == [("Parameter", 1)]
-    assert not observer.models.calls.on
+    assert not observer.models.is_observing
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")

@@ -10,7 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from spillway.cli.bench import bench
-from spillway.cli.demo import demo, describe_versions
+from spillway.cli.demo import demo
 from spillway.cli.doctor import doctor
 from spillway.cli.plan import plan
 from spillway.cli.report import report
@@ -56,15 +56,20 @@ app.command(context_settings=_OF_SCRIPT)(profile)
 app.command()(plan)
 app.command()(report)
 app.command(context_settings=_OF_SCRIPT)(bench)
-app.command()(demo)
+app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(demo)
 app.command()(doctor)
 
 
 @app.command()
 def version() -> None:
     """Print the versions of Spillway, torch and Python."""
-    versions = describe_versions()
-    typer.echo(f"spillway {versions['spillway']}, torch {versions['torch']}, Python {versions['python']}")
+    import platform
+
+    import torch
+
+    import spillway
+
+    typer.echo(f"spillway {spillway.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ The process of a way is ``python -m spillway.cli.bench FILE WAY STEPS SCRIPT ARG
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json as json_module
 import os
@@ -15,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -31,12 +32,19 @@ if TYPE_CHECKING:
 
     from spillway.attaching import Attached
     from spillway.cli.running.script import Script
+    from spillway.profiler.meter import DeviceMemory
 
 LEAST_STEPS = 3
 """One step warms up, and the end of another is the begin of the first that is measured."""
 CHILD_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Set for each way, unless the user has set it: with it, cuBLAS is deterministic."""
-_ROW = "{:<18}{:>10}{:>10}{:>10}{:>9}{:>11}{:>9}"
+WAYS = "baseline,recompute,offload"
+Ways = Annotated[
+    str, typer.Option(help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
+]
+Steps = Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")]
+Table = Annotated[Path | None, typer.Option("--json", help="Write the table to this file, too.")]
+_ROW = "{:<17}{:>10}{:>9}{:>11}{:>13}{:>9}{:>10}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,12 +54,13 @@ class Result:
     seconds: list[float] = field(default_factory=list)
     """Time of each measured step, from the end of one optimizer step to that of the next."""
     peak_bytes: int | None = None
-    """In these steps, by ``peak_source``."""
-    peak_source: str = ""
-    reserved_bytes: int | None = None
-    """Most memory that the GPU's allocator had reserved."""
+    """In these steps: allocated on a GPU, resident memory of the process on the CPU."""
+    activation_bytes: int | None = None
+    """The peak minus the memory in use just before these steps."""
     outcome: dict[str, Any] | None = None
     """As ``spillway run --json`` writes it."""
+    output: str | None = None
+    """SHA-256 of what the script printed."""
     error: str | None = None
     """Why there is no figure, in a sentence."""
 
@@ -60,33 +69,35 @@ class Result:
         """Seconds."""
         return statistics.median(self.seconds) if self.seconds else None
 
-    @property
-    def quartiles(self) -> tuple[float, float] | None:
-        """Seconds."""
-        if len(self.seconds) < 2:
-            return None
-        low, _, high = statistics.quantiles(self.seconds, method="inclusive")
-        return low, high
-
 
 def bench(
     context: typer.Context,
     target: Target,
     arguments: Arguments = None,
     module: AsModule = False,
-    ways: Annotated[
-        str, typer.Option(help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
-    ] = "baseline,recompute,offload",
-    steps: Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")] = 12,
-    json: Annotated[Path | None, typer.Option(help="Write the table to this file, too.")] = None,
+    ways: Ways = WAYS,
+    steps: Steps = 12,
+    json: Table = None,
 ) -> None:
-    """Run a script in several ways, each in its own process; compare time and memory.
+    """Run a script in several ways, each in its own process; compare time, memory and output.
 
-    Each process ends after so many optimizer steps. Losses are not compared, since a script does not say what its
-    loss is.
+    Each process ends after so many optimizer steps.
+    """
+    from spillway.cli.running.script import Script
+
+    script = Script(target, tuple(arguments or ()), is_module=module)
+    warn_of_misplaced_options(context, target, script.arguments)
+    if all(result.error for result in compare(script, ways, steps, json).values()):
+        raise typer.Exit(1)
+
+
+def compare(script: Script, ways: str, steps: int, json: Path | None) -> dict[str, Result]:
+    """Run a script in several ways, print the table, and write it to a file.
+
+    Raises:
+        UsageError: for a wrong argument, before anything runs.
     """
     from spillway.cli.running.options import options_of_way
-    from spillway.cli.running.script import Script
     from spillway.planner.files import check_writable, write_file
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -95,13 +106,11 @@ def bench(
             "the files of `torchrun ... spillway run --json` instead"
         )
     check_writable("--json", json)
-    script = Script(target, tuple(arguments or ()), is_module=module)
     names = [name for way in dict.fromkeys(ways.split(",")) if (name := way.strip())]
-    warn_of_misplaced_options(context, target, script.arguments)
     for way in names:
         options_of_way(way)
     if not names:
-        raise UsageError("--ways: got none, expected at least one, such as baseline,recompute,offload")
+        raise UsageError(f"--ways: got none, expected at least one, such as {WAYS}")
     script.check()
     if steps < LEAST_STEPS:
         raise UsageError(f"--steps: got {steps}, expected at least {LEAST_STEPS}, since the first ones warm up")
@@ -114,8 +123,7 @@ def bench(
         rows = [{"way": way, "answer": asdict(result)} for way, result in results.items()]
         report = {"script": asdict(script), "steps": steps, "rows": rows, "schema": 1}
         write_file(json, json_module.dumps(report, indent=1), what="--json")
-    if all(result.error for result in results.values()):
-        raise typer.Exit(1)
+    return results
 
 
 def to_text(results: dict[str, Result]) -> str:
@@ -127,40 +135,49 @@ def to_text(results: dict[str, Result]) -> str:
         return "-" if part is None or not whole else f"{part / whole:.2f}"
 
     baseline = results.get(BASELINE, Result())
-    lines = [_ROW.format("way", "step", "from", "to", "of base", "peak", "of base")]
+    lines = [_ROW.format("way", "step", "of base", "peak", "activations", "of base", "output")]
     for way, each in results.items():
-        seconds = (each.median, *(each.quartiles or (None, None)))
-        lines.append(
-            _ROW.format(
-                printable(way),
-                *("-" if time is None else format_seconds(time) for time in seconds),
-                share(each.median, baseline.median),
-                "-" if each.peak_bytes is None else format_bytes(each.peak_bytes),
-                share(each.peak_bytes, baseline.peak_bytes),
-            )
+        same = "-" if not baseline.output else "same" if each.output == baseline.output else "other"
+        cells = (
+            "-" if each.median is None else format_seconds(each.median),
+            share(each.median, baseline.median),
+            "-" if each.peak_bytes is None else format_bytes(each.peak_bytes),
+            "-" if each.activation_bytes is None else format_bytes(each.activation_bytes),
+            share(each.activation_bytes, baseline.activation_bytes),
+            "-" if each.error else same,
         )
-    notes = ["step: median between optimizer steps; from, to: quartiles. Losses are not compared."]
-    notes += sorted({f"peak: {each.peak_source}" for each in results.values() if each.peak_source})
+        lines.append(_ROW.format(printable(way), *cells))
+    notes = [
+        "step: median between optimizer steps. peak: memory allocated on a GPU, or resident memory of the process on "
+        "the CPU. activations: the peak minus the memory in use between steps. output: whether the script printed the "
+        "same as in baseline.",
+    ]
     notes += [f"{way}: {each.error}" for way, each in results.items() if each.error]
     return "\n".join([*lines, "", *(line for note in notes for line in wrapped(note))])
 
 
 def _run(script: Script, way: str, steps: int) -> Result:
     """Run a script in one way, in a process of its own. Its output is not shown."""
-    with tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder, tempfile.TemporaryFile() as errors:
+    with (
+        tempfile.TemporaryDirectory(prefix="spillway-bench-") as folder,
+        tempfile.TemporaryFile() as errors,
+        tempfile.TemporaryFile() as output,
+    ):
         file = Path(folder) / "result.json"
         module = ["-m"] if script.is_module else []
         words = [str(file), way, str(steps), *module, script.target, *script.arguments]
         done = subprocess.run(
             [sys.executable, "-m", "spillway.cli.bench", *words],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=errors,
             env={**CHILD_ENVIRONMENT, **os.environ},
             check=False,
         )
+        output.seek(0)
         if file.exists():
-            return Result(**json_module.loads(file.read_bytes()))
+            digest = hashlib.file_digest(output, "sha256").hexdigest()
+            return replace(Result(**json_module.loads(file.read_bytes())), output=digest)
         errors.seek(0)
         lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
         code = done.returncode
@@ -168,48 +185,18 @@ def _run(script: Script, way: str, steps: int) -> Result:
         return Result(error=f"the script {how}: {lines[-1].strip() if lines else 'it said nothing'}")
 
 
-class PeakMeter:
-    """Measures peak memory from :meth:`start` on: torch's allocator counts it, or on the CPU it is resident memory."""
-
-    def __init__(self, device: torch.device) -> None:
-        from torch import accelerator
-
-        from spillway.runtime.process_memory import ResidentPeak, has_mark
-
-        self._accelerator = accelerator
-        self._resident = ResidentPeak() if device.type == "cpu" else None
-        how = "by the kernel's high-water mark" if has_mark() else "sampled"
-        self.source = (
-            "bytes allocated on the device, by torch's allocator"
-            if self._resident is None
-            else f"resident bytes of the process, {how}"
-        )
-        """The kind of memory, for people."""
-
-    def start(self) -> int:
-        """Forget the peak. Returns the bytes in use now."""
-        if self._resident is not None:
-            return self._resident.restart().now
-        self._accelerator.synchronize()
-        self._accelerator.reset_peak_memory_stats()
-        return self._accelerator.memory_allocated()
-
-    def peak(self) -> int:
-        """The most bytes in use since :meth:`start`."""
-        if self._resident is not None:
-            return self._resident.most()
-        self._accelerator.synchronize()
-        return self._accelerator.max_memory_allocated()
-
-
 class Stopwatch:
     """Times the steps after the warm-up and the search for plans, and ends the script after the last one."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, device: torch.device) -> None:
+        self.device = device
         self.steps, self.warm_up = steps, max(1, steps // 4)
         self.attached: list[Attached] = []
         """Their plans have to be active before steps are timed."""
-        self.meter: PeakMeter | None = None
+        self.memory: DeviceMemory | None = None
+        """Its peak is that of the measured steps."""
+        self.bytes_before = 0
+        """In use when they began."""
         self.ends: list[float] = []
         """Times of the end of each step."""
 
@@ -218,6 +205,7 @@ class Stopwatch:
         import torch
 
         from spillway.cli.running.script import ScriptExit
+        from spillway.profiler.meter import DeviceMemory
 
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
@@ -225,8 +213,9 @@ class Stopwatch:
         if self.ends:
             self.ends.append(now)
         elif count >= self.warm_up and all(each.stage in (None, "active") for each in self.attached):
-            self.meter = PeakMeter(torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu"))
-            self.meter.start()
+            self.memory = DeviceMemory(self.device)
+            self.memory.reset_peak()
+            self.bytes_before = self.memory.level()
             self.ends.append(time.perf_counter())
         if count >= self.steps:
             raise ScriptExit
@@ -246,10 +235,11 @@ def measure(script: Script, way: str, steps: int) -> Result:
     from spillway.runtime.process_memory import set_malloc
 
     options = options_of_way(way)
-    if torch.accelerator.current_accelerator() is None:
+    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    if device.type == "cpu":
         # In every way, before the script makes a model.
         set_malloc()
-    watch = Stopwatch(steps)
+    watch = Stopwatch(steps, device)
 
     def attach(model: Module) -> tuple[Attached, str]:
         assert options is not None
@@ -263,7 +253,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
         script.run()
     except BudgetError as error:
         return Result(error=str(error))
-    peak, outcome = None if watch.meter is None else watch.meter.peak(), None
+    peak, outcome = 0 if watch.memory is None else watch.memory.peak(), None
     clock.end()
     if isinstance(clock, ScriptObserver):
         result = result_of(clock)
@@ -271,7 +261,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
         clock.models.close()
         if not result.models:
             return Result(error=f"nothing was attached: {result.reasons}", outcome=outcome)
-    if watch.meter is None or len(watch.ends) < 2:
+    if len(watch.ends) < 2:
         return Result(
             error=f"no step was measured in {clock.count} optimizer steps: the first {watch.warm_up} are not, nor "
             f"those in which a plan is looked for; give more --steps, or a script that has as many",
@@ -280,8 +270,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
     return Result(
         seconds=[end - begin for begin, end in itertools.pairwise(watch.ends)],
         peak_bytes=peak,
-        peak_source=watch.meter.source,
-        reserved_bytes=torch.accelerator.max_memory_reserved() if torch.accelerator.is_available() else None,
+        activation_bytes=peak - watch.bytes_before,
         outcome=outcome,
     )
 

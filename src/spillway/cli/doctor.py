@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,7 +16,6 @@ from spillway.errors import BackendError, TierError, UsageError, printable
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import RenderableType
     from rich.table import Table
 
@@ -45,6 +43,7 @@ def doctor(
 
     spillway._require_torch()
     from spillway.cli.findings import findings, read_facts
+    from spillway.profiler.machine import known_hardware
     from spillway.runtime.system import which_device
 
     if fast and fresh:
@@ -54,8 +53,18 @@ def doctor(
     found = findings(facts)
     hardware = None
     if not fast and not _stopped(found):
-        hardware, more = _measure(where, spill_directory, seconds, fresh=fresh, quiet=as_json)
-        found = (*findings(facts, hardware), *more)
+        with working("looking", quiet=as_json) as tell:
+            try:
+                hardware = known_hardware(
+                    where,
+                    spill_directory=spill_directory,
+                    seconds=seconds,
+                    fresh=fresh,
+                    on_part=lambda part: tell(f"measuring {part}"),
+                )
+            except (TierError, BackendError) as error:
+                facts = replace(facts, measuring_error=str(error))
+        found = findings(facts, hardware)
     if as_json:
         typer.echo(to_json(facts, hardware, found))
     else:
@@ -101,50 +110,6 @@ def _stopped(found: tuple[Finding, ...]) -> bool:
     return any(finding.severity == "stops" for finding in found)
 
 
-def _measure(
-    device: torch.device, directory: Path | None, seconds: float, *, fresh: bool, quiet: bool
-) -> tuple[Hardware | None, tuple[Finding, ...]]:
-    """The machine's bandwidths, and findings about measuring them. Progress goes to stderr."""
-    from spillway.cli.findings import Finding, Severity
-    from spillway.profiler.machine import known_hardware
-
-    with warnings.catch_warnings(record=True) as told, working("looking", quiet=quiet) as tell:
-        warnings.simplefilter("always", UserWarning)
-        try:
-            hardware = known_hardware(
-                device,
-                spill_directory=directory,
-                seconds=seconds,
-                fresh=fresh,
-                on_part=lambda part: tell(f"measuring {part}"),
-            )
-        except (TierError, BackendError) as error:
-            failed = Finding(
-                "not-measured",
-                Severity.COSTS,
-                f"The machine could not be measured: {error}",
-                "Its bandwidths are unknown.",
-                "Correct that first, and measure again.",
-            )
-            return None, (failed,)
-    found = []
-    for warning in told:
-        message = str(warning.message)
-        if message.startswith("spillway:"):
-            found.append(
-                Finding(
-                    "not-kept",
-                    Severity.NOTE,
-                    message,
-                    "Each process that plans measures this machine again.",
-                    "Set SPILLWAY_CACHE to a writable directory.",
-                )
-            )
-        else:
-            warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
-    return hardware, tuple(found)
-
-
 def _table(rows: Iterable[tuple[str, str]]) -> Table:
     from rich import box
     from rich.table import Table
@@ -158,16 +123,17 @@ def _table(rows: Iterable[tuple[str, str]]) -> Table:
 
 
 def _machine(facts: Facts, hardware: Hardware | None) -> Iterator[tuple[str, str]]:
-    device, memory, spill = facts.device, facts.memory, facts.spill
-    count = "" if device.count < 2 else f", one of {device.count}"
-    yield "device", f"{_text(device.name)} ({device.type}), {format_bytes(device.nbytes or memory.limit)}{count}"
-    limit = "" if memory.limit >= memory.machine else f" of the machine's {format_bytes(memory.machine)}"
-    yield "CPU memory", f"{format_bytes(memory.limit)}{limit}, {format_bytes(memory.available)} free"
-    if spill.directory is not None:
-        how = "direct" if spill.direct else "through the page cache"
-        yield "spills to", f"{_text(spill.directory)} ({spill.kind}, {how}), {format_bytes(spill.free)} free"
+    count = "" if facts.device_count < 2 else f", one of {facts.device_count}"
+    size = format_bytes(facts.device_bytes or facts.limit)
+    yield "device", f"{_text(facts.device_name)} ({facts.device}), {size}{count}"
+    limit = "" if facts.limit >= facts.machine_bytes else f" of the machine's {format_bytes(facts.machine_bytes)}"
+    yield "CPU memory", f"{format_bytes(facts.limit)}{limit}, {format_bytes(facts.available)} free"
+    if facts.spill_directory is not None:
+        how = "direct" if facts.spill_direct else "through the page cache"
+        place = f"{_text(facts.spill_directory)} ({facts.spill_kind}, {how})"
+        yield "spills to", f"{place}, {format_bytes(facts.spill_free)} free"
     yield "torch", f"{facts.torch}{'' if facts.built_for is None else f', {facts.built_for}'}; {facts.system}"
-    if device.type == "cpu":
+    if facts.device == "cpu":
         yield "malloc", _text(facts.malloc)
     if hardware is None:
         return

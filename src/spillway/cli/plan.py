@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spillway.errors import BackendError, BudgetError, UsageError, printable
-from spillway.units import format_bytes
+from spillway.errors import BackendError, UsageError, printable
 
 if TYPE_CHECKING:
     from spillway.planner.hardware import Hardware
@@ -61,27 +60,16 @@ def plan(
     check_writable("--output", output)
     measured = spillway.Profile.load(profile)
     machine = hardware_of(hardware, measured.device)
-    try:
-        with working("planning"):
-            found = spillway.plan(
-                measured,
-                budget=budget,
-                host_budget=host_budget,
-                disk_budget=disk_budget,
-                allow=None if allow is None else {each.strip() for each in allow.split(",")},
-                hardware=machine,
-                window=window,
-            )
-    except BudgetError as error:
-        if error.least <= error.budget:
-            # The budget of CPU memory or of disk is too small, as the message says.
-            raise
-        raise BudgetError(
-            f"no plan fits {format_bytes(error.budget)}: the smallest feasible budget is {format_bytes(error.least)} "
-            f"({error.least} bytes)",
-            budget=error.budget,
-            least=error.least,
-        ) from error
+    with working("planning"):
+        found = spillway.plan(
+            measured,
+            budget=budget,
+            host_budget=host_budget,
+            disk_budget=disk_budget,
+            allow=None if allow is None else {each.strip() for each in allow.split(",")},
+            hardware=machine,
+            window=window,
+        )
     if output is not None:
         found.save(output)
     notes = notes_of(measured, machine, is_named=hardware is not None)

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import enum
-import os
-import sys
-import webbrowser
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,15 +13,6 @@ from spillway.errors import printable
 if TYPE_CHECKING:
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
-
-
-class Open(enum.StrEnum):
-    """Whether the page is opened in a browser."""
-
-    AUTO = "auto"
-    """On a terminal with a screen."""
-    YES = "yes"
-    NO = "no"
 
 
 def report(
@@ -45,9 +32,6 @@ def report(
     text: Annotated[
         bool, typer.Option("--text", help="Print the plan here; write a page only if -o names one.")
     ] = False,
-    show: Annotated[
-        Open, typer.Option("--open", help="Whether to open the page in a browser; auto: if there is a screen.")
-    ] = Open.AUTO,
 ) -> None:
     """Write what a plan does to one HTML file, which needs no network."""
     import spillway
@@ -86,8 +70,6 @@ def report(
     if trace is not None:
         write_file(trace, to_trace(facts))
         typer.echo(printable(f"wrote {trace}"), err=text)
-    if page is not None and (show is Open.YES or (show is Open.AUTO and _has_screen())):
-        webbrowser.open(page.absolute().as_uri())
 
 
 def _allowed(profile: Profile, plan: Plan) -> set[str]:
@@ -98,10 +80,3 @@ def _allowed(profile: Profile, plan: Plan) -> set[str]:
 
     tiers = {"host": plan.host_bytes, "disk": plan.disk_bytes}
     return {*allowed(torch.device(profile.device), None), *(tier for tier, nbytes in tiers.items() if nbytes)}
-
-
-def _has_screen() -> bool:
-    if not sys.stdout.isatty():
-        return False
-    # Without a screen, Python would open a browser in the terminal.
-    return sys.platform in ("darwin", "win32") or any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY"))

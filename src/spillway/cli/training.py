@@ -1,84 +1,75 @@
-"""The training that ``spillway demo`` repeats in several ways: a small GPT in plain PyTorch."""
+"""A small GPT in plain PyTorch, which learns to predict the bytes of a text. Nothing in it knows of Spillway.
+
+``spillway demo`` trains it in several ways. It prints the exact bits of each loss, and a hash of the gradients.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import gc
+import argparse
 import hashlib
-import os
-import signal
-import statistics
 import sysconfig
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
-import spillway
-from spillway.cli.bench import CHILD_ENVIRONMENT, PeakMeter
-from spillway.errors import BudgetError, SpillwayError, UsageError
-from spillway.runtime.process_memory import set_malloc
-from spillway.units import format_bytes, format_seconds, parse_bytes
-
-WAYS = {"baseline": 3, "checkpoint": 3, "offload": 3, "planned": 11, "optimizer": 3}
-"""The ways, each with its fewest steps. ``planned`` finds its plan in the first five."""
 _HEAD_WIDTH = 64
-_PLANNED_STEPS = 6
-"""Steps that ``planned`` makes with its plan, at least."""
-_EXTRA_STEPS = 16
-"""Steps beyond those asked for that ``planned`` may take to find its plan."""
 _MOST_TEXT = 16 << 20
-_NO_TEXT = {"site-packages", "test", "tests", "__pycache__", "idlelib", "lib2to3"}
-"""Folders of the standard library that are not trained on."""
+_CPU_SHAPE = {"layers": 8, "width": 256, "sequence": 512, "batch": 8}
+_GPU_SHAPE = {"layers": 8, "width": 512, "sequence": 2048, "batch": 16}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
-    """One training, the same in every way."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options of the training. Ends the process for a wrong one, as argparse does."""
+    parser = argparse.ArgumentParser("spillway demo", allow_abbrev=False)
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    parser.add_argument("--device", default=str(gpu or "cpu"))
+    parser.add_argument("--data", help="a file or folder to train on; by default Python's own source")
+    for name in _CPU_SHAPE:
+        parser.add_argument(f"--{name}", type=int, help="by default by device")
+    given, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(f"unknown arguments: {unknown}")
+    try:
+        device = torch.device(given.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError):
+        parser.error(f"--device: there is no {given.device!r} here")
+    for name, size in (_CPU_SHAPE if device.type == "cpu" else _GPU_SHAPE).items():
+        setattr(given, name, size if getattr(given, name) is None else getattr(given, name))
+        if getattr(given, name) < 1:
+            parser.error(f"--{name}: got {getattr(given, name)}, expected at least 1")
+    if given.width % _HEAD_WIDTH:
+        parser.error(f"--width: got {given.width}, expected a multiple of {_HEAD_WIDTH}")
+    given.text = load_text(given.data)
+    if len(given.text) <= given.sequence:
+        parser.error(
+            f"--data: got {len(given.text)} bytes of text in regular files of {given.data!r}, expected more than "
+            f"--sequence, {given.sequence}"
+        )
+    return given
 
-    device: str
-    layers: int
-    width: int
-    sequence: int
-    batch: int
-    seed: int = 0
-    data: str | None = None
-    """A file or folder to train on; ``None``: the Python standard library's own source."""
-    window: str | None = None
-    """In-flight limit of ``offload``; ``None``: Spillway's default."""
-    budget: str | None = None
-    """Budget of ``planned``; ``None``: half-way to the smallest."""
 
-    def __post_init__(self) -> None:
-        if self.width % self.heads:
-            raise UsageError(f"width: got {self.width}, expected a multiple of {_HEAD_WIDTH}")
-        for name, size in (("window", self.window), ("budget", self.budget)):
-            if size is not None:
-                parse_bytes(size, what=name)
-
-    @property
-    def heads(self) -> int:
-        """Attention heads."""
-        return max(1, self.width // _HEAD_WIDTH)
-
-
-Row = dict[str, Any]
-"""The result of one way, with the keys of the JSON file. Sizes are bytes."""
+def load_text(data: str | None) -> bytes:
+    """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library."""
+    root = Path(data or sysconfig.get_path("stdlib"))
+    files = sorted(root.rglob("*") if data else root.glob("*.py")) if root.is_dir() else [root]
+    text = b""
+    for file in files:
+        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(root).parts):
+            text += file.read_bytes()[: _MOST_TEXT - len(text)]
+    return text
 
 
 class Block(nn.Module):
-    """One layer: attention, then a feed-forward network. Nothing in the model knows of Spillway."""
+    """One layer: attention, then a feed-forward network."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = width // _HEAD_WIDTH
         self.attention_norm, self.forward_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.project_in, self.project_out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -94,13 +85,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predicts the next byte. ``checkpoint_blocks`` recomputes each block in backward, as most training code offers."""
+    """Predicts the next byte."""
 
-    def __init__(self, *, layers: int, width: int, heads: int, sequence: int) -> None:
+    def __init__(self, layers: int, width: int, sequence: int) -> None:
         super().__init__()
-        self.checkpoint_blocks = False
         self.tokens, self.positions = nn.Embedding(256, width), nn.Embedding(sequence, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 256)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -112,200 +102,18 @@ class GPT(nn.Module):
         """The mean cross-entropy of ``targets`` after ``tokens``, both ``(batch, sequence)`` of byte values."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpoint_blocks else block(x)
+            x = block(x)
         return functional.cross_entropy(self.head(self.norm(x)).float().flatten(0, 1), targets.flatten())
 
 
-def load_text(path: Path | None = None) -> bytes:
-    """The first 16 MiB of a file, or of a folder's files in alphabetical order; ``None``: the standard library."""
-    root = path or Path(sysconfig.get_path("stdlib"))
-    if not root.is_dir() and not root.is_file():
-        raise UsageError(f"data: {root} is neither a file nor a folder; give one with --data")
-    text = b""
-    for file in sorted(root.rglob("*" if path else "*.py")) if root.is_dir() else [root]:
-        parts = file.relative_to(root).parts
-        if any(part.startswith(".") or (path is None and part in _NO_TEXT) for part in parts) or not file.is_file():
-            continue
-        try:
-            with file.open("rb") as opened:
-                text += opened.read(_MOST_TEXT - len(text))
-        except OSError as error:
-            raise UsageError(f"data: cannot read {file}: {error.strerror}; give text with --data") from error
-    if not text:
-        raise UsageError(f"data: found no text in {root}; give a file or folder with --data")
-    return text
-
-
-def batches(text: bytes, settings: Settings) -> Iterator[tuple[Tensor, Tensor]]:
-    """Tokens and the tokens that follow them, drawn at random: the same ones for the same seed."""
-    if len(text) <= settings.sequence:
-        raise UsageError(
-            f"data: got {format_bytes(len(text))} of text, expected more than a sequence of {settings.sequence} bytes; "
-            f"give more text with --data or a smaller --sequence"
-        )
-    values, draws = torch.frombuffer(bytearray(text), dtype=torch.uint8), torch.Generator().manual_seed(settings.seed)
+def batches(settings: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
+    """Tokens and the tokens that follow them, drawn at random: the same ones each time."""
+    values, draws = torch.frombuffer(bytearray(settings.text), dtype=torch.uint8), torch.Generator().manual_seed(0)
     span = torch.arange(settings.sequence + 1)
     while True:
-        starts = torch.randint(len(text) - settings.sequence, (settings.batch, 1), generator=draws)
+        starts = torch.randint(len(values) - settings.sequence, (settings.batch, 1), generator=draws)
         rows = values[starts + span].long().to(settings.device)
         yield rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-class Training:
-    """One way, in this process. Spillway appears only in ``__init__``, and in :meth:`_step` as a context."""
-
-    def __init__(self, way: str, settings: Settings, say: Callable[[str], object] = lambda line: None) -> None:
-        self.way, self.settings, self.say, self.device = way, settings, say, torch.device(settings.device)
-        if self.device.type == "cpu":
-            # In every way, so that the peak is the training's and not that of freed memory.
-            set_malloc()
-        else:
-            # Some GPU kernels add in a different order in each run.
-            torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-        self.autocast = torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.device.type != "cpu")
-        self.batches = batches(load_text(None if settings.data is None else Path(settings.data)), settings)
-        # The highest rate at which this model settles without a warm-up.
-        options: dict[str, Any] = {"lr": 1e-3 * min(1.0, 384 / settings.width), "betas": (0.9, 0.95)}
-        # One step of a tiny model starts libraries and thread pools.
-        tiny = self._model(replace(settings, layers=1, width=_HEAD_WIDTH, sequence=16))
-        tokens = torch.zeros(2, 16, dtype=torch.int64, device=self.device)
-        with self.autocast:
-            loss = tiny(tokens, tokens)
-        loss.backward()
-        torch.optim.AdamW(tiny.parameters(), **options).step()
-        self.model = self._model(settings)
-        self.model.checkpoint_blocks = way == "checkpoint"
-        self.offload = spillway.offload(window=settings.window) if way == "offload" else None
-        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters(), **options)
-        if way == "optimizer":
-            if self.device.type == "cpu":
-                # The baseline's kernels there, so that the two are comparable.
-                options["fused"] = False
-            self.optimizer = spillway.OffloadedOptimizer(self.model.parameters(), torch.optim.AdamW, **options)
-        self.attached: spillway.Attached | None = None
-        if way == "planned":
-            budget = parse_bytes(settings.budget, what="budget") if settings.budget else self._middle_budget()
-            self.attached = spillway.attach(self.model, budget=budget)
-        self.losses: list[float] = []
-        self.seconds: list[float] = []
-        self.settled: list[bool] = []
-        """For each step, whether later steps run as it did. Steps that look for a plan do not."""
-        self.hash = hashlib.sha256()
-        self.meter = PeakMeter(self.device)
-        gc.collect()
-        self.baseline = self.meter.start()
-
-    def _model(self, settings: Settings) -> GPT:
-        torch.manual_seed(settings.seed)
-        with self.device:
-            return GPT(layers=settings.layers, width=settings.width, heads=settings.heads, sequence=settings.sequence)
-
-    def _middle_budget(self) -> int:
-        """The middle between the peaks of the plan that keeps everything and of the smallest plan.
-
-        The profile's optimizer has no state yet, so AdamW's is added. On the CPU the budget is at least 64 MiB above
-        the smallest peak: resident memory includes the memory of profiling and planning.
-        """
-        tokens = torch.zeros(self.settings.batch, self.settings.sequence, dtype=torch.int64, device=self.device)
-        with self.autocast:
-            profile = spillway.profile(self.model, (tokens, tokens))
-        most = spillway.plan(profile, budget=1 << 60, allow={"keep"}).predicted_peak
-        try:
-            least = spillway.plan(profile, budget=1).predicted_peak
-        except BudgetError as error:
-            least = error.least
-        state = 2 * sum(parameter.nbytes for parameter in self.model.parameters())
-        return state + max((most + least) // 2, least + (64 << 20 if self.device.type == "cpu" else 0))
-
-    def run(self, steps: int, limit: float | None = None) -> Row:
-        """Train for so many steps.
-
-        ``planned`` continues until six steps had its plan, for at most 16 more. With a limit in seconds, training ends
-        earlier if the next step would exceed it.
-        """
-        begin = self._now()
-        for done in range(1, steps + _EXTRA_STEPS + 1):
-            self._step()
-            if done == 1:
-                self._hash_gradients()
-            is_late = limit is not None and (self._now() - begin) * (done + 1) / done > limit
-            is_enough = done >= steps or (is_late and done >= WAYS[self.way])
-            if is_enough and (self.attached is None or sum(self.settled) >= _PLANNED_STEPS):
-                break
-        self._hash_gradients()
-        return self._row()
-
-    def _step(self) -> None:
-        """Forward, backward and update."""
-        tokens, targets = next(self.batches)
-        begin = self._now()
-        self.optimizer.zero_grad(set_to_none=True)
-        with self.offload or contextlib.nullcontext(), self.autocast:
-            loss: Tensor = self.model(tokens, targets)
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.seconds.append(self._now() - begin)
-        self.settled.append(self.attached is None or self.attached.stage == "active")
-        self.losses.append(loss.item())
-        add_to_hash(self.hash, [loss])
-        taken = format_seconds(self.seconds[-1])
-        self.say(f"{self.way:<11} step {len(self.losses)}   loss {self.losses[-1]:.3f}   {taken} a step")
-
-    def _hash_gradients(self) -> None:
-        # Clones, since gradients that OffloadedOptimizer has offloaded cannot be viewed.
-        add_to_hash(self.hash, (each.grad.clone() for each in self.model.parameters() if each.grad is not None))
-
-    def _row(self) -> Row:
-        source = self.attached or self.offload
-        moved = 0 if source is None else source.stats().offloaded_bytes
-        if isinstance(self.optimizer, spillway.OffloadedOptimizer):
-            moved = self.optimizer.stats().sent_bytes
-        seconds = counted_seconds(self.seconds, self.settled)
-        middle, peak = statistics.median(seconds), self.meter.peak()
-        # Profiling resets the allocator's peak, and the last step may still belong to the search.
-        if self.attached is not None and self.attached.measured is not None and not self.settled[-1]:
-            peak = max(peak, self.attached.measured.peak_bytes)
-        return {
-            "way": self.way,
-            "step_seconds": middle,
-            "tokens_per_second": self.settings.batch * self.settings.sequence / middle,
-            "peak_bytes": peak,
-            "activation_peak_bytes": peak - self.baseline,
-            "moved_bytes": moved,
-            "loss": self.losses[-1],
-            "identical": None,
-            "losses": self.losses,
-            "all_step_seconds": self.seconds,
-            "baseline_bytes": self.baseline,
-            "peak_source": self.meter.source,
-            "fingerprint": self.hash.hexdigest(),
-            "counted_steps": len(seconds),
-            "budget_bytes": None if self.attached is None else self.attached.budget,
-            "note": "" if self.attached is None else self._note(self.attached),
-        }
-
-    def _note(self, attached: spillway.Attached) -> str:
-        plan, budget = attached.plan, f"planned: a budget of {format_bytes(attached.budget or 0)}"
-        if plan is None or not self.settled[-1]:
-            return f"{budget}. {len(self.losses)} steps found no plan; give more --steps."
-        plain = sum(block.plain for block in plan.blocks)
-        return (
-            f"{budget}. {self.settled.count(False)} steps found the plan. It leaves {plain} of "
-            f"{len(plan.blocks)} blocks alone, offloads {format_bytes(plan.sent_bytes)}, and predicts a peak of "
-            f"{format_bytes(plan.predicted_peak)}."
-        )
-
-    def _now(self) -> float:
-        if self.device.type != "cpu":
-            torch.accelerator.synchronize()
-        return time.perf_counter()
-
-
-def counted_seconds(seconds: Sequence[float], settled: Sequence[bool]) -> list[float]:
-    """Times of the settled steps but the first of them, or else of all steps but the first."""
-    steady = [each for each, is_settled in zip(seconds, settled, strict=True) if is_settled]
-    return steady[1:] or steady or list(seconds[1:] or seconds)
 
 
 def add_to_hash(sha: Any, tensors: Iterable[Tensor]) -> None:
@@ -314,17 +122,31 @@ def add_to_hash(sha: Any, tensors: Iterable[Tensor]) -> None:
         sha.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
-def train(connection: Connection, way: str, settings: Settings, steps: int, limit: float | None) -> None:
-    """Train in one way, and send a line for each step, then the row or the error.
+def main() -> None:
+    """Train until the process is ended."""
+    settings = parse()
+    device = torch.device(settings.device)
+    if device.type != "cpu":
+        # Some GPU kernels add in a different order in each run.
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(0)
+    with device:
+        model = GPT(settings.layers, settings.width, settings.sequence)
+    # The highest rate at which this model settles without a warm-up.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3 * min(1.0, 384 / settings.width), betas=(0.9, 0.95))
+    for number, (tokens, targets) in enumerate(batches(settings)):
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
+            loss = model(tokens, targets)
+        loss.backward()
+        print(number, loss.item().hex(), flush=True)  # noqa: T201
+        if number < 2 or number % 8 == 7:
+            gradients = hashlib.sha256()
+            add_to_hash(gradients, (each.grad for each in model.parameters() if each.grad is not None))
+            print(gradients.hexdigest(), flush=True)  # noqa: T201
+        optimizer.step()
 
-    It runs in a process of its own, which ends when its parent is gone.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends it.
-    for name, value in CHILD_ENVIRONMENT.items():
-        os.environ.setdefault(name, value)
-    try:
-        connection.send(Training(way, settings, connection.send).run(steps, limit))
-    except SpillwayError as error:
-        connection.send(error)
-    except BrokenPipeError:
-        return
+
+if __name__ == "__main__":
+    main()

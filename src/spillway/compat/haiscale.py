@@ -13,11 +13,11 @@ from typing import ClassVar
 
 import torch
 
-from spillway.compat import current_device
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.policies import Ratio
 from spillway.runtime.backend import Stream
+from spillway.runtime.system import which_device
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import Session
@@ -58,7 +58,7 @@ class TagInfo:
     @property
     def stream(self) -> Stream:
         """The offload stream of the current accelerator or of the CPU, which all tags share."""
-        return Session.default().runtime(current_device()).mover.streams[0]
+        return Session.default().runtime(which_device()).mover.streams[0]
 
     def reset_current_offload_memory(self) -> None:
         """Count from 0 again in the current forward pass of the calling thread. Every exit does so."""

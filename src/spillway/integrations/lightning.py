@@ -16,7 +16,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -78,8 +77,15 @@ class SpillwayCallback(Callback):
         self._model = model
         self._options = AttachOptions(options)
         self._has_budget = options.get("budget") is not None
-        self._search: _Search | None = None
         self._attached: dict[str, Attached] = {}
+        self._refused: dict[str, str] = {}
+        """Modules that were called but cannot be attached to, in the order of calls, and why."""
+        self._calls: dict[int, ModuleCall] = {}
+        """Calls that are taken over during a fit, by the ids of their modules."""
+        self._in_fit = False
+        self._kind = ""
+        self._forward: object = None
+        """The root's own ``forward``, if it has one."""
         self._batches = 0
 
     @property
@@ -89,25 +95,35 @@ class SpillwayCallback(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
-        self._attached, self._batches, options = {}, 0, self._options
+        self._attached, self._refused, self._batches = {}, {}, 0
         _refuse_others(self, trainer)
-        if self._has_budget and options.options.get("hardware") is None:
-            # Measure it now, not in the middle of the first step.
-            hardware = known_hardware(trainer.strategy.root_device)
-            options = replace(options, options={**options.options, "hardware": hardware})
-        self._search = _Search(pl_module, self._model, options, self._attached)
+        if self._has_budget and self._options.options.get("hardware") is None:
+            # Measure it now, not in the middle of the first step, which finds what was measured.
+            known_hardware(trainer.strategy.root_device)
+        self._kind, self._forward = type(pl_module).__name__, pl_module.__dict__.get("forward")
+        modules = [each for each in (Named("", pl_module), *walk(pl_module)) if is_called(each.module)]
+        name = self._model
+        wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
+        if name is not None and not wanted:
+            known = ", ".join(repr(each.name) for each in modules[1 : _SHOWN + 1])
+            raise UsageError(f"model: got {name!r}, expected the name of a module of {self._kind}: {known}, ...")
+        self._in_fit = True
+        for each in wanted:
+            self._calls.setdefault(id(each.module), FirstCall(each, partial(self._called, each.name)))
+        for call in self._calls.values():
+            call.take()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._batches += 1
         # A named model may be called later, like one of the two in a GAN.
-        if self._model is None and self._search is not None:
-            self._search.check()
+        if self._model is None:
+            self._check()
 
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._batches and self._search is not None:
-            self._search.check()
+        if self._batches:
+            self._check()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
@@ -118,44 +134,21 @@ class SpillwayCallback(Callback):
             self._remove()
 
     def _remove(self) -> None:
-        search, self._search = self._search, None
-        if search is not None:
-            search.remove()
-
-
-class _Search:
-    """Waits for the models that a step calls, and attaches to them. See NOTE [ Models that a step calls ].
-
-    Results are added to ``attached``, by name.
-    """
-
-    def __init__(
-        self, root: LightningModule, name: str | None, options: AttachOptions, attached: dict[str, Attached]
-    ) -> None:
-        self._kind = type(root).__name__
-        self._name = name
-        self._options = options
-        self._attached = attached
-        self._refused: dict[str, str] = {}
-        """Modules that were called but cannot be attached to, in the order of calls, and why."""
-        self._waiting: dict[int, FirstCall] = {}
-        self._forward = root.__dict__.get("forward")
-        self._bypass: _Bypass | None = None
-        modules = [each for each in (Named("", root), *walk(root)) if is_called(each.module)]
-        wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
-        if name is not None and not wanted:
-            known = ", ".join(repr(each.name) for each in modules[1 : _SHOWN + 1])
-            raise UsageError(f"model: got {name!r}, expected the name of a module of {self._kind}: {known}, ...")
-        for each in wanted:
-            self._waiting.setdefault(id(each.module), FirstCall(each, partial(self._called, each.name)))
-        for call in self._waiting.values():
-            call.take()
+        """Restore all modules. A second call does nothing."""
+        if self._in_fit:
+            self._in_fit = False
+            with ExitStack() as every:
+                for attached in self._attached.values():
+                    every.callback(attached.remove)
+                for call in self._calls.values():
+                    every.callback(call.give_back)
+            self._calls.clear()
 
     def _called(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A module is called in training. Returns whether it is attached now."""
         if not name and _is_step(module, self._forward):
             return False
-        if self._name is None and not self._is_wanted(name, module, args, kwargs):
+        if self._model is None and not self._is_wanted(name, module, args, kwargs):
             return False
         if self._attached and any(self._options.options.get(each) is not None for each in ("budget", "plan")):
             first = next(iter(self._attached))
@@ -166,8 +159,8 @@ class _Search:
         self._give_back(module)
         self._attached[name] = self._options.attach(module)
         if not name:
-            self._bypass = _Bypass(module, self._forward)
-            self._bypass.take()
+            self._calls[id(module)] = _Bypass(module, self._forward)
+            self._calls[id(module)].take()
         return True
 
     def _is_wanted(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -181,17 +174,17 @@ class _Search:
         except UsageError as error:
             # The error itself would hold the arguments of the call.
             self._refused[name] = str(error)
-            self._waiting.pop(id(module)).give_back()
+            self._calls.pop(id(module)).give_back()
             return False
         return True
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise :class:`UsageError` if nothing was attached."""
         if self._attached:
             return
-        if self._name is not None:
+        if self._model is not None:
             raise UsageError(
-                f"model: no training_step of {self._kind} has called {self._name!r} in training mode with gradients; "
+                f"model: no training_step of {self._kind} has called {self._model!r} in training mode with gradients; "
                 f"name the module that it calls, or leave out model to have it found"
             )
         called = list(self._refused)[:_SHOWN]
@@ -202,23 +195,14 @@ class _Search:
             f"blocks into a module's forward, say blocks=..., or give an offload policy, which needs no blocks{why}"
         )
 
-    def remove(self) -> None:
-        """Restore all modules."""
-        with ExitStack() as every:
-            for attached in self._attached.values():
-                every.callback(attached.remove)
-            for call in (*self._waiting.values(), *([] if self._bypass is None else [self._bypass])):
-                every.callback(call.give_back)
-        self._waiting.clear()
-
     def _give_back(self, module: Module) -> None:
         """Restore a module, the modules in it, and those around it."""
         inside = {id(each) for each in module.modules()}
-        for key, call in list(self._waiting.items()):
+        for key, call in list(self._calls.items()):
             other = call.module()
             if other is None or key in inside or any(each is module for each in other.modules()):
                 call.give_back()
-                del self._waiting[key]
+                del self._calls[key]
 
 
 class _Bypass(ModuleCall):

@@ -21,11 +21,9 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.nn import Module
 from torch.utils.checkpoint import GraphExecGroup
 
 from spillway._torch import exec_group
@@ -41,27 +39,15 @@ from spillway.types import StepStats
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage as Stage
+
     from spillway.attaching.pipeline import PipelinePlanController, StageCollector
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
 
-__all__ = ["OffloadedStages", "Stage", "offload_stages"]
+__all__ = ["OffloadedStages", "offload_stages"]
 
 _FORWARD, _BACKWARD, _WEIGHT = "forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"
-
-
-class Stage(Protocol):
-    """The part of ``torch.distributed.pipelining.PipelineStage`` that is used here."""
-
-    submod: Module
-    stage_index: int
-    group_rank: int
-    group_size: int
-    chunks: int | None
-    """Micro-batches of a step."""
-
-    @property
-    def is_first(self) -> bool: ...
 
 
 def offload_stages(
@@ -131,15 +117,29 @@ def offload_stages(
     ways = _given(ratio=ratio, nbytes=nbytes, policy=policy)
     limits = _given(hardware=hardware, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
     if budget is not None:
-        tiers = _given(tier=None if tier == "auto" else tier)
-        _refuse_beside_budget(ways + _given(window=window, recompute=recompute) + tiers)
-    else:
-        _check_ways(ways, limits, recompute, blocks)
-        if not ways and recompute is not None:
-            policy = Keep()
-        elif not ways:
-            # Explicit, so that offloading is not disabled for chunks that save little.
-            ratio = 1.0
+        ways += _given(window=window, recompute=recompute, tier=None if tier == "auto" else tier)
+        if ways:
+            raise UsageError(
+                f"{' and '.join(ways)} beside a budget: the plan for the budget decides; leave it out, or leave out "
+                "the budget"
+            )
+    elif limits:
+        raise UsageError(
+            f"{' and '.join(limits)} without a budget: it has an effect only on the plan for a budget; give budget=..."
+        )
+    elif len(ways) > 1:
+        raise UsageError(
+            f"{' and '.join(ways)}: each decides alone; give one of them, or a policy that contains the others"
+        )
+    elif recompute is not None and not isinstance(recompute, Recompute):
+        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
+    elif blocks is not None and recompute is None:
+        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
+    elif not ways and recompute is not None:
+        policy = Keep()
+    elif not ways:
+        # Explicit, so that offloading is not disabled for chunks that save little.
+        ratio = 1.0
 
     def context(stage: Stage, tag: str) -> offload:
         if budget is not None:
@@ -180,30 +180,6 @@ def offload_stages(
 
 def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
-
-
-def _refuse_beside_budget(others: list[str]) -> None:
-    if others:
-        raise UsageError(
-            f"{' and '.join(others)} beside a budget: the plan for the budget decides; leave it out, or leave out the "
-            f"budget"
-        )
-
-
-def _check_ways(ways: list[str], limits: list[str], recompute: Recompute | None, blocks: Blocks | None) -> None:
-    """Raise for options that cannot go together without a budget."""
-    if limits:
-        raise UsageError(
-            f"{' and '.join(limits)} without a budget: it has an effect only on the plan for a budget; give budget=..."
-        )
-    if len(ways) > 1:
-        raise UsageError(
-            f"{' and '.join(ways)}: each decides alone; give one of them, or a policy that contains the others"
-        )
-    if recompute is not None and not isinstance(recompute, Recompute):
-        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
-    if blocks is not None and recompute is None:
-        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
 
 
 class OffloadedStages:
@@ -274,9 +250,7 @@ class OffloadedStages:
     def __enter__(self) -> OffloadedStages:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # An exception from inside matters more.
         with suppress(UsageError) if kind is not None else nullcontext():
             self.remove()

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import weakref
 from contextlib import nullcontext, suppress
-from types import TracebackType
 from typing import Any
 
 from torch.nn import Module
@@ -122,9 +121,7 @@ class SpillwayCallback(TrainerCallback):
     def __enter__(self) -> SpillwayCallback:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # An exception from inside matters more.
         with suppress(UsageError) if kind is not None else nullcontext():
             self.remove()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import logging
 import os
 import sys
 import threading
@@ -84,9 +83,6 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
     models = observer.models
     if not quiet and rank == 0:
         models.tell = _tell_at_once
-    late = threading.Event()
-    # Exit handlers run from the last to the first, so this one runs after the result is printed.
-    atexit.register(_end_late, os.getpid(), late, options, models, quiet)
     finish = functools.partial(_finish, os.getpid(), observer, files, rank, quiet)
     atexit.register(finish)
     try:
@@ -98,42 +94,24 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
     if models.fatal is not None:
         # The script caught the error, and trained on without its budget.
         raise models.fatal
-    if best_effort or not options.option:
-        return
-    if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
-        # They may train. Python joins them when this function has returned.
-        late.set()
-        return
-    unmet = _unmet(options, models, quiet=quiet)
-    if unmet is not None:
-        raise unmet
+    # Threads that are alive may train. Python joins them when this function has returned.
+    others = [each for each in threading.enumerate() if each is not threading.current_thread() and not each.daemon]
+    if options.option and not best_effort and not others:
+        _check_met(options, models, quiet=quiet)
 
 
-def _end_late(process: int, late: threading.Event, options: RunOptions, models: ModelRegistry, quiet: bool) -> None:
-    """Set the exit code of a process whose threads trained after the script: an exit handler has no other way."""
-    error = _unmet(options, models, quiet=quiet) if late.is_set() and os.getpid() == process else None
-    if error is None:
-        return
-    _print_error(f"error: {error}\n")
-    for stream in (sys.stdout, sys.stderr, sys.__stderr__):
-        if stream is not None:
-            stream.flush()
-    logging.shutdown()
-    os._exit(UNMET_CODE)
-
-
-def _unmet(options: RunOptions, models: ModelRegistry, *, quiet: bool) -> UnmetError | None:
-    """The error of a script in which nothing was attached, or no budget has a plan."""
+def _check_met(options: RunOptions, models: ModelRegistry, *, quiet: bool) -> None:
+    """Raise :class:`UnmetError` if nothing was attached, or no budget has a plan."""
     managed = models.managed
     if managed and (options.budget is None or any(model.attached.missing is None for model in managed)):
-        return None
+        return
     if managed:
         missing = ", ".join(f"{model.kind} takes {model.attached.missing}" for model in managed)
         why = f"the script ended before there was a plan ({missing})"
     else:
         reasons = "; ".join(f"{each.kind} {each.reason}" for each in models.rejected) or NOTHING_CALLED
         why = f"nothing was attached: {reasons if quiet else 'the table says why'}"
-    return UnmetError(
+    raise UnmetError(
         f"{options.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
         f"all the same."
     )

@@ -3,7 +3,7 @@
 NOTE [ How calls are observed ]
 
 ``Module.__call__`` reads ``_compiled_call_impl`` before it does anything else. An attached module has that attribute on
-the instance (``attaching/call.py``); on the class it is ``None``, and that is where :class:`ModuleCalls` puts a
+the instance (``attaching/call.py``); on the class it is ``None``, and that is where :class:`ModelRegistry` puts a
 function. It sees a call before every hook and with its keyword arguments, and can make the call again once the module
 is attached. So the first forward in training is already managed.
 
@@ -35,7 +35,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -59,7 +59,6 @@ NO_BLOCKS = (
 BY_HAND = "is run by model.forward(...), which bypasses everything that is attached; call model(...)"
 UNSEEN = "was not called as model(...) in training with gradients on, in this process"
 COMPILED = "is compiled as a whole, which bypasses everything that is attached; compile its blocks: block.compile()"
-_MOST_TRIES = 2
 
 _ATTACHED_CALL = ModuleCall.__call__.__code__
 
@@ -73,57 +72,6 @@ class Role(enum.Enum):
     """Known, and so are all modules that it calls."""
     ATTACHED = "attached"
     """A model that was attached just now: its call has to be made again."""
-
-
-class ModuleCalls:
-    """Observes calls of modules in training. See NOTE [ How calls are observed ]. ``judge`` tells a module's role."""
-
-    def __init__(self, judge: Callable[[Module], Role]) -> None:
-        self._judge = judge
-        self._thread = _Thread()
-        self._lock = threading.Lock()
-        self.on = False
-        self.starts = 0
-        """How often observing began."""
-
-    def start(self) -> None:
-        """Observe calls from now on."""
-        with self._lock:
-            self.starts += 1
-            if not self.on:
-                setattr(Module, PLACE, self._function())
-                self.on = True
-
-    def stop(self) -> None:
-        """Observe no more calls."""
-        with self._lock:
-            if self.on:
-                setattr(Module, PLACE, None)
-                self.on = False
-
-    def _function(self) -> Callable[..., Any]:
-        thread, judge = self._thread, self._judge
-
-        def observed_call(module: Module, /, *args: Any, **kwargs: Any) -> Any:
-            call = own_call(module)
-            if thread.in_owned or not (module.training and torch.is_grad_enabled()):
-                return call(*args, **kwargs)
-            role = judge(module)
-            if role is Role.PASSED:
-                return call(*args, **kwargs)
-            if role is Role.ATTACHED:
-                return Module.__call__(module, *args, **kwargs)
-            thread.in_owned = True
-            try:
-                return call(*args, **kwargs)
-            finally:
-                thread.in_owned = False
-
-        return observed_call
-
-
-class _Thread(threading.local):
-    in_owned = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,28 +98,41 @@ class Rejected:
     reason: str
 
 
-@dataclass(slots=True)
-class _Known:
-    module: weakref.ref[Module]
-    role: Role
-    tries: int = 0
-    why: str = ""
-
-
 class ModelRegistry:
-    """The models of a script. ``attach`` attaches to a model and names the way, or raises."""
+    """The models of a script. Between :meth:`start` and :meth:`stop` it observes the calls of modules.
 
-    def __init__(self, attach: Callable[[Module], tuple[Attached, str]]) -> None:
+    ``attach`` attaches to a model and names the way, or raises. ``changed`` is called when an attached model was given
+    up, and may be attached once more.
+    """
+
+    def __init__(self, attach: Callable[[Module], tuple[Attached, str]], changed: Callable[[], object]) -> None:
         self._attach = attach
-        self._known: dict[int, _Known] = {}
+        self._changed = changed
+        self._thread = threading.local()
         self._lock = threading.RLock()
-        self.calls = ModuleCalls(self._judge)
+        self._roles: weakref.WeakKeyDictionary[Module, Role] = weakref.WeakKeyDictionary()
+        self._refusals: weakref.WeakKeyDictionary[Module, str] = weakref.WeakKeyDictionary()
+        """Models that refused a call after they were attached, and why."""
+        self.is_observing = False
         self.managed: list[ManagedModel] = []
         self.rejected: list[Rejected] = []
         self.tell: Callable[[Rejected], None] | None = None
         """Called when a module is rejected."""
         self.fatal: BudgetError | None = None
         """Raised because no plan fits the budget."""
+
+    def start(self) -> None:
+        """Observe calls from now on. See NOTE [ How calls are observed ]."""
+        if not self.is_observing:
+            self.is_observing = True
+            # A plain function, which a class binds to the called module.
+            setattr(Module, PLACE, lambda module, /, *args, **kwargs: self._observed_call(module, args, kwargs))
+
+    def stop(self) -> None:
+        """Observe no more calls."""
+        if self.is_observing:
+            self.is_observing = False
+            setattr(Module, PLACE, None)
 
     def parameters(self) -> set[int]:
         """Ids of the parameters of all managed and all rejected models."""
@@ -182,16 +143,17 @@ class ModelRegistry:
     def judge_again(self) -> None:
         """Forget which modules were passed: they may be trained by now."""
         with self._lock:
-            self._known = {key: known for key, known in self._known.items() if known.role is Role.OWNED or known.tries}
+            owned = {module: role for module, role in self._roles.items() if role is Role.OWNED}
+            self._roles = weakref.WeakKeyDictionary(owned)
 
-    def reject(self, module: Module, reason: str) -> None:
+    def reject(self, module: Module, reason: str) -> Role:
         """Leave a module alone, and remember why."""
         self.rejected.append(Rejected(type(module).__name__, weakref.ref(module), reason))
         if self.tell is not None:
             self.tell(self.rejected[-1])
-        self._know(module, Role.OWNED)
+        return self._know(module, Role.OWNED)
 
-    def reject_unseen(self, parameters: list[Tensor]) -> list[Tensor]:
+    def reject_unseen(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Reject the modules of parameters that were never seen in a call; gives the parameters in no module."""
         left = {id(each): each for each in parameters}
         holding = [
@@ -218,25 +180,40 @@ class ModelRegistry:
 
     def close(self) -> None:
         """Observe no more calls, and take off what was attached."""
-        self.calls.stop()
+        self.stop()
         for managed in self.managed:
             # A model that was compiled since has nothing of Spillway's left.
             with suppress(UsageError):
                 managed.attached.remove()
 
+    def _observed_call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        call = own_call(module)
+        if getattr(self._thread, "in_owned", False) or not (module.training and torch.is_grad_enabled()):
+            return call(*args, **kwargs)
+        role = self._judge(module)
+        if role is Role.PASSED:
+            return call(*args, **kwargs)
+        if role is Role.ATTACHED:
+            return Module.__call__(module, *args, **kwargs)
+        self._thread.in_owned = True
+        try:
+            return call(*args, **kwargs)
+        finally:
+            self._thread.in_owned = False
+
     def _judge(self, module: Module) -> Role:
-        known = self._known.get(id(module))
-        if known is not None and known.module() is module and not known.tries:
-            return known.role
+        known = self._roles.get(module)
+        if known is not None:
+            return known
         if is_compiled_around() or is_traced() or in_backward():
             return Role.PASSED
         with self._lock:
+            if is_attached(module):
+                # By another thread, while this one waited for the lock.
+                return Role.ATTACHED
             return self._judge_new(module)
 
     def _judge_new(self, module: Module) -> Role:
-        if is_attached(module):
-            # By another thread, while this one waited for the lock.
-            return Role.ATTACHED
         if not any(each.requires_grad for each in module.parameters()):
             return self._know(module, Role.PASSED)
         frames = list(_frames())
@@ -249,16 +226,18 @@ class ModelRegistry:
             return self._know(module, Role.OWNED)
         if any(map(is_attached, module.modules())):
             return self._know(module, Role.PASSED)
-        return self._try(module)
-
-    def _try(self, module: Module) -> Role:
         model: Module = module.module if isinstance(module, DistributedDataParallel) else module
-        known = self._known.get(id(model))
-        tries, why = (0, "") if known is None or known.module() is not model else (known.tries, known.why)
+        if not self._is_attached_now(model):
+            return self._know(module, Role.OWNED)
+        # The call of a wrapper goes on, and calls the attached model.
+        return Role.ATTACHED if model is module else self._know(module, Role.PASSED)
+
+    def _is_attached_now(self, model: Module) -> bool:
+        """Attach to a model, or reject it."""
         blocks = _count_blocks(model)
         if not blocks:
             self.reject(model, f"{NO_BLOCKS}{built_in(model.modules())}")
-            return self._know(module, Role.OWNED)
+            return False
         try:
             attached, way = self._attach(model)
         except BudgetError as error:
@@ -266,19 +245,16 @@ class ModelRegistry:
             raise
         except SpillwayError as error:
             self.reject(model, str(error))
-            return self._know(module, Role.OWNED)
-        notes = [f"attached again: {why}"] if why else []
+            return False
+        notes = [f"attached again: {self._refusals[model]}"] if model in self._refusals else []
         managed = ManagedModel(type(model).__name__, weakref.ref(model), blocks, attached, way, notes)
         attached.tell(lambda error: self._refused(managed, error))
         self.managed.append(managed)
-        self._know(model, Role.PASSED, tries, why)
-        if model is not module:
-            # The wrapper's own call goes on, and calls the attached model.
-            return self._know(module, Role.PASSED)
-        return Role.ATTACHED
+        self._know(model, Role.PASSED)
+        return True
 
     def _refused(self, managed: ManagedModel, error: SpillwayError) -> None:
-        """An attached model refuses a call."""
+        """An attached model refuses a call. It is rejected the second time."""
         if isinstance(error, BudgetError):
             self.fatal = error
             raise error
@@ -286,13 +262,12 @@ class ModelRegistry:
         with self._lock:
             if not self._take_off(managed) or model is None:
                 return
-            known = self._known.get(id(model))
-            tries = 1 + (known.tries if known is not None else 0)
-            self._know(model, Role.PASSED, tries, str(error))
-            if tries >= _MOST_TRIES:
+            self._roles.pop(model, None)
+            if model in self._refusals:
                 self.reject(model, str(error))
+            self._refusals[model] = str(error)
         self.judge_again()
-        self.calls.start()
+        self._changed()
 
     def _take_off(self, managed: ManagedModel) -> bool:
         with suppress(UsageError):
@@ -302,8 +277,8 @@ class ModelRegistry:
             self.managed.remove(managed)
         return is_there
 
-    def _know(self, module: Module, role: Role, tries: int = 0, why: str = "") -> Role:
-        self._known[id(module)] = _Known(weakref.ref(module), role, tries, why)
+    def _know(self, module: Module, role: Role) -> Role:
+        self._roles[module] = role
         return role
 
 

@@ -3,10 +3,9 @@
 NOTE [ Unobserved calls ]
 
 Calls of modules are observed until all parameters of all optimizers belong to a managed or a rejected model. From then
-on an optimizer's step costs two comparisons, and a call nothing. Observing starts again when an optimizer steps
-parameters that belong to no model. If they are in no observed call for two more steps, their module is rejected (it is
-compiled, say), or they are counted as parameters of no module. A parameter without a gradient is unknown until it has
-one.
+on an optimizer's step costs a comparison, and a call nothing. Observing starts again when a new optimizer steps, or one
+with more parameters. If parameters with a gradient are in no observed call for two steps, their module is rejected (it
+is compiled, say), or they are counted as parameters of no module.
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from spillway.attaching import Attached
 from spillway.cli.running.models import ModelRegistry, alive
 
 _PATIENCE = 8
-"""Steps for which calls are observed because of parameters without a gradient."""
+"""Steps of an optimizer for which calls are observed because of parameters without a gradient."""
 _TRIES = 2
 """Steps after which parameters with a gradient that are in no observed call are given up."""
 _MOST_TIMES = 32
@@ -80,17 +80,15 @@ class ScriptObserver(StepClock):
         self, attach: Callable[[Module], tuple[Attached, str]], told: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(told)
-        self.models = ModelRegistry(attach)
         self._lock = threading.RLock()
-        self._settled: weakref.WeakKeyDictionary[Optimizer, tuple[int, list[Tensor]]] = weakref.WeakKeyDictionary()
-        """For each optimizer whose models are known: its number of parameters, and those without a gradient so far."""
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        self._starts = 0
-        self._unseen: list[weakref.ref[Tensor]] = []
-        """Parameters of the last step that were in no observed call."""
-        self._in_no_module: dict[int, weakref.ref[Tensor]] = {}
+        """Steps of each optimizer for which calls were observed."""
+        self._settled: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers for which no calls need be observed, each with its number of parameters."""
+        self._in_no_module = WeakIdKeyDictionary()
+        self.models = ModelRegistry(attach, self._observe)
         os.register_at_fork(after_in_child=self._stop)
-        self.models.calls.start()
+        self._observe()
 
     @property
     def parameters_in_no_module(self) -> int:
@@ -99,60 +97,51 @@ class ScriptObserver(StepClock):
 
     def end(self) -> None:
         """Observe no more. Attached models stay attached, and modules that were not seen are rejected."""
-        if self.models.calls.on:
-            unowned = self._unowned([each for reference in self._unseen if (each := reference()) is not None])
-            self._give_up(unowned)
+        self._give_up(self._unowned(each for each in self._looks if each not in self._settled))
         self._stop()
+
+    def _observe(self) -> None:
+        """Observe calls, whatever was known of the optimizers."""
+        with self._lock:
+            self._looks.clear()
+            self._settled.clear()
+            self.models.start()
 
     def _stop(self) -> None:
         super().end()
-        self.models.calls.stop()
+        self.models.stop()
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         super()._stepped(optimizer, args, kwargs)
         self.models.check()
-        count, sleeping = self._settled.get(optimizer, (-1, []))
-        is_settled = count == sum(len(group["params"]) for group in optimizer.param_groups)
-        if self.models.calls.on or not is_settled or any(each.grad is not None for each in sleeping):
+        if self._settled.get(optimizer) != sum(len(group["params"]) for group in optimizer.param_groups):
             with self._lock:
                 self._look(optimizer)
 
     def _look(self, optimizer: Optimizer) -> None:
         """Decide whether calls have to be observed because of this optimizer's parameters."""
-        calls = self.models.calls
-        if self._starts != calls.starts:
-            self._starts = calls.starts
-            self._looks.clear()
         looks = self._looks[optimizer] = self._looks.get(optimizer, 0) + 1
-        parameters = _parameters(optimizer)
-        left = self._unowned(parameters)
-        stepped = [each for each in left if each.grad is not None]
-        self._unseen = [weakref.ref(each) for each in stepped]
-        if stepped and not calls.on:
-            calls.start()
-        elif stepped and looks >= _TRIES:
-            self._give_up(stepped)
-            left = [each for each in left if each.grad is None]
-            stepped = []
-        if stepped or (left and looks <= _PATIENCE):
+        self._settled.pop(optimizer, None)
+        self.models.start()
+        if looks >= _TRIES:
+            self._give_up(each for each in self._unowned([optimizer]) if each.grad is not None)
+        # An optimizer that has not stepped yet may belong to a model that was not called yet.
+        if looks < _PATIENCE and self._unowned(alive(Optimizer)):
             self.models.judge_again()
             return
-        self._settled[optimizer] = (len(parameters), left)
-        # An optimizer that has not stepped yet may belong to a model that was not called yet.
-        if looks > _PATIENCE or not any(self._unowned(_parameters(other)) for other in alive(Optimizer)):
-            calls.stop()
+        self._settled[optimizer] = len(_parameters(optimizer))
+        self.models.stop()
 
-    def _give_up(self, parameters: list[Tensor]) -> None:
-        self._in_no_module.update({id(each): weakref.ref(each) for each in self.models.reject_unseen(parameters)})
+    def _give_up(self, parameters: Iterable[Tensor]) -> None:
+        if unseen := list(parameters):
+            for each in self.models.reject_unseen(unseen):
+                self._in_no_module[each] = None
 
-    def _unowned(self, parameters: list[Tensor]) -> list[Tensor]:
-        """Those that belong to no model, and are not known for that."""
+    def _unowned(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+        """Parameters that belong to no model, and are not known for that."""
         owned = self.models.parameters()
-        return [each for each in parameters if id(each) not in owned and not self._is_in_no_module(each)]
-
-    def _is_in_no_module(self, parameter: Tensor) -> bool:
-        known = self._in_no_module.get(id(parameter))
-        return known is not None and known() is parameter
+        parameters = itertools.chain.from_iterable(map(_parameters, optimizers))
+        return [each for each in parameters if id(each) not in owned and each not in self._in_no_module]
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from pydantic import TypeAdapter
 
@@ -41,8 +42,6 @@ class ModelResult:
     """Steps or calls that a plan still needed in the end."""
     peak: int
     """In the step that validated the plan, or else in the whole process so far."""
-    checked_seconds: float | None
-    """Time of the step that validated the plan."""
     predicted_peak: int | None = None
     predicted_seconds: float | None = None
     predicted_stall_seconds: float | None = None
@@ -107,7 +106,17 @@ def result_of(observer: ScriptObserver, *, rank: int = 0) -> RunResult:
 def _model_result(model: ManagedModel) -> ModelResult:
     attached = model.attached
     plan, measured, stats = attached.plan, attached.measured, attached.stats()
-    result = ModelResult(
+    predicted: dict[str, Any] = {}
+    if plan is not None:
+        predicted = {
+            "predicted_peak": plan.predicted_peak,
+            "predicted_seconds": plan.predicted_seconds,
+            "predicted_stall_seconds": plan.stall_seconds,
+            "predicted_recompute_seconds": plan.recompute_seconds,
+            "predicted_kept_bytes": sum(block.kept_bytes for block in plan.blocks),
+            "predicted_offloaded_bytes": plan.sent_bytes,
+        }
+    return ModelResult(
         kind=model.kind,
         blocks=model.blocks,
         way=model.way,
@@ -115,20 +124,9 @@ def _model_result(model: ManagedModel) -> ModelResult:
         budget=attached.budget,
         missing=attached.missing,
         peak=stats.peak_bytes if measured is None else measured.peak_bytes,
-        checked_seconds=None if measured is None else measured.seconds,
         stats=stats,
         notes=(*model.notes, *stats.notes, *attached.notes),
-    )
-    if plan is None:
-        return result
-    return replace(
-        result,
-        predicted_peak=plan.predicted_peak,
-        predicted_seconds=plan.predicted_seconds,
-        predicted_stall_seconds=plan.stall_seconds,
-        predicted_recompute_seconds=plan.recompute_seconds,
-        predicted_kept_bytes=sum(block.kept_bytes for block in plan.blocks),
-        predicted_offloaded_bytes=plan.sent_bytes,
+        **predicted,
     )
 
 

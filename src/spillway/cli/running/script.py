@@ -11,15 +11,15 @@ unless the error is from inside of it.
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import itertools
 import os
 import pkgutil
+import runpy
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
@@ -92,37 +92,40 @@ class Script:
         _kept.append(before)
         sys.argv = [self.target, *self.arguments]
         try:
-            code = self._of_module(main) if self.is_module else self._of_path(main)
-            exec(code, main.__dict__)
+            exec(self._load(main), main.__dict__)
         except BaseException as error:
             if isinstance(error, SystemExit) and not error.code:
                 return
             _hide_frames(error)
             raise
 
-    def _of_module(self, main: ModuleType) -> CodeType:
-        _put_first(str(Path.cwd()))
-        spec, name = _find(self.target), self.target
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{self.target}.__main__"
-            spec = _find(name)
-        code = _code_of(spec, main)
-        if code is None:
-            raise UsageError(
-                f"got -m {self.target!r}, expected a module with code that Python finds; there is no {name}"
-            )
-        sys.argv[0] = str(main.__file__)
-        return code
+    def _load(self, main: ModuleType) -> CodeType:
+        """The code, which ``main`` is named after from now on."""
+        try:
+            # What Python's own -m, and its tools that run modules, find code with.
+            if self.is_module:
+                _put_first(str(Path.cwd()))
+                _, spec, code = runpy._get_module_details(self.target)  # type: ignore[attr-defined]
+                sys.argv[0] = spec.origin
+            elif pkgutil.get_importer(self.target) is not None:
+                # A folder, or an archive.
+                _put_first(os.path.abspath(self.target))
+                _, spec, code = runpy._get_main_module_details()  # type: ignore[attr-defined]
+            else:
+                return self._load_file(main)
+        except ImportError as error:
+            option = "-m " if self.is_module else ""
+            raise UsageError(f"got {option}{self.target!r}, expected code that Python finds: {error}") from error
+        main.__dict__.update(
+            __file__=spec.origin,
+            __cached__=spec.cached,
+            __loader__=spec.loader,
+            __package__=spec.parent,
+            __spec__=spec,
+        )
+        return code  # type: ignore[no-any-return]
 
-    def _of_path(self, main: ModuleType) -> CodeType:
-        importer = pkgutil.get_importer(self.target)
-        if importer is not None:
-            # A folder, or an archive.
-            _put_first(os.path.abspath(self.target))
-            code = _code_of(importer.find_spec("__main__", None), main)
-            if code is None:
-                raise UsageError(f"got {self.target!r}, expected a script, or a folder with a __main__.py")
-            return code
+    def _load_file(self, main: ModuleType) -> CodeType:
         path = os.path.abspath(self.target)
         _put_first(os.path.dirname(os.path.realpath(self.target)))
         main.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
@@ -144,35 +147,6 @@ def _put_first(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _find(name: str) -> ModuleSpec | None:
-    if name in sys.modules and getattr(sys.modules[name], "__spec__", None) is None:
-        # Python's own search fails for a module without a spec, as __main__ is.
-        return None
-    try:
-        return importlib.util.find_spec(name)
-    except ModuleNotFoundError as error:
-        # A package that exists may itself import something that does not: that error is the package's.
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise
-        return None
-
-
-def _code_of(spec: ModuleSpec | None, main: ModuleType) -> CodeType | None:
-    """The code of a module, which ``main`` is from now on; ``None`` if it has no code."""
-    get_code = None if spec is None else getattr(spec.loader, "get_code", None)
-    if spec is None or get_code is None:
-        return None
-    main.__dict__.update(
-        __file__=spec.origin,
-        __cached__=spec.cached,
-        __loader__=spec.loader,
-        __package__=spec.parent,
-        __spec__=spec,
-    )
-    code: CodeType | None = get_code(spec.name)
-    return code
-
-
 def is_of_script(error: BaseException) -> bool:
     """Whether an error came from code of a script, and not from this package alone."""
     return not all(map(_is_ours, _entries(error.__traceback__)))
@@ -182,13 +156,11 @@ def _hide_frames(error: BaseException) -> None:
     """Show ``sys.excepthook`` an error without the frames of this package."""
     hook = sys.excepthook
     entries = _entries(error.__traceback__)
-    if not _is_ours(entries[-1]) or len(entries) == 1:
-        entries = [each for each in entries if not _is_ours(each)]
-    else:
-        # An error that Spillway raised in the script: leave out only the frames that started the script.
-        entries = list(itertools.dropwhile(_is_ours, entries))
+    # An error that Spillway raised in the script is shown with all frames but those that started the script.
+    is_own = len(entries) > 1 and _is_ours(entries[-1])
+    kept = itertools.dropwhile(_is_ours, entries) if is_own else itertools.filterfalse(_is_ours, entries)
     shown: TracebackType | None = None
-    for each in reversed(entries):
+    for each in reversed(list(kept)):
         shown = TracebackType(shown, each.tb_frame, each.tb_lasti, each.tb_lineno)
 
     def excepthook(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:

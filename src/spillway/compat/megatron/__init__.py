@@ -1,7 +1,7 @@
 """Megatron-Core's names: fine-grained activation offloading, and the hybrid optimizer.
 
 A chunk is the forward of one micro-batch through one virtual stage: a
-:class:`~spillway.compat.megatron.chunk.Chunk`. A group is one of the chunk's groups. Start and commit add no nodes to
+:class:`ChunkOffloadHandler`. A group is one of the chunk's groups. Start and commit add no nodes to
 the graph: the engine learns in which order to reload. ``docs/compat/megatron.md`` maps each name and lists the
 differences.
 """
@@ -17,15 +17,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from spillway.compat import current_device
-from spillway.compat.megatron.manager import (
-    ChunkOffloadHandler,
-    OffloadTensorGroup,
-    OffloadTensorPool,
-    PipelineOffloadManager,
-)
+from spillway.compat.megatron.chunk import ChunkOffloadHandler, OffloadTensorGroup
+from spillway.compat.megatron.manager import OffloadTensorPool, PipelineOffloadManager
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
 from spillway.errors import UsageError
+from spillway.runtime.system import which_device
 from spillway.saved_tensors.groups import Group
 from spillway.summarizing import summary
 from spillway.types import GroupStats, StepStats
@@ -78,7 +74,7 @@ def fine_grained_offloading_group_start(tensor: torch.Tensor, name: str | None =
         >>> fine_grained_offloading_group_start(x, "attn_norm") is x
         True
     """
-    _instance()._iteration.start(name)
+    _instance()._start(name)
     return tensor
 
 
@@ -105,7 +101,7 @@ def fine_grained_offloading_group_commit(
         ()
     """
     if not isinstance(tensor, tuple | list) or tensor:
-        _instance()._iteration.commit(name, forced_released_tensors or (), delay_offload)
+        _instance()._commit(name, forced_released_tensors or (), delay_offload)
     return tensor
 
 
@@ -150,7 +146,7 @@ def fine_grained_offloading_forward_record(event: Any = None) -> None:
 
 def fine_grained_offloading_backward_record(tensor: torch.Tensor, event: Any = None) -> torch.Tensor:
     """An identity whose backward records an event, as in forward, on a stream which then waits for reloading."""
-    return tensor if current_device().type == "cpu" else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
+    return tensor if which_device().type == "cpu" else _BackwardRecord.apply(tensor, event)  # type: ignore[no-untyped-call]
 
 
 class _BackwardRecord(torch.autograd.Function):
@@ -186,7 +182,7 @@ class FineGrainedActivationOffloadingInterface:
     def __enter__(self) -> torch.Tensor:
         if self.offload:
             manager = _instance()
-            group = manager._iteration.start(self.name)
+            group = manager._start(self.name)
             manager.__enter__()
             self._entered.append((manager, group))
         return self.tensor
@@ -203,8 +199,8 @@ class FineGrainedActivationOffloadingInterface:
         try:
             manager.__exit__(kind, error, trace)
         finally:
-            if kind is not None:
-                manager._iteration.fail(group)
+            if kind is not None and group is not None and manager._forward is not None:
+                manager._forward._fail(group)
 
     def group_offload(
         self,

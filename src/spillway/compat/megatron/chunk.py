@@ -1,56 +1,50 @@
-"""A forward pass in pieces, for Megatron-Core's chunks."""
+"""The chunks of an iteration and their groups: a forward pass in pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from spillway.offloading import builds_a_graph, hooks_of, keep_if_counted, within_scope
-from spillway.policies import Policy, check_tier
-from spillway.saved_tensors.groups import Group, Groups, check_name
+from spillway._torch import base_of
+from spillway.offloading import builds_a_graph, hooks_of, within_scope
+from spillway.policies import check_tier
+from spillway.saved_tensors.groups import Group, Groups, PassGroups, check_name
 from spillway.saved_tensors.handles import Handle
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
-from spillway.saved_tensors.order import PastGroup
+from spillway.saved_tensors.identity import is_parameter, reach, why_unmovable
 from spillway.session import Session
-from spillway.types import StepStats
+from spillway.types import Decision, SavedTensor, StepStats
 
 
-class Chunk:
-    """A pass in pieces, for code whose groups begin in one call and end in another, such as a micro-batch's forward.
+class ChunkOffloadHandler:
+    """The forward of one micro-batch through one virtual stage. Public names are read only.
 
-    Only tensors saved inside of :meth:`inside` belong to it. It is entered for a few operators at a time. In between,
-    no hooks are installed. Learned state belongs to the session, by tag.
-
-    Args:
-        tag: names the code, for learned state.
-        groups: rules about groups; no other tensors are offloaded.
-        policy: is asked about tensors saved in groups.
-        tier: ``"host"``, ``"disk"``, or ``"auto"``, as for :class:`~spillway.offload`.
-        spares: called with each saved tensor, the very object: its storage is kept if this is true.
-        on_backward: called when backward asks for the first offloaded tensor.
-        session: moves the bytes.
+    Its groups begin in one call and end in another. Only tensors saved inside of :meth:`_inside` belong to it. It is
+    entered for a few operators at a time. In between, no hooks are installed. Learned state belongs to the session, by
+    ``tag``. ``on_backward`` is called when backward asks for the first offloaded tensor.
     """
 
     def __init__(
         self,
-        *,
-        tag: str,
-        groups: Groups,
-        policy: Policy,
-        tier: str,
-        spares: Callable[[torch.Tensor], bool],
-        on_backward: Callable[[], object],
         session: Session,
+        tag: str,
+        min_offloaded_tensor_size: int,
+        *,
+        groups: Groups,
+        tier: str,
+        on_backward: Callable[[], object],
     ) -> None:
-        self.session = session
-        self.session.check_open()
+        session.check_open()
+        self.min_offloaded_tensor_size = min_offloaded_tensor_size
+        """Least size of an offloaded tensor, in elements."""
+        self._session = session
         self._state = session.of(SavedState)
-        self._spares = spares
-        self._pass = ForwardScope(
+        self._scope = ForwardScope(
             session,
-            policy,
+            self._by_elements,
             self._state.learned(tag),
             min_bytes=0,
             tag=tag,
@@ -61,80 +55,128 @@ class Chunk:
         self._has_failed = False
 
     @property
-    def groups(self) -> Sequence[Group]:
-        """The groups that have begun, in order."""
-        return self._pass.groups.all
+    def do_offload(self) -> bool:
+        """Whether offloading is enabled: for all chunks or for none."""
+        return self._session.enabled
 
     @property
-    def is_live(self) -> bool:
+    def offload_groups(self) -> list[OffloadTensorGroup]:
+        """Its groups so far, in the order in which they started."""
+        return [OffloadTensorGroup(self._scope.groups, group) for group in self._scope.groups.all]
+
+    def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
+        """The first group of that name from ``start_index`` on; ``None`` if there is none."""
+        return next((group for group in self.offload_groups[start_index:] if group.name == name), None)
+
+    def is_empty_chunk(self, name: str | None = None) -> bool:
+        """Whether it has no group, or none of that name."""
+        return not self.offload_groups if name is None else self.find_group_with_name(name) is None
+
+    def get_max_deduplicated_groups(self) -> int:
+        """Number of distinct group names."""
+        return len({group.name for group in self._scope.groups.all})
+
+    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
+        """Whether an offloaded group would offload the tensor, judging by its kind, size and marks."""
+        if is_parameter(tensor) or why_unmovable(tensor) is not None or _is_marked(tensor):
+            return False
+        storage = tensor.untyped_storage()
+        nbytes = reach(tensor, storage.nbytes())[1]
+        return self._state.marks.get(storage) is not False and self._is_large(nbytes, tensor.dtype)
+
+    def stats(self) -> StepStats:
+        """Bytes and seconds of its forward and backward so far, also by groups. Megatron has no such method."""
+        return self._session.stats_of(self._scope.ledger)
+
+    def _is_live(self) -> bool:
         """Whether tensors saved now may be offloaded: not in a backward, without gradients, or if disabled."""
-        return self.session.enabled and builds_a_graph()
-
-    def is_spared(self, storage: torch.UntypedStorage) -> bool:
-        """Whether the storage was marked to be kept."""
-        return self._state.marks.get(storage) is False
-
-    def inside(self) -> AbstractContextManager[None]:
-        """A context: tensors saved inside belong to the innermost group that has begun and not ended."""
-        return self._inside() if self.is_live else keep_if_counted()
+        return self._session.enabled and builds_a_graph()
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
-        with hooks_of(self._pack), within_scope(self.session, self._pass):
+        """Tensors saved inside belong to the innermost group that has begun and not ended."""
+        with hooks_of(self._pack), within_scope(self._session, self._scope):
             yield
 
-    def start(self, name: str) -> Group | None:
+    def _start(self, name: str) -> Group | None:
         """A group begins; ``None`` where nothing may be offloaded now."""
         check_name(name)
-        return self._pass.groups.start(name) if self.is_live else None
+        return self._scope.groups.start(name) if self._is_live() else None
 
-    def commit(self, name: str, *, release: Iterable[torch.Tensor] = (), delay: bool = False) -> bool:
-        """The first open group of that name ends, and is offloaded if the rules do not keep it.
+    def _commit(self, name: str, *, release: Iterable[torch.Tensor], delay: bool) -> None:
+        """End the first open group of that name, if there is one, and offload it if the rules do not keep it.
 
-        Args:
-            name: of the group.
-            release: tensors whose memory is to be freed then, as for :class:`~spillway.group`.
-            delay: do not offload it now, but at the next :meth:`Session.flush_groups`.
-
-        Returns:
-            Whether there was one. If nothing may be offloaded now, it is not changed.
+        The memory of the tensors ``release`` is freed then, as for :class:`~spillway.group`. With ``delay``, it is
+        offloaded at the next :meth:`Session.flush_groups`. Nothing changes if no graph is built now.
         """
-        group = self._pass.groups.find_open(name) if builds_a_graph() else None
+        groups = self._scope.groups
+        group = groups.find_open(name) if builds_a_graph() else None
         if group is None:
-            return False
-        if not self.session.enabled:
-            self._pass.groups.give_up(group)
-            return True
-        self._pass.groups.end(group, release=release, later=delay)
+            return
+        if not self._session.enabled:
+            groups.give_up(group)
+            return
+        groups.end(group, release=release, later=delay)
         if delay:
-            self.session.delay(lambda: self._pass.groups.send(group))
-        return True
+            self._session.delay(lambda: groups.send(group))
 
-    def fail(self, group: Group | None) -> None:
+    def _fail(self, group: Group) -> None:
         """An exception was raised in the group: its tensors are kept, and nothing is learned of the chunk."""
         self._has_failed = True
-        if group is not None and group in self._pass.groups.open:
-            self._pass.groups.give_up(group)
+        if group in self._scope.groups.open:
+            self._scope.groups.give_up(group)
 
-    def stays(self, group: Group) -> bool:
-        """Whether the rules keep the group."""
-        return self._pass.groups.stays(group)
-
-    def past(self) -> list[PastGroup]:
-        """Its groups so far, for :meth:`Groups.staying`."""
-        return self._pass.groups.past()
-
-    def end(self) -> None:
+    def _end(self) -> None:
         """The forward is over. Groups that were not committed are kept, and :meth:`stats` notes it."""
-        for group in self._pass.groups.abandon():
-            self._pass.ledger.note(f"group {group.name!r} was started and not committed: it stayed")
-        self._pass.end(completed=not self._has_failed)
-
-    def stats(self) -> StepStats:
-        """Bytes and seconds so far, of its backward too."""
-        return self.session.stats_of(self._pass.ledger)
+        for group in self._scope.groups.abandon():
+            self._scope.ledger.note(f"group {group.name!r} was started and not committed: it stayed")
+        self._scope.end(completed=not self._has_failed)
 
     def _pack(self, tensor: torch.Tensor) -> Handle:
-        if self._spares(tensor):
+        if _is_marked(tensor):
             self._state.marks.set(tensor, False)
-        return self._pass.pack(tensor)
+        return self._scope.pack(tensor)
+
+    def _by_elements(self, saved: SavedTensor) -> Decision:
+        return Decision.OFFLOAD if self._is_large(saved.nbytes, saved.dtype) else Decision.KEEP
+
+    def _is_large(self, nbytes: int, dtype: torch.dtype) -> bool:
+        return nbytes >= self.min_offloaded_tensor_size * dtype.itemsize
+
+
+@dataclass(frozen=True)
+class OffloadTensorGroup:
+    """One group of a chunk. Read only."""
+
+    _groups: PassGroups
+    _group: Group
+
+    @property
+    def name(self) -> str:
+        """Its name; groups of a chunk may share one."""
+        return self._group.name
+
+    @property
+    def offload(self) -> bool:
+        """Whether it is offloaded."""
+        return not self._groups.stays(self._group)
+
+    @property
+    def total_offload_bytes(self) -> int:
+        """Bytes of its tensors that are large enough and not marked. They are offloaded if the group is."""
+        return self._group.nbytes
+
+    @property
+    def total_tensor_count(self) -> int:
+        """Number of their storages."""
+        return self._group.count
+
+
+def _is_marked(tensor: torch.Tensor) -> bool:
+    """Whether the tensor, or the one that it is a view of, is marked as not offloadable."""
+    return any(
+        getattr(each, "offloading_activation", None) is False
+        or getattr(each, "_TE_do_not_offload", False)
+        or getattr(each, "_do_not_offload", False)
+        for each in (tensor, base_of(tensor))
+    )

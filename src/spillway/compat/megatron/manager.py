@@ -15,22 +15,18 @@ import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
-from spillway._torch import base_of
-from spillway.compat import current_device
-from spillway.compat.megatron.chunk import Chunk
+from spillway.compat.megatron.chunk import ChunkOffloadHandler
 from spillway.errors import UsageError
 from spillway.offloading import keep_if_counted, keep_tensor
 from spillway.runtime.backend import Stream
+from spillway.runtime.system import which_device
 from spillway.saved_tensors.groups import Group, Groups
-from spillway.saved_tensors.identity import is_parameter, reach, why_unmovable
 from spillway.session import Session
-from spillway.types import Decision, SavedTensor, StepStats
 
 _MIN_ELEMENTS = 1024 * 1024
 _ENGINES_FLAG = "CPUOffloadEnabled"
@@ -41,51 +37,6 @@ class _Instance:
     """The manager of a session."""
 
     manager: PipelineOffloadManager | None = None
-
-
-class Iteration:
-    """The chunks of one iteration. See NOTE [ Iterations ]."""
-
-    def __init__(self) -> None:
-        self.chunks: dict[str, ChunkOffloadHandler] = {}
-        """By tags, in the order of their forward."""
-        self.micro_batches: Counter[int] = Counter()
-        """By virtual stage."""
-        self.reached: dict[str, None] = {}
-        """Tags of chunks, in the order in which backward has reached them."""
-        self.forward: ChunkOffloadHandler | None = None
-        self.backward: ChunkOffloadHandler | None = None
-
-    def live_chunk(self) -> Chunk | None:
-        """The chunk whose forward runs."""
-        return self.forward._chunk if self.forward is not None and self.forward._chunk.is_live else None
-
-    def start(self, name: str | None) -> Group | None:
-        """Start a group of the live chunk, if there are both."""
-        chunk = self.live_chunk()
-        return None if chunk is None or name is None else chunk.start(name)
-
-    def commit(self, name: str, release: Iterable[torch.Tensor], delay: bool) -> None:
-        """End the first open group of that name."""
-        if self.forward is not None:
-            self.forward._chunk.commit(name, release=release, delay=delay)
-
-    def fail(self, group: Group | None) -> None:
-        """Drop a group whose forward has raised."""
-        if self.forward is not None and group is not None:
-            self.forward._chunk.fail(group)
-
-    def end_forward(self) -> None:
-        """End the forward of the last chunk."""
-        if self.forward is not None:
-            self.forward._chunk.end()
-            self.forward = None
-
-    def on_backward(self, tag: str) -> None:
-        """Backward has reached a chunk."""
-        if tag in self.chunks:
-            self.reached.setdefault(tag)
-            self.backward = self.chunks[tag]
 
 
 class PipelineOffloadManager:
@@ -114,7 +65,18 @@ class PipelineOffloadManager:
         self._summary: dict[str, int] = {}
         self._rules_of: dict[str, Groups] = {}
         """By tags: see NOTE [ Iterations ]."""
-        self._iteration = Iteration()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Start an iteration. See NOTE [ Iterations ]."""
+        self._chunks: dict[str, ChunkOffloadHandler] = {}
+        """By tags, in the order of their forward."""
+        self._micro_batches: Counter[int] = Counter()
+        """By virtual stage."""
+        self._reached: dict[str, None] = {}
+        """Tags of chunks, in the order in which backward has reached them."""
+        self._forward: ChunkOffloadHandler | None = None
+        self._backward: ChunkOffloadHandler | None = None
 
     @classmethod
     def get_instance(cls) -> PipelineOffloadManager:
@@ -132,12 +94,12 @@ class PipelineOffloadManager:
     @property
     def d2h_stream(self) -> Stream:
         """The session's offload stream of the current accelerator, or of the CPU."""
-        return self._session.runtime(current_device()).mover.streams[0]
+        return self._session.runtime(which_device()).mover.streams[0]
 
     @property
     def h2d_stream(self) -> Stream:
         """The session's reload stream of the current accelerator, or of the CPU."""
-        return self._session.runtime(current_device()).mover.streams[1]
+        return self._session.runtime(which_device()).mover.streams[1]
 
     @property
     def cpu_tensor_pool(self) -> OffloadTensorPool:
@@ -148,13 +110,13 @@ class PipelineOffloadManager:
     @property
     def cuda_graph_stream(self) -> torch.Stream | None:
         """A stream to capture and replay graphs on; ``None`` without an accelerator."""
-        self._graph_stream = self._graph_stream or _make_stream(current_device())
+        self._graph_stream = self._graph_stream or _make_stream(which_device())
         return self._graph_stream
 
     @property
     def cuda_graph_event(self) -> torch.Event | None:
         """The default event of ``forward_record`` and ``backward_record``; ``None`` without an accelerator."""
-        self._graph_event = self._graph_event or _make_event(current_device())
+        self._graph_event = self._graph_event or _make_event(which_device())
         return self._graph_event
 
     @property
@@ -197,33 +159,27 @@ class PipelineOffloadManager:
         )
         if not torch.is_grad_enabled():
             return
-        self._rules, iteration = rules, self._iteration
-        iteration.end_forward()
-        tag = f"{self._name}, stage {vp_stage}, micro-batch {iteration.micro_batches[vp_stage]}"
-        iteration.micro_batches[vp_stage] += 1
-
-        def by_elements(saved: SavedTensor) -> Decision:
-            return Decision.OFFLOAD if saved.nbytes >= least * saved.dtype.itemsize else Decision.KEEP
-
-        chunk = Chunk(
-            tag=tag,
+        self._rules = rules
+        self._end_forward()
+        tag = f"{self._name}, stage {vp_stage}, micro-batch {self._micro_batches[vp_stage]}"
+        self._micro_batches[vp_stage] += 1
+        self._forward = self._chunks[tag] = ChunkOffloadHandler(
+            self._session,
+            tag,
+            least,
             # A chunk that no iteration has had yet offloads all its groups.
             groups=self._rules_of.get(tag, Groups(in_flight=rules.in_flight)),
-            policy=by_elements,
             tier=tier,
-            spares=_is_marked,
-            on_backward=lambda: self._iteration.on_backward(tag),
-            session=self._session,
+            on_backward=lambda: self._on_backward(tag),
         )
-        iteration.forward = iteration.chunks[tag] = ChunkOffloadHandler(chunk, least)
 
     def cur_forward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk of this iteration that began last; ``None`` before the first."""
-        return self._iteration.forward
+        return self._forward
 
     def cur_backward_chunk(self) -> ChunkOffloadHandler | None:
         """The chunk whose backward began last, among those with offloaded tensors."""
-        return self._iteration.backward
+        return self._backward
 
     def mark_not_offloadable(self, tensor: torch.Tensor | None) -> None:
         """Keep the tensor's storage, also if a view of it is saved. ``None`` is ignored."""
@@ -249,16 +205,16 @@ class PipelineOffloadManager:
         ``process_group`` has no effect: a reset gathers nothing from other ranks.
         """
         self._session.forget_groups()
-        self._iteration.end_forward()
+        self._end_forward()
         if self._pool is not None:
             self._pool.reset()
         self._learn()
-        self._iteration = Iteration()
+        self._begin()
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
-            chunk = self._iteration.live_chunk()
-            if chunk is None:
+            chunk = self._forward
+            if chunk is None or not chunk._is_live():
                 stack.enter_context(keep_if_counted())
             else:
                 # Transformer Engine, if it is imported, is to know that its saved tensors are offloaded.
@@ -266,7 +222,7 @@ class PipelineOffloadManager:
                 if engine is not None:
                     stack.callback(setattr, engine, _ENGINES_FLAG, getattr(engine, _ENGINES_FLAG, False))
                     setattr(engine, _ENGINES_FLAG, True)
-                stack.enter_context(chunk.inside())
+                stack.enter_context(chunk._inside())
             self._entered().append(stack.pop_all())
 
     def __exit__(self, *error: Any) -> None:
@@ -276,9 +232,27 @@ class PipelineOffloadManager:
         """Contexts that the calling thread has entered, the innermost last."""
         return vars(self._of_thread).setdefault("stacks", [])  # type: ignore[no-any-return]
 
+    def _start(self, name: str | None) -> Group | None:
+        """Start a group of the chunk whose forward runs, if there are both."""
+        return None if self._forward is None or name is None else self._forward._start(name)
+
+    def _commit(self, name: str, release: Iterable[torch.Tensor], delay: bool) -> None:
+        if self._forward is not None:
+            self._forward._commit(name, release=release, delay=delay)
+
+    def _end_forward(self) -> None:
+        if self._forward is not None:
+            self._forward._end()
+            self._forward = None
+
+    def _on_backward(self, tag: str) -> None:
+        if tag in self._chunks:
+            self._reached.setdefault(tag)
+            self._backward = self._chunks[tag]
+
     def _record(self, event: Any, number: int) -> None:
         """Record the event, or that for graphs, on the current stream, which then waits for a stream of the mover."""
-        device = current_device()
+        device = which_device()
         if device.type == "cpu":
             return
         event = self._graph_event if event is None else event
@@ -290,14 +264,14 @@ class PipelineOffloadManager:
 
     def _learn(self) -> None:
         """See NOTE [ Iterations ]."""
-        chunks = self._iteration.chunks
-        reached = {tag: place for place, tag in enumerate(self._iteration.reached)}
+        chunks = self._chunks
+        reached = {tag: place for place, tag in enumerate(self._reached)}
         # An evaluation with gradients enabled is no iteration. A known chunk that backward has not reached comes first.
         known = [tag for tag in chunks if tag in reached or tag in self._rules_of]
         order = sorted(known, key=lambda tag: reached.get(tag, -1))
         if not order:
             return
-        past = [chunks[tag]._chunk.past() for tag in order]
+        past = [chunks[tag]._scope.groups.past() for tag in order]
         self._rules_of = dict(zip(order, self._rules.over(past), strict=True))
         offloaded: Counter[str] = Counter()
         for tag in known[: known.index(order[0]) + 1]:
@@ -307,82 +281,6 @@ class PipelineOffloadManager:
                 if place not in staying:
                     offloaded[group.name] += group.nbytes
         self._summary = {name: nbytes for name, nbytes in offloaded.items() if nbytes}
-
-
-class ChunkOffloadHandler:
-    """The forward of one micro-batch through one virtual stage. Read only."""
-
-    def __init__(self, chunk: Chunk, min_offloaded_tensor_size: int) -> None:
-        self.min_offloaded_tensor_size = min_offloaded_tensor_size
-        """Least size of an offloaded tensor, in elements."""
-        self._chunk = chunk
-        self._groups: list[OffloadTensorGroup] = []
-
-    @property
-    def do_offload(self) -> bool:
-        """Whether offloading is enabled: for all chunks or for none."""
-        return self._chunk.session.enabled
-
-    @property
-    def offload_groups(self) -> list[OffloadTensorGroup]:
-        """Its groups so far, in the order in which they started."""
-        for group in self._chunk.groups[len(self._groups) :]:
-            self._groups.append(OffloadTensorGroup(self._chunk, group))
-        return list(self._groups)
-
-    def find_group_with_name(self, name: str, start_index: int = 0) -> OffloadTensorGroup | None:
-        """The first group of that name from ``start_index`` on; ``None`` if there is none."""
-        return next((group for group in self.offload_groups[start_index:] if group.name == name), None)
-
-    def is_empty_chunk(self, name: str | None = None) -> bool:
-        """Whether it has no group, or none of that name."""
-        return not self.offload_groups if name is None else self.find_group_with_name(name) is None
-
-    def get_max_deduplicated_groups(self) -> int:
-        """Number of distinct group names."""
-        return len({group.name for group in self.offload_groups})
-
-    def tensor_need_offloading_checker(self, tensor: torch.Tensor) -> bool:
-        """Whether an offloaded group would offload the tensor, judging by its kind, size and marks."""
-        if is_parameter(tensor) or why_unmovable(tensor) is not None or _is_marked(tensor):
-            return False
-        storage = tensor.untyped_storage()
-        if self._chunk.is_spared(storage):
-            return False
-        nbytes = reach(tensor, storage.nbytes())[1]
-        return nbytes >= self.min_offloaded_tensor_size * tensor.dtype.itemsize
-
-    def stats(self) -> StepStats:
-        """Bytes and seconds of its forward and backward so far, also by groups. Megatron has no such method."""
-        return self._chunk.stats()
-
-
-@dataclass(frozen=True)
-class OffloadTensorGroup:
-    """One group of a chunk. Read only."""
-
-    _chunk: Chunk
-    _group: Group
-
-    @property
-    def name(self) -> str:
-        """Its name; groups of a chunk may share one."""
-        return self._group.name
-
-    @property
-    def offload(self) -> bool:
-        """Whether it is offloaded."""
-        return not self._chunk.stays(self._group)
-
-    @property
-    def total_offload_bytes(self) -> int:
-        """Bytes of its tensors that are large enough and not marked. They are offloaded if the group is."""
-        return self._group.nbytes
-
-    @property
-    def total_tensor_count(self) -> int:
-        """Number of their storages."""
-        return self._group.count
 
 
 class OffloadTensorPool:
@@ -469,16 +367,6 @@ class OffloadTensorPool:
         """Release all tensors."""
         self._free.clear()
         self._used.clear()
-
-
-def _is_marked(tensor: torch.Tensor) -> bool:
-    """Whether the tensor, or the one that it is a view of, is marked as not offloadable."""
-    return any(
-        getattr(each, "offloading_activation", None) is False
-        or getattr(each, "_TE_do_not_offload", False)
-        or getattr(each, "_do_not_offload", False)
-        for each in (tensor, base_of(tensor))
-    )
 
 
 def _make_stream(device: torch.device) -> torch.Stream | None:
