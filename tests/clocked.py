@@ -26,7 +26,7 @@ from spillway.planner.hardware import seconds_of
 from spillway.planner.planner import USABLE
 from spillway.profiler.target_kernels import effort_of
 from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stalls, Stream, Task
-from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.cpu import anonymous_pages
 
 
@@ -137,9 +137,6 @@ class ClockedBackend(Backend):
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         raise NotImplementedError
-
-    def empty(self, form: Form) -> torch.Tensor:
-        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         return anonymous_pages(nbytes)

@@ -27,7 +27,7 @@ from torch.utils.checkpoint import checkpoint
 import spillway
 from spillway import EventKind, EventList
 from spillway.runtime.backend import Stream
-from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.cpu import CpuBackend
 from spillway.saved_tensors.hooks import SavedState
 
@@ -242,9 +242,9 @@ class SlowBackend(CpuBackend):
         self.slabs.append(nbytes)
         return super().host_slab(nbytes)
 
-    def empty(self, form: Form) -> torch.Tensor:
+    def empty(self, nbytes: int) -> Bytes:
         self.allocating_threads.add(threading.get_ident())
-        return super().empty(form)
+        return super().empty(nbytes)
 
 
 def session_on(backend: Any, way: Way, events: EventList, path: str | os.PathLike[str]) -> spillway.Session:

@@ -271,7 +271,7 @@ def test_what_was_fetched_ahead_is_not_waited_for_to_the_last() -> None:
         for number, size in enumerate(sizes)
     ]
     mover.put(entries, tier)
-    mover.settle(entries)
+    mover.release(entries)
     begin = backend.clock.now
     mover.fetch(entries)
     mover.take(entries[0], -1)

@@ -106,6 +106,16 @@ def test_a_mark_is_obeyed(session: spillway.Session) -> None:
     assert step(spillway.offload(session=session)).saved_bytes == 8 * MIB
 
 
+def test_a_mark_inside_of_a_disabled_context_warns_and_is_obeyed_from_the_next_pass_on(
+    session: spillway.Session,
+) -> None:
+    step(spillway.offload(session=session))
+    x = torch.ones(4, requires_grad=True)
+    with spillway.offload(session=session), pytest.warns(UserWarning, match="has no effect in this pass"):
+        spillway.offload_tensor(x * 1, session=session)
+    assert step(spillway.offload(session=session)).saved_bytes == 8 * MIB
+
+
 def test_a_tag_is_judged_by_itself(session: spillway.Session) -> None:
     for _ in range(2):
         step(spillway.offload(session=session, tag="small"))

@@ -52,11 +52,11 @@ def test_pre_hooks_are_found() -> None:
     def hook(module: nn.Module, args: object) -> None: ...
 
     model = nn.Linear(2, 2)
-    assert not _torch.pre_hooks_of(model)
+    assert not _torch.hooks_of(model)[0]
     handle = model.register_forward_pre_hook(hook)
-    assert list(_torch.pre_hooks_of(model).values()) == [hook]
+    assert list(_torch.hooks_of(model)[0].values()) == [hook]
     handle.remove()
-    assert not _torch.pre_hooks_of(model)
+    assert not _torch.hooks_of(model)[0]
 
 
 def test_a_view_has_its_base() -> None:
@@ -489,10 +489,10 @@ def test_the_base_of_a_view_is_its_first_tensor() -> None:
 
 def test_a_storage_has_one_number_however_often_it_is_asked_for() -> None:
     tensor = torch.ones(4)
-    number = _torch.storage_number(tensor.untyped_storage())
+    number = _torch.storage_key(tensor.untyped_storage())
     gc.collect()
-    assert _torch.storage_number(tensor[1:].untyped_storage()) == number
-    assert _torch.storage_number(torch.ones(4).untyped_storage()) != number
+    assert _torch.storage_key(tensor[1:].untyped_storage()) == number
+    assert _torch.storage_key(torch.ones(4).untyped_storage()) != number
 
 
 def test_tensors_over_one_storage_are_aliases() -> None:

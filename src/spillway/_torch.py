@@ -46,23 +46,59 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from spillway.errors import UnsupportedError
 
-Function = TypeVar("Function", bound=Callable[..., Any])
-Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+# The graph of autograd.
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the next autograd node of the calling thread."""
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the running backward of the calling thread; -1 for none."""
-top_hooks: Callable[[bool], Hooks | None] = _top_saved_tensors_default_hooks
-"""The innermost saved-tensor hooks; the argument is always True."""
-pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
-push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
-why_hooks_are_disabled: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
+node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""The number of an autograd node. Later nodes of a thread have higher ones."""
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
+"""The tensor that a tensor is a view of, or ``None``."""
+version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+"""How often autograd saw a tensor written in place. An inference tensor has none."""
+preserve_versions: Callable[..., AbstractContextManager[object]] = _unsafe_preserve_version_counter
+"""A context after which these tensors (a tuple) have their versions from before it."""
+sharing_versions: Callable[[], AbstractContextManager[object]] = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
+)
+"""A context below autograd in which an alias shares the version counter of its tensor, as it does above."""
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""A context in which operators skip autograd, whose graph has no node for them."""
+exec_group: Callable[[], GraphExecGroup | None] = GraphExecGroup._get_current_group
+"""The ``GraphExecGroup`` that the calling thread is in, or ``None``."""
+is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
+"""Whether the running backward is a ``backward()`` without ``inputs=``."""
+ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
+"""The ``name()`` of the node that adds to a tensor's ``grad``. Its ``variable`` is the tensor."""
 
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward."""
     return graph_task() != -1
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Have the running backward call this at its end."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def post_accumulate_hooks(tensor: torch.Tensor) -> dict[Any, Callable[[torch.Tensor], object]]:
+    """Hooks that run when a gradient was added to a tensor, by id: the dictionary that torch reads, if there is one."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
+
+
+# Saved-tensor hooks.
+
+Hooks = tuple[Callable[..., Any], Callable[..., Any]]
+top_hooks: Callable[[bool], Hooks | None] = _top_saved_tensors_default_hooks
+"""The innermost saved-tensor hooks; the argument is always True."""
+pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
+push_hooks: Callable[..., None] = torch._C._autograd._push_saved_tensors_default_hooks
+why_hooks_are_disabled: Callable[[], str | None] = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 def refuse_transforms() -> None:
@@ -80,13 +116,298 @@ def refuse_transforms() -> None:
         )
 
 
-# Sharded parameters.
+# Modes and transforms.
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are active in the calling thread."""
+disable_dispatch = torch._C._DisableTorchDispatch
+"""A context without dispatch modes and without ``__torch_dispatch__`` of subclasses."""
+disable_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
+"""A context without dispatch modes."""
+dispatch_to_subclasses: Callable[[], AbstractContextManager[object]] = functools.partial(
+    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.Python, False
+)
+"""A context inside a dispatch mode in which the code of subclasses runs."""
+function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of active function modes."""
+function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""The active function modes, from the outermost."""
+disable_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
+"""A context without ``__torch_function__``, of modes and of subclasses."""
+disable_subclass_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
+"""A context without ``__torch_function__`` of subclasses."""
+
+
+def has_function_modes() -> bool:
+    """Whether a ``TorchFunctionMode`` other than that of ``with device:`` sees torch's functions."""
+    return any(not isinstance(mode, DeviceContext) for mode in function_mode_stack())
+
+
+def is_transformed() -> bool:
+    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def is_batched(tensor: torch.Tensor) -> bool:
+    """Whether ``vmap`` stands behind a tensor: its shape lacks a dimension."""
+    functorch: Any = torch._C._functorch
+    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
+
+
+# Tensors and storages.
+
+storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""The number of a storage, the same for all Python objects of it. A later storage may get it again."""
+is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
+"""Whether two tensors share a storage."""
+set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
+"""Set a tensor's conjugate bit, in place."""
+set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
+"""Set a tensor's negative bit, in place."""
+sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
+"""The values of a sparse tensor, sharing its memory, also of one that is not coalesced."""
+copy_many: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""Copies the content of each tensor of the second list into its partner in the first one, in few kernels."""
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+"""Norms of a list of tensors, by the kernel of ``clip_grad_norm_``: ``foreach_norm(tensors, order, dtype=...)``."""
+
+
+def is_declared(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a ``torch.nn.Parameter`` or a ``torch.nn.Buffer``."""
+    # `isinstance` asks a metaclass, which costs a microsecond, and a plain tensor is no parameter.
+    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
+        return True
+    return bool(getattr(tensor, "_is_buffer", False))
+
+
+def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many tensors and names hold the tensor's storage, and how many hold the tensor itself.
+
+    Both count a call's own references: one for the storage's Python object, one for the tensor's.
+    """
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[attr-defined]
+
+
+def nested_size(tensor: torch.Tensor) -> list[list[int]]:
+    """The sizes of the parts of a strided nested tensor."""
+    return tensor._nested_tensor_size().tolist()
+
+
+# Wrapper subclasses.
+
+make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
+"""A tensor of a subclass without bytes of its own: ``make_wrapper(cls, size, dtype=, device=, strides=)``."""
+
+
+def storage_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The plain tensors that a tensor is made of: itself, or the parts of a wrapper subclass."""
+    if not is_wrapper(tensor):
+        return [tensor]
+    parts = (getattr(tensor, name) for name in flatten(tensor)[0])
+    return [plain for part in parts if isinstance(part, torch.Tensor) for plain in storage_parts(part)]
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether it is made of other tensors, and names them (``__tensor_flatten__``)."""
+    return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
+
+
+def flatten(tensor: torch.Tensor) -> tuple[list[str], Any]:
+    """The names of a wrapper's parts, and the context to rebuild it with."""
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return names, context
+
+
+# Containers.
+
+tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
+"""The leaves, and the structure around them."""
+tree_unflatten: Callable[..., Any] = _pytree.tree_unflatten
+"""The structure with these leaves: ``tree_unflatten(leaves, treespec)``."""
+tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
+"""The same containers with the function's results for leaves."""
+
+
+# Operators.
+
+Overload = torch._ops.OpOverload
+"""The class of operators as a dispatch mode gets them."""
+Overloads = torch._ops.OpOverloadPacket
+"""The class of all overloads of an operator: ``torch.ops.aten.mm``."""
+AnyOperator = torch._ops.OperatorBase
+"""The base class of operators, also of those of higher order."""
+schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
+"""The schema of an operator, which tells what it writes and what it aliases."""
+arguments_of: Callable[[Any], list[Any]] = operator.attrgetter("_schema.arguments")
+"""The declared arguments of an operator, each with a ``name``."""
+overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
+"""The name of an overload: ``"default"``, ``"Tensor"``."""
+LABEL_BEGINS: Any = torch.ops.profiler._record_function_enter_new.default
+"""The operator that opens a label of ``torch.profiler.record_function``."""
+LABEL_ENDS: Any = torch.ops.profiler._record_function_exit._RecordFunction
+"""The operator that closes a label."""
+
+
+def composite(overload: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the kernel of a composite operator that torch has for all devices.
+
+    ``decompose`` would run another one, for compilers.
+    """
+    return overload._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+
+
+def end_library(library: torch.library.Library) -> None:
+    """Take a library's kernels out of torch's table again."""
+    library._destroy()  # type: ignore[no-untyped-call]
+
+
+# Modules.
+
+own_call: Callable[[Module], Callable[..., Any]] = operator.attrgetter("_call_impl")
+"""The call of a module with its hooks, whatever replaces ``Module.__call__``."""
+call_code: types.CodeType = Module._call_impl.__code__
+"""The code of :data:`own_call`, whose frame has the called module as ``self``."""
+PLACE = "_compiled_call_impl"
+"""The attribute of a module that ``Module.__call__`` calls instead of itself, unless it is ``None``."""
+CALLING: types.CodeType = Module._wrapped_call_impl.__code__
+"""The code of ``Module.__call__``, whose frame has the called module as ``self``."""
+IS_REPLICA = "_is_replica"
+"""The attribute that ``DataParallel`` sets in the dictionary of a replica."""
+COMPILED_MODULE = "torch._dynamo.eval_frame", "OptimizedModule"
+"""Home and name of the class of ``torch.compile(module)``, whose child ``_orig_mod`` is the module."""
+CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper"
+"""Home and name of the class of FSDP's ``checkpoint_wrapper``."""
+children_of: Callable[[Module], dict[str, Module | None]] = operator.attrgetter("_modules")
+"""The modules of a module by their keys, the same one under several keys, too."""
+hooks_of: Callable[[Module], tuple[dict[int, Any], ...]] = operator.attrgetter(
+    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
+)
+"""The hooks of a module around its forward and its backward."""
+global_pre_hooks: dict[int, Callable[..., Any]] = _global_forward_pre_hooks
+"""The hooks that every module calls before its forward."""
+has_global_hook: Callable[[], bool] = _has_any_global_hook
+"""Whether every module has some hook."""
+
+
+# Compilers and tracers.
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
+"""Dynamo's callback for frames of the calling thread; ``None`` where it is inactive."""
+disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined, unused-ignore]
+"""Gives a function that Dynamo leaves out, also where it traces the caller."""
+tracing_state: Callable[[], object] = torch._C._get_tracing_state
+"""The state of ``torch.jit.trace`` in the calling thread; ``None``: it does not trace."""
+is_fx_tracing: Callable[[], bool] = is_fx_symbolic_tracing
+"""Whether ``torch.fx`` traces."""
+
+
+@functools.cache
+def _skip(rules: Any) -> None:
+    rules.add(__name__.partition(".")[0])
+
+
+def keep_out() -> None:
+    """Tell Dynamo, if it is loaded, to skip the files of this package. See NOTE [ Dynamo ]."""
+    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
+    # Another thread may be loading it now.
+    if rules is not None and hasattr(rules, "_recompile_re"):
+        _skip(rules)
+
+
+def untraced(function: Function) -> Function:
+    """A function that Dynamo does not look into, nor at its callees.
+
+    For functions called from a hook, or from code that is not traced. Where Dynamo traces the caller, it must be told
+    by ``torch._disable_dynamo`` alone.
+    """
+    disabled = disable_dynamo(function)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (function if callback() is None else disabled)(*args, **kwargs)
+
+    return call  # type: ignore[return-value]
+
+
+def skip_call(function: Callable[..., Any]) -> None:
+    """Tell Dynamo not to trace a function itself. It still traces the functions that are called inside."""
+    # Slow to import. torch.compiler.disable(recursive=False) would forbid exporting.
+    from torch._dynamo.decorators import skip
+
+    skip(function)
+
+
+def without_dynamo(function: Any) -> Any:
+    """The function that ``torch.compile`` or ``torch.compiler.disable`` has wrapped, or the function itself."""
+    return getattr(function, "_torchdynamo_orig_callable", function)
+
+
+# Devices.
+
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether a profiler of torch records the calling thread."""
+stream_handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+"""The driver's handle of the calling thread's current stream on a CUDA device, by its number."""
+current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
+"""The number of the calling thread's current CUDA device."""
+device_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
+"""The allocator's counters of an accelerator, nested, unsorted: ``["allocated_bytes"]["all"]["current"]``."""
+sleep_on_gpu: Callable[[int], None] = torch.cuda._sleep
+"""Queue a kernel on the current CUDA device that takes so many clock cycles."""
+_PRECISIONS = (
+    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
+    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
+)
+
+
+def _reduced(put: Callable[..., object]) -> Callable[[Any], object]:
+    return lambda allowed: put(*(allowed if isinstance(allowed, tuple) else (allowed,)))
+
+
+KERNEL_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
+    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
+    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
+    (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
+    (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
+    (
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+        _reduced(torch._C._set_cublas_allow_fp16_reduced_precision_reduction),
+    ),
+    (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+        _reduced(torch._C._set_cublas_allow_bf16_reduced_precision_reduction),
+    ),
+    *(
+        (
+            functools.partial(torch._C._get_fp32_precision_getter, *place),
+            functools.partial(torch._C._set_fp32_precision_setter, *place),
+        )
+        for place in _PRECISIONS
+    ),
+)
+"""Getters and setters of the process's settings that choose kernels: attention, TF32, determinism."""
+
+
+# Sharded parameters. See NOTE [ Sharded parameters ].
 
 _STATES = "torch.distributed._composable_state"
 _FSDP = "torch.distributed.fsdp._fully_shard._fsdp_param"
 _DTENSOR = "torch.distributed.tensor"
 _RECORDS = ("all_gather_outputs", "_unsharded_inner_tensors")
 _MOST_NODES = 8
+local_part: Callable[[torch.Tensor], Any] = operator.attrgetter("_local_tensor")
+"""This process's part of a ``DTensor``: the object itself, which ``to_local`` may wrap. It may be under way."""
 
 
 class Gathered:
@@ -139,6 +460,13 @@ def _parameters() -> Iterator[Any]:
             yield from group.fsdp_params
 
 
+def _groups(state: Any) -> list[Any]:
+    """The parameter groups of FSDP2's state of a module."""
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
+    return [group for group in groups if group is not None]
+
+
 def is_local_part(tensor: torch.Tensor) -> bool:
     """Whether it is a view of the local shard of a ``DTensor`` parameter, as ``to_local()`` gives."""
     if tensor._base is None or _DTENSOR not in sys.modules:
@@ -157,98 +485,6 @@ def is_local_part(tensor: torch.Tensor) -> bool:
     return False
 
 
-# Wrapper subclasses.
-
-
-def storage_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The plain tensors that a tensor is made of: itself, or the parts of a wrapper subclass."""
-    if not is_wrapper(tensor):
-        return [tensor]
-    parts = (getattr(tensor, name) for name in flatten(tensor)[0])
-    return [plain for part in parts if isinstance(part, torch.Tensor) for plain in storage_parts(part)]
-
-
-def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether it is made of other tensors, and names them (``__tensor_flatten__``)."""
-    return type(tensor) is not torch.Tensor and bool(is_traceable_wrapper_subclass(tensor))
-
-
-def flatten(tensor: torch.Tensor) -> tuple[list[str], Any]:
-    """The names of a wrapper's parts, and the context to rebuild it with."""
-    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    return names, context
-
-
-# Dynamo.
-
-callback: Callable[[], object] = torch._C._dynamo.eval_frame.get_eval_frame_callback  # type: ignore[attr-defined, unused-ignore]
-"""Dynamo's callback for frames of the calling thread; ``None`` where it is inactive."""
-_disable: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-defined, unused-ignore]
-
-
-@functools.cache
-def _skip(rules: Any) -> None:
-    rules.add(__name__.partition(".")[0])
-
-
-def keep_out() -> None:
-    """Tell Dynamo, if it is loaded, to skip the files of this package. See NOTE [ Dynamo ]."""
-    rules: Any = sys.modules.get("torch._dynamo.trace_rules")
-    # Another thread may be loading it now.
-    if rules is not None and hasattr(rules, "_recompile_re"):
-        _skip(rules)
-
-
-def untraced(function: Function) -> Function:
-    """A function that Dynamo does not look into, nor at its callees.
-
-    For functions called from a hook, or from code that is not traced. Where Dynamo traces the caller, it must be told
-    by ``torch._disable_dynamo`` alone.
-    """
-    disabled = _disable(function)
-
-    @functools.wraps(function)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (function if callback() is None else disabled)(*args, **kwargs)
-
-    return call  # type: ignore[return-value]
-
-
-# cli, integrations, compat
-
-own_call: Callable[[Module], Callable[..., Any]] = operator.attrgetter("_call_impl")
-"""The call of a module with its hooks, whatever replaces ``Module.__call__``."""
-call_code: types.CodeType = Module._call_impl.__code__
-"""The code of :data:`own_call`, whose frame has the called module as ``self``."""
-pre_hooks_of: Callable[[Module], dict[int, Callable[..., Any]]] = operator.attrgetter("_forward_pre_hooks")
-"""The hooks of a module before its forward, by number."""
-base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
-"""The tensor that a tensor is a view of, or ``None``."""
-exec_group: Callable[[], GraphExecGroup | None] = GraphExecGroup._get_current_group
-"""The ``GraphExecGroup`` that the calling thread is in, or ``None``."""
-
-
-def _groups(state: Any) -> list[Any]:
-    """The parameter groups of FSDP2's state of a module."""
-    groups = getattr(state, "_fsdp_param_groups", None)
-    groups = [getattr(state, "_fsdp_param_group", None)] if groups is None else groups
-    return [group for group in groups if group is not None]
-
-
-# optim
-
-foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
-"""Norms of a list of tensors, by the kernel of ``clip_grad_norm_``: ``foreach_norm(tensors, order, dtype=...)``."""
-make_wrapper: Callable[..., Any] = torch.Tensor._make_wrapper_subclass
-"""A tensor of a subclass without bytes of its own: ``make_wrapper(cls, size, dtype=, device=, strides=)``."""
-schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
-"""The schema of an operator, which tells what it writes and what it aliases."""
-version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""How often autograd saw a tensor written in place. An inference tensor has none."""
-local_part: Callable[[torch.Tensor], Any] = operator.attrgetter("_local_tensor")
-"""This process's part of a ``DTensor``: the object itself, which ``to_local`` may wrap. It may be under way."""
-
-
 def set_local_part(distributed: torch.Tensor, local: torch.Tensor) -> None:
     """Give a ``DTensor`` another local part of the same shape."""
     distributed._local_tensor = local  # type: ignore[attr-defined]
@@ -260,14 +496,12 @@ def distributed_with(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return make(local, like._spec, requires_grad=False)  # type: ignore[no-any-return, attr-defined]
 
 
-# accumulate
+# DDP, FSDP2, and what wraps a module for them.
 
-sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
-"""The values of a sparse tensor, sharing its memory, also of one that is not coalesced."""
-partial_reduction: Callable[[Any], torch.Tensor | None] = operator.attrgetter("_partial_reduce_output")
-"""Gradients of a parameter group that FSDP2 has reduced over shards, and not yet over replicas: one flat buffer."""
 _REDUCER = ("_check_reducer_finalized", "_reset_state")
 _GROUP = ("fsdp_params", "mesh_info", "mp_policy", "gradient_divide_factor", "_partial_reduce_output")
+partial_reduction: Callable[[Any], torch.Tensor | None] = operator.attrgetter("_partial_reduce_output")
+"""Gradients of a parameter group that FSDP2 has reduced over shards, and not yet over replicas: one flat buffer."""
 
 
 def check_ddp(module: Any) -> None:
@@ -278,6 +512,15 @@ def check_ddp(module: Any) -> None:
 def check_fsdp(group: Any) -> None:
     """Refuse a torch whose FSDP2 lacks the names that are used here, and those of its parameter groups."""
     _check_names(group, _GROUP, "FSDP2")
+
+
+def _check_names(owner: object, names: Iterable[str], kind: str) -> None:
+    missing = [name for name in names if not hasattr(owner, name)]
+    if missing:
+        raise UnsupportedError(
+            f"{kind} of torch {torch.__version__} has no {' and no '.join(missing)}, which accumulation reads. Use a "
+            f"torch that Spillway was tested with."
+        )
 
 
 def check_reduced(module: Any) -> None:
@@ -317,264 +560,23 @@ def reset_fsdp(modules: Iterable[Any]) -> None:
             module.reset_iter_state()
 
 
-def is_replicated(module: torch.nn.Module) -> bool:
-    """Whether ``replicate()`` of ``torch.distributed._composable`` wrapped a module. FSDP2 modules are so, too."""
-    contract: Any = sys.modules.get("torch.distributed._composable.contract")
-    return contract is not None and "replicate" in (contract._get_registry(module) or ())
-
-
-def _check_names(owner: object, names: Iterable[str], kind: str) -> None:
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        raise UnsupportedError(
-            f"{kind} of torch {torch.__version__} has no {' and no '.join(missing)}, which accumulation reads. Use a "
-            f"torch that Spillway was tested with."
-        )
-
-
-# losses
-
-
-def has_function_modes() -> bool:
-    """Whether a ``TorchFunctionMode`` other than that of ``with device:`` sees torch's functions."""
-    return any(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())  # type: ignore[no-untyped-call]
-
-
-def is_transformed() -> bool:
-    """Whether a ``torch.func`` transform or forward-mode differentiation is active."""
-    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
-
-
-def is_batched(tensor: torch.Tensor) -> bool:
-    """Whether ``vmap`` stands behind a tensor: its shape lacks a dimension."""
-    functorch: Any = torch._C._functorch
-    return bool(functorch.is_batchedtensor(tensor) or functorch.is_legacy_batchedtensor(tensor))
-
-
-# attaching, profiler
-
-PLACE = "_compiled_call_impl"
-"""The attribute of a module that ``Module.__call__`` calls instead of itself, unless it is ``None``."""
-CALLING: types.CodeType = Module._wrapped_call_impl.__code__
-"""The code of ``Module.__call__``, whose frame has the called module as ``self``."""
-IS_REPLICA = "_is_replica"
-"""The attribute that ``DataParallel`` sets in the dictionary of a replica."""
-children_of: Callable[[Module], dict[str, Module | None]] = operator.attrgetter("_modules")
-"""The modules of a module by their keys, the same one under several keys, too."""
-COMPILED_MODULE = "torch._dynamo.eval_frame", "OptimizedModule"
-"""Home and name of the class of ``torch.compile(module)``, whose child ``_orig_mod`` is the module."""
-CHECKPOINT_WRAPPER = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "CheckpointWrapper"
-"""Home and name of the class of FSDP's ``checkpoint_wrapper``."""
-global_pre_hooks: dict[int, Callable[..., Any]] = _global_forward_pre_hooks
-"""The hooks that every module calls before its forward."""
-has_global_hook: Callable[[], bool] = _has_any_global_hook
-"""Whether every module has some hook."""
-hooks_of: Callable[[Module], tuple[dict[int, Any], ...]] = operator.attrgetter(
-    "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
-)
-"""The hooks of a module around its forward and its backward."""
-tracing_state: Callable[[], object] = torch._C._get_tracing_state
-"""The state of ``torch.jit.trace`` in the calling thread; ``None``: it does not trace."""
-is_fx_tracing: Callable[[], bool] = is_fx_symbolic_tracing
-"""Whether ``torch.fx`` traces."""
-disable_dispatch = torch._C._DisableTorchDispatch
-"""A context without dispatch modes and without ``__torch_dispatch__`` of subclasses."""
-disable_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
-"""A context without dispatch modes."""
-below_autograd = torch._C._AutoDispatchBelowAutograd
-"""A context in which operators skip autograd, whose graph has no node for them."""
-storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""The number of a storage, the same for all Python objects of it. A later storage may get it again."""
-device_stats: Callable[[int], dict[str, Any]] = torch._C._accelerator_getDeviceStats
-"""The allocator's counters of an accelerator, nested, unsorted: ``["allocated_bytes"]["all"]["current"]``."""
-sleep_on_gpu: Callable[[int], None] = torch.cuda._sleep
-"""Queue a kernel on the current CUDA device that takes so many clock cycles."""
-Overload = torch._ops.OpOverload
-"""The class of operators as a dispatch mode gets them."""
-arguments_of: Callable[[Any], list[Any]] = operator.attrgetter("_schema.arguments")
-"""The declared arguments of an operator, each with a ``name``."""
-tree_map: Callable[[Callable[[Any], Any], Any], Any] = _pytree.tree_map
-"""The same containers with the function's results for leaves."""
-
-
-def is_composed(module: Module) -> bool:
-    """Whether ``torch.distributed``'s composable ``checkpoint`` was applied to a module."""
-    contract: Any = sys.modules.get("torch.distributed._composable.contract")
-    return contract is not None and "checkpoint" in (contract._get_registry(module) or ())
-
-
 def active_ddp() -> Any:
     """The ``DistributedDataParallel`` whose forward the process is in, or ``None``."""
     module: Any = sys.modules.get("torch.nn.parallel.distributed")
     return None if module is None else module.DistributedDataParallel._get_active_ddp_module()
 
 
-def skip_call(function: Callable[..., Any]) -> None:
-    """Tell Dynamo not to trace a function itself. It still traces the functions that are called inside."""
-    # Slow to import. torch.compiler.disable(recursive=False) would forbid exporting.
-    from torch._dynamo.decorators import skip
-
-    skip(function)
+def _applied(module: Module) -> Any:
+    """The names of what ``torch.distributed`` has composed a module with."""
+    contract: Any = sys.modules.get("torch.distributed._composable.contract")
+    return () if contract is None else contract._get_registry(module) or ()
 
 
-def composite(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel of a composite operator that torch has for all devices.
-
-    ``decompose`` would run another one, for compilers.
-    """
-    return overload._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
+def is_composed(module: Module) -> bool:
+    """Whether ``torch.distributed``'s composable ``checkpoint`` was applied to a module."""
+    return "checkpoint" in _applied(module)
 
 
-def end_library(library: torch.library.Library) -> None:
-    """Take a library's kernels out of torch's table again."""
-    library._destroy()  # type: ignore[no-untyped-call]
-
-
-# runtime
-
-is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
-"""Whether a profiler of torch records the calling thread."""
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""How many dispatch modes are active in the calling thread."""
-stream_handle: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-"""The driver's handle of the calling thread's current stream on a CUDA device, by its number."""
-current_device: Callable[[], int] | None = getattr(torch._C, "_cuda_getDevice", None)
-"""The number of the calling thread's current CUDA device."""
-storage_number: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""A number that no other living storage has."""
-is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
-"""Whether two tensors share a storage."""
-set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
-"""Set a tensor's conjugate bit, in place."""
-set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
-"""Set a tensor's negative bit, in place."""
-
-
-def is_declared(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a ``torch.nn.Parameter`` or a ``torch.nn.Buffer``."""
-    # `isinstance` asks a metaclass, which costs a microsecond, and a plain tensor is no parameter.
-    if type(tensor) is not torch.Tensor and isinstance(tensor, torch.nn.Parameter):
-        return True
-    return bool(getattr(tensor, "_is_buffer", False))
-
-
-def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """How many tensors and names hold the tensor's storage, and how many hold the tensor itself.
-
-    Both count a call's own references: one for the storage's Python object, one for the tensor's.
-    """
-    storage = tensor.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[attr-defined]
-
-
-def nested_size(tensor: torch.Tensor) -> list[list[int]]:
-    """The sizes of the parts of a strided nested tensor."""
-    return tensor._nested_tensor_size().tolist()
-
-
-# checkpointing
-
-tree_flatten: Callable[[Any], tuple[list[Any], Any]] = _pytree.tree_flatten
-"""The leaves, and the structure around them."""
-tree_unflatten: Callable[..., Any] = _pytree.tree_unflatten
-"""The structure with these leaves: ``tree_unflatten(leaves, treespec)``."""
-node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-"""The number of an autograd node. Later nodes of a thread have higher ones."""
-overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
-"""The name of an overload: ``"default"``, ``"Tensor"``."""
-Overloads = torch._ops.OpOverloadPacket
-"""The class of all overloads of an operator: ``torch.ops.aten.mm``."""
-AnyOperator = torch._ops.OperatorBase
-"""The base class of operators, also of those of higher order."""
-LABEL_BEGINS: Any = torch.ops.profiler._record_function_enter_new.default
-"""The operator that opens a label of ``torch.profiler.record_function``."""
-LABEL_ENDS: Any = torch.ops.profiler._record_function_exit._RecordFunction
-"""The operator that closes a label."""
-function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-"""The number of active function modes."""
-function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
-"""The active function modes, from the outermost."""
-disable_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
-"""A context without ``__torch_function__``, of modes and of subclasses."""
-disable_subclass_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
-"""A context without ``__torch_function__`` of subclasses."""
-preserve_versions: Callable[..., AbstractContextManager[object]] = _unsafe_preserve_version_counter
-"""A context after which these tensors (a tuple) have their versions from before it."""
-copy_many: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
-"""Copies the content of each tensor of the second list into its partner in the first one, in few kernels."""
-is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
-"""Whether the running backward is a ``backward()`` without ``inputs=``."""
-disable_dynamo: Callable[[Function], Function] = _disable
-"""A function that Dynamo leaves out, also where it traces the caller."""
-sharing_versions: Callable[[], AbstractContextManager[object]] = functools.partial(
-    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.ADInplaceOrView, False
-)
-"""A context below autograd in which an alias shares the version counter of its tensor, as it does above."""
-dispatch_to_subclasses: Callable[[], AbstractContextManager[object]] = functools.partial(
-    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.Python, False
-)
-"""A context inside a dispatch mode in which the code of subclasses runs."""
-
-
-ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-"""The ``name()`` of the node that adds to a tensor's ``grad``. Its ``variable`` is the tensor."""
-
-
-def post_accumulate_hooks(tensor: torch.Tensor) -> dict[Any, Callable[[torch.Tensor], object]]:
-    """Hooks that run when a gradient was added to a tensor, by id: the dictionary that torch reads, if there is one."""
-    hooks: Any = tensor._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have the running backward call this at its end."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
-
-
-def without_dynamo(function: Any) -> Any:
-    """The function that ``torch.compile`` or ``torch.compiler.disable`` has wrapped, or the function itself."""
-    return getattr(function, "_torchdynamo_orig_callable", function)
-
-
-_PRECISIONS = (
-    *(("generic", "all"), ("cuda", "all"), ("cuda", "matmul"), ("cuda", "conv"), ("cuda", "rnn")),
-    *(("mkldnn", "all"), ("mkldnn", "matmul"), ("mkldnn", "conv"), ("mkldnn", "rnn")),
-)
-
-
-def _reduced(put: Callable[..., object]) -> Callable[[Any], object]:
-    return lambda allowed: put(*(allowed if isinstance(allowed, tuple) else (allowed,)))
-
-
-KERNEL_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
-    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
-    (torch._C._get_cudnn_benchmark, torch._C._set_cudnn_benchmark),
-    (torch._C._get_cudnn_deterministic, torch._C._set_cudnn_deterministic),
-    (torch._C._get_mkldnn_deterministic, torch._C._set_mkldnn_deterministic),
-    (torch._C._get_nnpack_enabled, torch._C._set_nnpack_enabled),
-    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
-    (torch._C._get_cublas_allow_fp16_accumulation, torch._C._set_cublas_allow_fp16_accumulation),
-    (
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
-        _reduced(torch._C._set_cublas_allow_fp16_reduced_precision_reduction),
-    ),
-    (
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
-        _reduced(torch._C._set_cublas_allow_bf16_reduced_precision_reduction),
-    ),
-    *(
-        (
-            functools.partial(torch._C._get_fp32_precision_getter, *place),
-            functools.partial(torch._C._set_fp32_precision_setter, *place),
-        )
-        for place in _PRECISIONS
-    ),
-)
-"""Getters and setters of the process's settings that choose kernels: attention, TF32, determinism."""
+def is_replicated(module: Module) -> bool:
+    """Whether ``replicate()`` of ``torch.distributed._composable`` wrapped a module. FSDP2 modules are so, too."""
+    return "replicate" in _applied(module)

@@ -6,6 +6,7 @@ The contexts push saved-tensor hooks and pop them. Learned state belongs to the 
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
 from types import TracebackType
@@ -284,7 +285,11 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
         The same tensor.
 
     Raises:
-        UsageError: outside of any ``offload`` context with gradients on, where it would do nothing.
+        UsageError: with gradients on, outside of any ``offload`` context, where it would do nothing.
+
+    Warns:
+        UserWarning: inside of a context that is disabled, since offloading gains nothing. The mark enables it from the
+            next pass on.
 
     Example:
         >>> with spillway.offload(policy=spillway.policies.Keep()):  # doctest: +SKIP
@@ -296,6 +301,12 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
             "offload_tensor was called outside of any spillway.offload context, so Spillway does not see what autograd "
             "saves. To offload marked tensors only, write `with spillway.offload(policy=spillway.policies.Keep()):` "
             "around the model."
+        )
+    if _active.passes and _active.passes[-1] is None:
+        warnings.warn(
+            "offload_tensor has no effect in this pass: the spillway.offload context around it is disabled, since "
+            "offloading gains nothing. It is enabled from the next pass on. Pass ratio=1.0 to have it always enabled.",
+            stacklevel=2,
         )
     _mark(tensor, session, offload=True)
     return tensor

@@ -13,17 +13,20 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from typing import Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
 from spillway.errors import RecomputeError, SessionError, UsageError
 from spillway.runtime import device as runtime_of
 from spillway.runtime.backend import quiet
-from spillway.runtime.device import DeviceRuntime, Disk, MakeBackend, Runtime
+from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
+
+if TYPE_CHECKING:
+    from spillway.runtime.spill_file import SpillFile
 
 _Kind = TypeVar("_Kind")
 
@@ -105,7 +108,7 @@ class Session:
             bytes_per_hour=_size(disk_bytes_per_hour, "disk_bytes_per_hour"),
             allow_memory_filesystem=allow_memory_filesystem,
         )
-        self._file: Disk | None = None if spill_directory is None else self._make_file()
+        self._file: SpillFile | None = None if spill_directory is None else self._make_file()
         self._recorder = recorder
         self._make_backend = backend if backend is not None else functools.partial(parts.backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
@@ -332,7 +335,7 @@ class Session:
             recorder=self._recorder,
         )
 
-    def _spill_file(self) -> Disk:
+    def _spill_file(self) -> SpillFile:
         with self._lock:
             if self._file is None:
                 self._file = self._make_file()

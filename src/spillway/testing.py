@@ -42,7 +42,7 @@ import torch
 
 from spillway.errors import RaceError
 from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stream, Task, TaskEnd, finish, raise_again
-from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.cpu import anonymous_pages
 
 POISON = 0xA5
@@ -249,6 +249,7 @@ class AdversaryBackend(Backend):
         return self._compute().capture is not None
 
     def capture(self) -> int | None:
+        # Not by `compute`, after which compute may have written anything.
         return self._compute().capture
 
     def capture_of(self, stream: Stream) -> int | None:
@@ -334,13 +335,11 @@ class AdversaryBackend(Backend):
         # Jobs run in the threads that wait for them: there is none to begin in.
         return _JobQueue(self, threads)
 
-    def empty(self, form: Form) -> torch.Tensor:
+    def empty(self, nbytes: int) -> Bytes:
         with self._lock:
-            memory = torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
-            storage = memory.untyped_storage()
-            whole = Bytes(storage, 0, storage.nbytes())
-            whole.tensor().fill_(POISON)
-            self._hand_out(whole)
+            memory = super().empty(nbytes)
+            memory.tensor().fill_(POISON)
+            self._hand_out(memory)
             return memory
 
     def alias(self, block: Bytes) -> torch.Tensor:

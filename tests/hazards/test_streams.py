@@ -19,7 +19,7 @@ import spillway
 from spillway import EventKind, EventList
 from spillway.errors import TierError
 from spillway.runtime.backend import Event, Stalls, Stream
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.spill_file import SpillFile
@@ -127,7 +127,7 @@ def test_h44_a_buffer_given_back_while_its_copy_back_is_queued(
     store(tier, first, content(7)).synchronize()
     tier.synchronize()
     loaded = load(tier, first, destination)
-    tier.release(first)
+    tier.free(first)
     others = [reserve(tier, content(9)) for _ in range(3)]
     stored = [store(tier, slot, content(9)) for slot in others]
     time.sleep(0.02)
@@ -139,7 +139,7 @@ def test_h44_a_buffer_given_back_while_its_copy_back_is_queued(
     for slot in others:
         load(tier, slot, destination).synchronize()
         assert torch.equal(destination, content(9))
-        tier.release(slot)
+        tier.free(slot)
 
 
 @pytest.mark.parametrize("tier_name", ["host", "disk"])
@@ -150,7 +150,7 @@ def test_h44_a_buffer_given_back_while_its_copy_out_is_queued(gate: tuple[Gate, 
     tier = runtime.tier(tier_name)
     dropped = reserve(tier, content(7))
     store(tier, dropped, content(7))
-    tier.release(dropped)
+    tier.free(dropped)
     slot, destination = reserve(tier, content(9)), content(0)
     store(tier, slot, content(9))
     loaded = load(tier, slot, destination)
@@ -158,7 +158,7 @@ def test_h44_a_buffer_given_back_while_its_copy_out_is_queued(gate: tuple[Gate, 
     backend.open["out"].set()
     loaded.synchronize()
     assert torch.equal(destination, content(9))
-    tier.release(slot)
+    tier.free(slot)
 
 
 @pytest.mark.parametrize("late", ["out", "back"])
@@ -181,9 +181,9 @@ def test_h42_h43_h44_under_the_adversary(
 class SameDevice(CpuBackend):
     """Looks at what is allocated: bytes copied to another device than meant end the process."""
 
-    def empty(self, form: Form) -> torch.Tensor:
-        memory = super().empty(form)
-        assert memory.device == self.device
+    def empty(self, nbytes: int) -> Bytes:
+        memory = super().empty(nbytes)
+        assert memory.storage.device == self.device
         return memory
 
 
@@ -271,9 +271,9 @@ class Allocating(AdversaryBackend):
         super().__init__()
         self.lanes: weakref.WeakKeyDictionary[torch.UntypedStorage, str] = weakref.WeakKeyDictionary()
 
-    def empty(self, form: Form) -> torch.Tensor:
-        memory = super().empty(form)
-        self.lanes[memory.untyped_storage()] = self._line(self.compute()).name
+    def empty(self, nbytes: int) -> Bytes:
+        memory = super().empty(nbytes)
+        self.lanes[memory.storage] = self._line(self.compute()).name
         return memory
 
 
@@ -289,7 +289,7 @@ def test_h45_bytes_prefetched_for_another_compute_lane_are_fetched_again(tmp_pat
         wanted = made[0].clone()
         nodes: list[Any] = [each.grad_fn for each in made]
         for entry in list(session.of(SavedState).learned(None)._waiting[-1][2]._entries):
-            session.runtime(CPU).mover.settle([found for found in (entry(),) if found is not None])
+            session.runtime(CPU).mover.release([found for found in (entry(),) if found is not None])
         del made, entry
         with adversary.stream("one"):
             last = nodes[-1]._saved_self

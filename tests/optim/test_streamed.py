@@ -16,7 +16,7 @@ import spillway
 from optim.store_loops import Loop, net, same, session, small_pieces
 from spillway import OffloadedOptimizer, TierFullError
 from spillway.runtime.arena import PAGE, pages
-from spillway.runtime.bytes import Form
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import CpuBackend
 
 CPU = torch.device("cpu")
@@ -35,12 +35,11 @@ class Counting(CpuBackend):
     def serve(self, _: torch.device) -> CpuBackend:
         return self
 
-    def empty(self, form: Form) -> torch.Tensor:
-        memory = super().empty(form)
-        nbytes = memory.untyped_storage().nbytes()
+    def empty(self, nbytes: int) -> Bytes:
+        memory = super().empty(nbytes)
         self.now += nbytes
         self.peak = max(self.peak, self.now)
-        weakref.finalize(memory.untyped_storage(), self._gone, nbytes)
+        weakref.finalize(memory.storage, self._gone, nbytes)
         return memory
 
     def _gone(self, nbytes: int) -> None:

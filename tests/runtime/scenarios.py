@@ -152,19 +152,19 @@ def a_slot_given_back_while_its_copy_back_is_queued(tier: str, *, direct_disk: b
         compute = adversary.compute()
         adversary.wait(out, adversary.record(compute))
         adversary.wait(compute, place.store((slot,), (Bytes.of(first),))[0])
-        destination = place.destination(slot, 4096, None)
+        destination = place.destination(slot, 4096)
         adversary.wait(back, adversary.record(compute))
-        (loaded,) = place.load((slot,), (Bytes.of(destination),))
+        (loaded,) = place.load((slot,), (destination,))
         if hasattr(loaded, "run"):
             loaded.run()  # the task queues its copy, and gives its block back
-        place.release(slot)
+        place.free(slot)
         following = place.reserve(Bytes.of(second))
         compute = adversary.compute()
         adversary.wait(out, adversary.record(compute))
         place.store((following,), (Bytes.of(second),))
         adversary.wait(compute, loaded)
-        assert torch.equal(destination, first)
-        place.release(following)
+        assert torch.equal(destination.tensor(), first)
+        place.free(following)
 
 
 SCENARIOS: list[Callable[[], None]] = [

@@ -344,7 +344,7 @@ class ProfileCollector:
     def carried(self) -> int:
         """Bytes on the device that are being offloaded or reloaded."""
         counts = self._mover.counts()
-        return counts["leaving bytes"] + counts["held bytes"] + counts["returning bytes"]
+        return counts["leaving bytes"] + counts["shared bytes"] + counts["returning bytes"]
 
     def block_begins(
         self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -449,7 +449,7 @@ class ProfileCollector:
     def _take_tracer(self) -> StepTracer | None:
         tracer, self._tracer = self._tracer, None
         if tracer is not None and not self.session.closed:
-            self._mover.forsake(tracer.moves)
+            self._mover.stop_listening(tracer.moves)
         return tracer
 
     @property

@@ -144,7 +144,7 @@ class PreservedTensors:
                     handle = self._keeping.keep(made, value, self.decisions.kept_bytes)
                 else:
                     self._scope.advance()
-                    handle = self._scope.save_made(made, whole, how.decision)
+                    handle = self._scope.save(made, how.decision)
                 self._given[value] = handle
             elif self._memory[value]() is not storage:
                 return None

@@ -143,12 +143,12 @@ class ReplayableCall:
         pack: Callable[[torch.Tensor], Any] = KeptHandle
         back: Callable[[Any], torch.Tensor] = unpack
         if self._inputs is not None and self._inputs is not _KEEP:
-            pack = scope.pack_offloaded
+            pack = partial(scope.save, decision=Decision.OFFLOAD)
         elif self._inputs is None and around is not None:
             pack, back = around
             if getattr(pack, "__self__", None) is scope and scope.keeps_the_rest:
                 # Tensors without grad are mostly alive anyway: counting them takes more time than it is worth.
-                pack, is_light = scope.keep, True
+                pack, is_light = partial(scope.save, decision=_KEEP), True
         written = self._learned.written_inputs
         self._copies = [None] * len(tensors)
         for place, tensor in enumerate(tensors):
@@ -158,7 +158,7 @@ class ReplayableCall:
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
             if self._partition is not None and self._partition.splits(tensor):
-                part = PartHandle(tensor, self._partition, pack, back, scope.nothing(tensor.device))
+                part = PartHandle(tensor, self._partition, pack, back, torch.empty(0, device=tensor.device))
                 self._tensors.append((part, unpack, tensor.requires_grad, False))
             else:
                 handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)

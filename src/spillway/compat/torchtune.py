@@ -22,7 +22,7 @@ from typing import Any, Self
 from torch.nn import Module
 from torch.torch_version import TorchVersion
 
-from spillway._torch import is_wrapper, pre_hooks_of, top_hooks
+from spillway._torch import hooks_of, is_wrapper, top_hooks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import keep, keep_tensor, offload
 from spillway.policies import Devices, Keep, Policy
@@ -202,7 +202,7 @@ def keep_head(model: Module, heads: Sequence[str], *, warn_if_no_head: bool) -> 
 
 def keep_saved_by(name: str, module: Module) -> None:
     """Keep the tensors that a module saves from now on."""
-    if _enter_head not in pre_hooks_of(module).values():
+    if _enter_head not in hooks_of(module)[0].values():
         module.register_forward_pre_hook(_enter_head, prepend=True)
         module.register_forward_hook(_leave_head, always_call=True)
         _log.debug("%s (%s): its saved tensors are not offloaded", name, type(module).__name__)

@@ -70,7 +70,7 @@ from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import Pinned, aligned, on_error
 from spillway.runtime.backend import Event, Stream
-from spillway.runtime.bytes import Bytes, Cells, Flat, over
+from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.units import format_bytes
 
 _RING = 256 << 20
@@ -162,7 +162,7 @@ class PinnedTier(ChunkTier):
     def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
         # It belongs to the step stream, which has waited for all copies when the memory is dropped.
         try:
-            return Bytes(context.transfers.backend.empty(Flat((nbytes,))).untyped_storage(), 0, nbytes)
+            return context.transfers.backend.empty(nbytes)
         except torch.OutOfMemoryError as error:
             # Chunks that are being stored are freed first, and prefetched ones are given up.
             raise TierFullError(f"the GPU has no {format_bytes(nbytes)} for a chunk of optimizer state") from error

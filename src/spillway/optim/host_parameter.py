@@ -162,7 +162,8 @@ class HostParameter:
 
     def empty_on_device(self, dtype: torch.dtype) -> torch.Tensor:
         """A tensor like the parameter, as it was at first."""
-        return self.context.transfers.backend.empty(self._form._replace(dtype=dtype))
+        memory = self.context.transfers.backend.empty(self.numel * dtype.itemsize)
+        return over(memory.storage, dtype, 0, *self._form[:2])
 
     def mark_written(self) -> None:
         """A step that writes the parameter is queued."""

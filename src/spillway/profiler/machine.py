@@ -31,12 +31,11 @@ import torch
 from spillway.errors import BackendError, TierError, TierFullError, UsageError
 from spillway.planner.hardware import Bandwidth, Hardware
 from spillway.runtime.accelerator import backend_for
-from spillway.runtime.anonymous_file import ALIGNMENT
 from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 from spillway.runtime.disk import PIECE_BYTES
-from spillway.runtime.spill_file import Extent, SpillFile
+from spillway.runtime.spill_file import ALIGNMENT, Extent, SpillFile
 from spillway.runtime.system import device_name, memory_limit, which_device
 from spillway.units import format_bytes
 

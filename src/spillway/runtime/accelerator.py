@@ -41,6 +41,7 @@ import torch
 
 from spillway._torch import current_device, stream_handle
 from spillway.errors import BackendError, TierFullError, UnsupportedError
+from spillway.runtime.arena import PAGE
 from spillway.runtime.backend import (
     Backend,
     Event,
@@ -59,7 +60,6 @@ from spillway.runtime.system import near_cpus
 
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
-_PAGE = 4096
 _PART = 16 << 20
 """Bytes of a part: see NOTE [ Copies of other code ]."""
 
@@ -164,7 +164,7 @@ class AcceleratorBackend(Backend):
         waited: list[torch.Event] = []
         self._wait(stream, event, waited)
         if waited:
-            stalls.pending.append(_Stall(arrived, waited))
+            stalls.pending.append(functools.partial(_stall_seconds, arrived, waited))
 
     def _wait(self, stream: Stream, event: Event, waited: list[torch.Event]) -> None:
         if isinstance(event, Several):
@@ -247,7 +247,8 @@ class AcceleratorBackend(Backend):
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         # At the first write a forked child would get its own copies of pinned pages.
         slab = anonymous_pages(nbytes, huge=True, for_children=False)
-        _touch(slab, self._near_cpus())
+        address = pci_address(self.device)
+        _touch(slab, set() if address is None else near_cpus(address))
         # A thread of the arena has the first device as its current one.
         with torch.cuda.device(self.device):
             return _registered(slab)
@@ -255,11 +256,18 @@ class AcceleratorBackend(Backend):
     def is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def capture(self) -> int | None:
-        return self.capture_of(self.compute()) if self.is_capturing() else None
-
     def capture_of(self, stream: Stream) -> int | None:
-        return _capture_of(_as_cuda(stream))
+        # Torch says whether there is a capture, and not which.
+        if torch.version.hip is not None:
+            raise UnsupportedError("got a graph that is captured on ROCm, expected CUDA, which is all that was tried")
+        status, number = ctypes.c_int(), ctypes.c_uint64()
+        handle = ctypes.c_void_p(_as_cuda(stream).cuda_stream)
+        error = library().cuStreamGetCaptureInfo_v2(
+            handle, ctypes.byref(status), ctypes.byref(number), None, None, None
+        )
+        if error:
+            raise BackendError(f"cuStreamGetCaptureInfo_v2: got error {error} for {stream}, expected none")
+        return number.value if status.value == _CAPTURE_ACTIVE else None
 
     def record_captured(self, stream: Stream) -> Event:
         # An event of a capture cannot be timed.
@@ -285,10 +293,6 @@ class AcceleratorBackend(Backend):
         # gigabyte on a device that belongs to another rank.
         torch.accelerator.set_device_index(self.device)
 
-    def _near_cpus(self) -> set[int]:
-        address = pci_address(self.device)
-        return set() if address is None else near_cpus(address)
-
 
 def pci_address(device: torch.device) -> str | None:
     """A device's PCI address, as ``"0000:3b:00.0"``; ``None`` where torch does not know it."""
@@ -298,21 +302,12 @@ def pci_address(device: torch.device) -> str | None:
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
-class _Stall:
-    """The time from ``arrived`` until the events were reached."""
-
-    __slots__ = ("_arrived", "_events")
-
-    def __init__(self, arrived: Event, events: list[torch.Event]) -> None:
-        self._arrived = arrived
-        self._events = events
-
-    def seconds(self) -> float | None:
-        if not self._arrived.query() or not all(event.query() for event in self._events):
-            return None
-        arrived: Any = self._arrived
-        # Negative where the copy was done first.
-        return max(0.0, *(float(arrived.elapsed_time(event)) for event in self._events)) / 1e3
+def _stall_seconds(arrived: Any, events: list[torch.Event]) -> float | None:
+    """The time from ``arrived`` until the events were reached; ``None``: they were not."""
+    if not arrived.query() or not all(event.query() for event in events):
+        return None
+    # Negative where the copy was done first.
+    return max(0.0, *(float(arrived.elapsed_time(event)) for event in events)) / 1e3
 
 
 def _trains_with_others() -> bool:
@@ -327,19 +322,6 @@ def _as_cuda(stream: Stream) -> torch.cuda.Stream:
     return torch.cuda.Stream(**numbers)  # type: ignore[no-untyped-call]
 
 
-def _capture_of(stream: torch.cuda.Stream) -> int | None:
-    """The driver's number for the stream's capture. Torch says whether there is one, and not which."""
-    if torch.version.hip is not None:
-        raise UnsupportedError("got a graph that is captured on ROCm, expected CUDA, which is all that was tried")
-    status, number = ctypes.c_int(), ctypes.c_uint64()
-    error = library().cuStreamGetCaptureInfo_v2(
-        ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status), ctypes.byref(number), None, None, None
-    )
-    if error:
-        raise BackendError(f"cuStreamGetCaptureInfo_v2: got error {error} for {stream}, expected none")
-    return number.value if status.value == _CAPTURE_ACTIVE else None
-
-
 def _is_unified(device: torch.device) -> bool:
     if device.type == "mps":
         return True
@@ -352,7 +334,7 @@ def _touch(slab: torch.Tensor, cpus: set[int]) -> None:
 
     A page belongs to the NUMA node of the CPU that touches it first, so the threads run on CPUs near the device.
     """
-    pages = slab[::_PAGE]
+    pages = slab[::PAGE]
     threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1))
     step = -(-len(pages) // threads)
     memory = pages.numpy()

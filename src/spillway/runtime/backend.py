@@ -35,7 +35,7 @@ import torch
 
 from spillway._torch import is_profiling
 from spillway.errors import SessionError
-from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.bytes import Bytes, Cells
 
 
 class Event(Protocol):
@@ -110,28 +110,20 @@ def finish(event: Event | None) -> None:
         event.finish()
 
 
-class Stall(Protocol):
-    """One wait of the compute stream, timed by a device clock that may still be running."""
-
-    def seconds(self) -> float | None:
-        """Its length; ``None`` while it is not over. Never blocks."""
-        ...
-
-
 @dataclass(slots=True, eq=False)
 class Stalls:
     """The waits of the compute stream for one other stream."""
 
     known_seconds: float = 0.0
     """Sum of the finished waits."""
-    pending: list[Stall] = field(default_factory=list)
-    """Waits that may not be finished."""
+    pending: list[Callable[[], float | None]] = field(default_factory=list)
+    """Waits that may not be finished: each gives its seconds, or ``None`` while it is not over, and never blocks."""
 
     def seconds(self) -> float:
         """Sum of the waits that are finished by now."""
         unknown = []
         for stall in self.pending:
-            seconds = stall.seconds()
+            seconds = stall()
             if seconds is None:
                 unknown.append(stall)
             else:
@@ -203,9 +195,9 @@ class Backend(ABC):
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
         """A new stream for host work. Each of its threads calls ``begin`` first."""
 
-    def empty(self, form: Form) -> torch.Tensor:
-        """An unwritten tensor on the device, for the calling thread's compute stream."""
-        return torch.empty_strided(form.size, form.stride, dtype=form.dtype, device=self.device)
+    def empty(self, nbytes: int) -> Bytes:
+        """Unwritten memory of the device, for the calling thread's compute stream."""
+        return Bytes.of(torch.empty(nbytes, dtype=torch.uint8, device=self.device))
 
     def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:  # noqa: B027
         """Called before the runtime releases memory that it did not allocate and that these streams have used."""
@@ -228,7 +220,7 @@ class Backend(ABC):
 
     def capture(self) -> int | None:
         """The number of the capture under way; ``None`` for none."""
-        return None
+        return self.capture_of(self.compute()) if self.is_capturing() else None
 
     def capture_of(self, stream: Stream) -> int | None:
         """The number of the capture that the stream is part of; ``None`` for none."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -81,24 +81,3 @@ class Cells(NamedTuple):
     def tensor(self) -> torch.Tensor:
         size = self.dtype.itemsize
         return over(self.memory.storage, self.dtype, self.memory.start // size, (self.memory.nbytes // size,), (1,))
-
-
-class Form(Protocol):
-    """The form of a tensor that covers a storage from end to end."""
-
-    @property
-    def size(self) -> Sequence[int]: ...
-
-    @property
-    def stride(self) -> Sequence[int]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-
-class Flat(NamedTuple):
-    """The form of plain bytes."""
-
-    size: tuple[int]
-    stride: tuple[int] = (1,)
-    dtype: torch.dtype = torch.uint8

@@ -27,10 +27,10 @@ import torch
 from spillway.errors import TierFullError, UnsupportedError
 from spillway.runtime.arena import Arena, Block
 from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stalls, Stream, Task
-from spillway.runtime.bytes import Bytes, Cells, Form
+from spillway.runtime.bytes import Bytes, Cells
+from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
-from spillway.types import Recorder
 
 
 class CapturedEvent:
@@ -107,8 +107,8 @@ class CapturingBackend(Backend):
             "repeat; use tier='host' inside of what is captured"
         )
 
-    def empty(self, form: Form) -> torch.Tensor:
-        return self._inner.empty(form)
+    def empty(self, nbytes: int) -> Bytes:
+        return self._inner.empty(nbytes)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         raise TierFullError("host memory: got a request for more while a graph is captured, expected none")
@@ -120,24 +120,25 @@ class CapturingBackend(Backend):
         """The device closes its own backend."""
 
 
-class CapturedSlots:
-    """Blocks of an arena that belong to captured graphs. A tier uses this in place of the arena."""
+class CapturedTier(HostTier):
+    """Blocks of CPU memory that belong to captured graphs."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
+    def __init__(self, backend: Backend, arena: Arena, *, out: Stream, back: Stream) -> None:
+        super().__init__(backend, arena, out=out, back=back)
         self._blocks: list[Block] = []
 
-    def allocate(self, nbytes: int) -> Block:
-        block = self._arena.allocate(nbytes, grows=False)
+    def reserve(self, source: Bytes) -> Block:
+        block = self._arena.allocate(source.nbytes, grows=False)
         # Work queued before for these bytes is over.
         block.after = ()
         self._blocks.append(block)
         return block
 
-    def free(self, block: Block, after: tuple[Event, ...] = ()) -> None:
+    def free(self, slot: Block) -> None:
         """Keep it: replays will write there again."""
 
     def release(self) -> int:
+        """Free all blocks, of graphs that are gone; returns their bytes."""
         blocks, self._blocks = self._blocks, []
         for block in blocks:
             self._arena.free(block)
@@ -145,25 +146,15 @@ class CapturedSlots:
 
 
 class CapturedRuntime:
-    """The runtime of one device for captured work. The arguments are those of its other runtime."""
+    """The runtime of one device for captured work, beside its other runtime."""
 
-    def __init__(
-        self,
-        inner: Backend,
-        streams: dict[str, Stream],
-        arena: Arena,
-        nothing: torch.Tensor,
-        *,
-        window: int,
-        recorder: Recorder | None,
-    ) -> None:
-        self.backend: Backend = CapturingBackend(inner, streams)
-        self.window = window
-        self.nothing = nothing
-        self.mover = Mover(self.backend, window=window, recorder=recorder)
-        self._slots = CapturedSlots(arena)
-        out, back = self.mover.streams
-        self._host = HostTier(self.backend, self._slots, out=out, back=back)
+    def __init__(self, outside: DeviceRuntime) -> None:
+        out, back = outside.mover.streams
+        self.backend: Backend = CapturingBackend(outside.backend, {"out": out, "back": back})
+        self.window = outside.window
+        self.nothing = outside.nothing
+        self.mover = Mover(self.backend, window=self.window, recorder=outside.recorder)
+        self._host = CapturedTier(self.backend, outside.arena, out=out, back=back)
 
     def tier(self, name: str) -> Tier:
         """The host tier, for ``"host"`` and ``"auto"``."""
@@ -178,8 +169,8 @@ class CapturedRuntime:
             self.backend.wait(compute, self.backend.record(stream))
 
     def release(self) -> int:
-        """Free all slots, of graphs that are gone; returns their bytes."""
-        return self._slots.release()
+        """Free the CPU memory of graphs that are gone; returns its bytes."""
+        return self._host.release()
 
     def close(self) -> None:
         self.mover.close()

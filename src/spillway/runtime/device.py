@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 import torch
 
@@ -14,44 +14,12 @@ from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.types import Recorder
 
+if TYPE_CHECKING:
+    from spillway.runtime.cuda_graphs import CapturedRuntime
+    from spillway.runtime.spill_file import SpillFile
+
 MakeBackend = Callable[[torch.device], Backend]
-
-
-class Runtime(Protocol):
-    """A device's runtime, or its runtime for work that is captured into a graph."""
-
-    backend: Backend
-    mover: Mover
-    nothing: torch.Tensor
-
-    @property
-    def window(self) -> int: ...
-
-    def tier(self, name: str) -> Tier: ...
-
-    def join(self) -> None:
-        """A forward pass ends."""
-        ...
-
-
-class GraphRuntime(Runtime, Protocol):
-    """A runtime for captured work: ``cuda_graphs.py``."""
-
-    def release(self) -> int: ...
-
-    def close(self) -> None: ...
-
-
-class Disk(Protocol):
-    """A session's disk space: ``spill_file.py``."""
-
-    @property
-    def reserved_bytes(self) -> int: ...
-
-    @property
-    def used_bytes(self) -> int: ...
-
-    def close(self) -> None: ...
+Runtime: TypeAlias = "DeviceRuntime | CapturedRuntime"
 
 
 @dataclass(frozen=True)
@@ -59,10 +27,10 @@ class Parts:
     """The parts that know a device, a disk or a machine. The package's ``__init__.py`` chooses them."""
 
     backend_for: Callable[..., Backend]
-    captured: Callable[..., GraphRuntime]
+    captured: type[CapturedRuntime]
     disk_tier: Callable[..., Tier]
     direct_disk_tier: Callable[..., Tier]
-    disk: Callable[..., Disk]
+    disk: type[SpillFile]
     host_budget: Callable[[], int]
 
 
@@ -75,7 +43,7 @@ class DeviceRuntime:
     def __init__(
         self,
         backend: Backend,
-        file: Callable[[], Any],
+        file: Callable[[], SpillFile],
         *,
         window: int,
         host_budget: int,
@@ -88,9 +56,9 @@ class DeviceRuntime:
         """An empty tensor on the device: the data of every tracker."""
         self.spill_file = file
         """Gives the session's spill file, made on first use. Raises ``SpillPathError`` if none can be made."""
-        self._recorder = recorder
+        self.recorder = recorder
         self._tiers: dict[str, Tier] = {}
-        self._captured: GraphRuntime | None = None
+        self._captured: CapturedRuntime | None = None
 
     @property
     def window(self) -> int:
@@ -117,10 +85,7 @@ class DeviceRuntime:
 
     def captured(self) -> Runtime:
         if self._captured is None:
-            streams = dict(zip(("out", "back"), self.mover.streams, strict=True))
-            self._captured = parts.captured(
-                self.backend, streams, self.arena, self.nothing, window=self.window, recorder=self._recorder
-            )
+            self._captured = parts.captured(self)
         return self._captured
 
     def release_graphs(self) -> int:

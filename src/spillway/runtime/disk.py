@@ -22,14 +22,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-import torch
-
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
 from spillway.runtime.backend import Backend, Event, Stream, quiet
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.spill_file import Extent, SpillFile
-from spillway.runtime.tiers import Slot, Tier
+from spillway.runtime.tiers import Tier
 from spillway.units import format_bytes
 
 PIECE_BYTES = 16 << 20
@@ -39,7 +37,7 @@ PIECE_BYTES = 16 << 20
 class _Piece:
     """One extent's worth of a storage."""
 
-    __slots__ = ("block", "extent", "nbytes", "released", "users", "written")
+    __slots__ = ("block", "extent", "is_freed", "nbytes", "users", "written")
 
     def __init__(self, nbytes: int, extent: Extent) -> None:
         self.nbytes = nbytes
@@ -49,22 +47,15 @@ class _Piece:
         self.written: Event | None = None
         self.users = 1
         """How many need the extent: the entry, the write, the reads."""
-        self.released = False
+        self.is_freed = False
         """Whether the entry needs it no more."""
 
 
-class _DiskSlot:
-    """A storage's place on disk, in pieces."""
-
-    __slots__ = ("nbytes", "pieces")
-
-    def __init__(self, nbytes: int, pieces: Sequence[_Piece]) -> None:
-        self.nbytes = nbytes
-        self.pieces = pieces
-
-
 class DiskTier(Tier):
-    """Extents of the spill file, through blocks of the arena. At most ``staging`` bytes wait for their write."""
+    """Extents of the spill file, through blocks of the arena. At most ``staging`` bytes wait for their write.
+
+    A slot is a list of pieces.
+    """
 
     def __init__(
         self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int
@@ -81,7 +72,7 @@ class DiskTier(Tier):
         self._landed = threading.Condition()
         self._landing_blocks = 0
 
-    def reserve(self, source: Bytes) -> _DiskSlot:
+    def reserve(self, source: Bytes) -> list[_Piece]:
         pieces: list[_Piece] = []
         done = False
         try:
@@ -90,18 +81,16 @@ class DiskTier(Tier):
             # The other blocks follow as writes end. Without the first, none would ever be free.
             pieces[0].block = self._stage(pieces[0].nbytes)
             done = True
-            return _DiskSlot(source.nbytes, pieces)
+            return pieces
         finally:
             if not done:
-                for piece in pieces:
-                    self._release(piece)
+                self.free(pieces)
 
-    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+    def store(self, slots: Sequence[list[_Piece]], sources: Sequence[Bytes]) -> Sequence[Event]:
         copied = []
         for slot, source in zip(slots, sources, strict=True):
-            assert isinstance(slot, _DiskSlot)
             # Pieces are copied in order: after the last one, the source is no longer needed.
-            copied.append([self._store(*piece) for piece in zip(slot.pieces, _cut(source), strict=True)][-1])
+            copied.append([self._store(*piece) for piece in zip(slot, _cut(source), strict=True)][-1])
         return copied
 
     def _store(self, piece: _Piece, source: Bytes) -> Event:
@@ -114,8 +103,8 @@ class DiskTier(Tier):
         def write() -> None:
             try:
                 copied.synchronize()
-                # A piece that was released meanwhile needs no write.
-                if not piece.released:
+                # A piece that was freed meanwhile needs no write.
+                if not piece.is_freed:
                     self._backend.host_access(block, write=False)
                     self._file.write(piece.extent, block.buffer())
             finally:
@@ -126,11 +115,10 @@ class DiskTier(Tier):
         self._writing_bytes += block.nbytes
         return copied
 
-    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+    def load(self, slots: Sequence[list[_Piece]], destinations: Sequence[Bytes]) -> Sequence[Event]:
         loaded = []
         for slot, destination in zip(slots, destinations, strict=True):
-            assert isinstance(slot, _DiskSlot)
-            events = [self._load(*piece) for piece in zip(slot.pieces, _cut(destination), strict=True)]
+            events = [self._load(*piece) for piece in zip(slot, _cut(destination), strict=True)]
             loaded.append(self._backend.all_of(events))
         return loaded
 
@@ -158,15 +146,12 @@ class DiskTier(Tier):
 
         return self._start(piece, read)
 
-    def cancel(self, slot: Slot) -> None:
-        assert isinstance(slot, _DiskSlot)
-        for piece in slot.pieces:
-            piece.released = True
-
-    def release(self, slot: Slot) -> None:
-        assert isinstance(slot, _DiskSlot)
-        for piece in slot.pieces:
-            self._release(piece)
+    def free(self, slot: list[_Piece]) -> None:
+        for piece in slot:
+            if piece.written is None and piece.block is not None:
+                self._arena.free(piece.block)
+            piece.is_freed = True
+            self._end_use(piece)
 
     def synchronize(self) -> None:
         while self._writes:
@@ -176,13 +161,7 @@ class DiskTier(Tier):
         with quiet():
             return _Piece(nbytes, self._file.allocate(nbytes, phase=phase))
 
-    def _release(self, piece: _Piece) -> None:
-        if piece.written is None and piece.block is not None:
-            self._arena.free(piece.block)
-        piece.released = True
-        self._let_go(piece)
-
-    def _let_go(self, piece: _Piece) -> None:
+    def _end_use(self, piece: _Piece) -> None:
         with self._lock:
             piece.users -= 1
             last = piece.users == 0
@@ -196,7 +175,7 @@ class DiskTier(Tier):
             try:
                 return work()
             finally:
-                self._let_go(piece)
+                self._end_use(piece)
 
         with self._lock:
             piece.users += 1
@@ -243,7 +222,7 @@ class DiskTier(Tier):
         try:
             piece.written.synchronize()
         except TierError as error:
-            if not piece.released:
+            if not piece.is_freed:
                 raise TransferError(
                     f"A saved tensor's {format_bytes(piece.nbytes)} could not be written to disk: {error}"
                 ) from error
@@ -265,24 +244,23 @@ class DirectDiskTier(DiskTier):
         # This is the device's own memory, as from its allocator: the CPU-memory budget does not apply.
         self._memory = Arena(backend.host_slab, capacity=sys.maxsize)
 
-    def reserve(self, source: Bytes) -> _DiskSlot:
+    def reserve(self, source: Bytes) -> list[_Piece]:
         # A failed write is reported where its storage was to be released: the storage is still there.
         while self._writes and _is_done(self._writes[0]):
             self._writes.popleft()
-        return _DiskSlot(source.nbytes, [self._allocate(source.nbytes, phase=source.address % PAGE)])
+        return [self._allocate(source.nbytes, phase=source.address % PAGE)]
 
-    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+    def store(self, slots: Sequence[list[_Piece]], sources: Sequence[Bytes]) -> Sequence[Event]:
         ready = self._backend.record(self._out)
-        return [self._write(slot, source, ready) for slot, source in zip(slots, sources, strict=True)]
+        return [self._write(piece, source, ready) for (piece,), source in zip(slots, sources, strict=True)]
 
-    def _write(self, slot: Slot, source: Bytes, ready: Event) -> Event:
-        piece = _only_piece(slot)
+    def _write(self, piece: _Piece, source: Bytes, ready: Event) -> Event:
         # No byte of it yet. But a checking backend must see the source as it is now, not when the task runs.
         self._backend.host_access(source.first(0), write=False)
 
         def write() -> None:
             ready.synchronize()
-            if not piece.released:
+            if not piece.is_freed:
                 self._backend.host_access(source, write=False)
                 # The user may write to it unseen, through an alias with its own version counter (`.data`).
                 self._file.write(piece.extent, source.buffer(), shared=True)
@@ -291,23 +269,21 @@ class DirectDiskTier(DiskTier):
         self._writes.append(piece)
         return piece.written
 
-    def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
-        phase = _only_piece(slot).extent.phase
+    def destination(self, slot: list[_Piece], nbytes: int) -> Bytes:
+        phase = slot[0].extent.phase
         block = self._memory.allocate(phase + nbytes)
         memory = self._backend.alias(Bytes(block.storage, block.start + phase, nbytes))
         weakref.finalize(memory.untyped_storage(), self._memory.free, block).atexit = False
-        return memory
+        return Bytes.of(memory)
 
     def trim(self) -> int:
         return self._memory.trim()
 
-    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+    def load(self, slots: Sequence[list[_Piece]], destinations: Sequence[Bytes]) -> Sequence[Event]:
         ready = self._backend.record(self._back)
-        return [self._read(slot, place, ready) for slot, place in zip(slots, destinations, strict=True)]
+        return [self._read(piece, place, ready) for (piece,), place in zip(slots, destinations, strict=True)]
 
-    def _read(self, slot: Slot, destination: Bytes, ready: Event) -> Event:
-        piece = _only_piece(slot)
-
+    def _read(self, piece: _Piece, destination: Bytes, ready: Event) -> Event:
         def read() -> None:
             # The write is done: the storage was not released before.
             ready.synchronize()
@@ -315,12 +291,6 @@ class DirectDiskTier(DiskTier):
             self._file.read(piece.extent, destination.buffer())
 
         return self._start(piece, read)
-
-
-def _only_piece(slot: Slot) -> _Piece:
-    assert isinstance(slot, _DiskSlot)
-    (piece,) = slot.pieces
-    return piece
 
 
 def _is_done(piece: _Piece) -> bool:

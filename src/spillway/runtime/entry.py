@@ -4,13 +4,16 @@ NOTE [ One storage's life ]
 
 An :class:`Entry` is a storage that autograd saved, or the part of one that the saved tensors reach. ::
 
-    RESIDENT --put--> LEAVING --settle--> AWAY --fetch--> RETURNING --take--> RESIDENT
-        \________________________ drop, from anywhere ________________________/
+    RESIDENT --put--> LEAVING --release--> AWAY --fetch--> RETURNING --take--> RESIDENT
+        \________________________ drop, from anywhere _________________________/
 
 While it is RESIDENT or LEAVING, the entry holds the storage, so taking it costs nothing. The oldest LEAVING entry is
-*settled* when the in-flight limit is reached. The compute stream waits for its copy, and only then the storage is
-released: the next owner of those bytes gets them after the copy has read them. Settling follows program order, never
-what happens to be done, so the peak of a step does not depend on timing.
+*released* when the in-flight limit is reached. The compute stream waits for its copy, and only then the storage is
+let go: the next owner of those bytes gets them after the copy has read them. Entries are released in program order,
+never by what happens to be done, so the peak of a step does not depend on timing.
+
+Three verbs free something. To *release* an entry is to stop holding its bytes on the device, once no copy uses them. To
+*drop* it is to forget it with its last handle. To *free* a slot, a block or an extent is to give its place back.
 
 After RETURNING the entry holds the storage until each live handle has asked for it once. So a storage is offloaded once
 and reloaded at most once per backward, with ``retain_graph`` too. After that the entry keeps a weak reference and the
@@ -27,7 +30,7 @@ from dataclasses import dataclass, field
 import torch
 
 from spillway.runtime.backend import Event, Stalls, Stream
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.tiers import Slot, Tier
 
 GROUP_BYTES = ("saved_bytes", "kept_bytes", "offloaded_bytes", "reloaded_bytes", "reused_bytes")
@@ -105,7 +108,7 @@ class Entry:
 
     __slots__ = (
         "__weakref__",
-        *("number", "storage", "start", "nbytes", "ledger", "form", "state", "alive", "source", "low", "made", "mover"),
+        *("number", "storage", "start", "nbytes", "ledger", "state", "alive", "source", "mover"),
         *("tier", "slot", "copied", "stream", "counted", "handles", "asked", "round"),
     )
 
@@ -115,8 +118,6 @@ class Entry:
         self.number = number
         self.nbytes = nbytes
         self.start = start
-        self.form: Form | None = None
-        """The form of a saved tensor that covers the whole storage, if one was saved."""
         self.state = State.RESIDENT
         self.storage: torch.UntypedStorage | None = storage
         """Held while the bytes must not die."""
@@ -124,10 +125,6 @@ class Entry:
         """The storage that last had the bytes on the device."""
         self.source: Bytes | None = None
         """The bytes that a copy out reads, while it is under way."""
-        self.low = 0
-        """Bytes of the original storage before the first byte of ``alive``: ``start`` once it was reloaded."""
-        self.made: torch.Tensor | None = None
-        """The tensor in ``form`` over the reloaded ``storage``."""
         self.mover: object = None
         """The only mover that may move it."""
         self.tier: Tier | None = None
@@ -150,9 +147,9 @@ class Entry:
         """Whether its bytes are on the device since they were saved, or since they were asked for."""
         return self.state in (State.RESIDENT, State.LEAVING)
 
-    def let_go(self) -> None:
-        """Release the bytes."""
-        self.storage = self.made = self.source = None
+    def release(self) -> None:
+        """Stop holding the bytes on the device."""
+        self.storage = self.source = None
 
     def __repr__(self) -> str:
         return f"Entry {self.number} ({self.nbytes} bytes, {self.state.name})"

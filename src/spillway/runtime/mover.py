@@ -89,21 +89,15 @@ class Mover:
         ``same_content``: the new handle's tensor is known to have the content of the entry's copy. Without a copy it
         does not matter: a copy taken later holds what both handles see.
         """
-        self._check_process()
-        with self._lock:
-            self._check_open()
-            # The caller uses the storage, perhaps on another stream.
-            self._compute.now()
-            self._drop_dead()
+        # The caller uses the storage, perhaps on another stream.
+        with self._in_use():
             has_content = same_content or (entry.slot is None and entry.round == 0)
             # An entry of another mover has another lock, and the slots of a graph, which are never reused.
             shared = entry.mover is self and entry.handles > 0 and has_content
             entry.handles += shared
-        if self._forgotten:
-            self.read_notes()
         return shared
 
-    def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, hold: bool = False) -> None:
+    def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, defer: bool = False) -> None:
         """Offload entries, in order, small ones in batches.
 
         The kernels that write them must already be queued on the compute stream. Entries that do not fit into the tier
@@ -113,27 +107,18 @@ class Mover:
             entries: in order. Skipped are those that were offloaded before, are not RESIDENT, or have no handle.
             tier: where to.
             window: bytes that may be LEAVING at once, instead of the mover's own limit.
-            hold: queue no copy yet. The entries count towards the limit, and are copied only if later ones would exceed
-                it: for the tail of a forward, which backward asks for first.
+            defer: queue no copy yet. The entries count towards the limit, and are copied only if later ones exceed it:
+                for the tail of a forward, which backward asks for first.
         """
-        self._check_process()
-        self._tell_of_move(begins=True)
-        try:
-            with self._lock:
-                self._check_open()
-                self._compute.now()
-                self._drop_dead()
-                window = self.window if window is None else window
-                queue = self._offloads
-                move = queue.hold if hold else queue.start
-                if not hold:
-                    queue.follow()
-                for together in self._batches(entries, min(self.batch, batch_bytes(window))):
-                    queue.make_room(sum([entry.nbytes for entry in together]), window)
-                    move(together, tier)
-        finally:
-            self._tell_of_move(begins=False)
-            self.read_notes()
+        with self._in_use():
+            window = self.window if window is None else window
+            queue = self._offloads
+            move = queue.defer if defer else queue.start
+            if not defer:
+                queue.follow()
+            for together in self._batches(entries, min(self.batch, batch_bytes(window))):
+                queue.make_room(sum([entry.nbytes for entry in together]), window)
+                move(together, tier)
 
     def claim(self, owner: object, window: int | None, ahead: int | None = None) -> None:
         """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies, or else the mover's own.
@@ -157,27 +142,25 @@ class Mover:
     def listen(self, listener: Callable[[bool], object]) -> None:
         """Call a method before (with ``True``) and after each call that may change how many bytes are in flight.
 
-        Its object is not kept alive. :meth:`forsake` ends it.
+        Its object is not kept alive. :meth:`stop_listening` ends it.
         """
         self._listeners.append(weakref.WeakMethod(listener))
 
-    def forsake(self, listener: Callable[[bool], object]) -> None:
+    def stop_listening(self, listener: Callable[[bool], object]) -> None:
         """Stop calling it."""
         self._listeners = [each for each in self._listeners if each() not in (None, listener)]
 
-    def settle(self, entries: Sequence[Entry]) -> None:
+    def release(self, entries: Sequence[Entry]) -> None:
         """Release the entries whose copies out are under way: compute waits for these."""
         with self._in_use():
-            self._offloads.settle(entries)
+            self._offloads.release(entries)
 
     def fetch(self, entries: Sequence[Entry]) -> None:
         """Reload entries in the state AWAY, whatever the limit."""
         with self._in_use() as compute:
             self._prefetches.fetch(entries, compute)
 
-    def take(
-        self, entry: Entry, asked_round: int, order: Order | None = None
-    ) -> tuple[torch.UntypedStorage, torch.Tensor | None, int, int]:
+    def take(self, entry: Entry, asked_round: int, order: Order | None = None) -> tuple[torch.UntypedStorage, int]:
         """The entry's bytes on the device, ready for the calling thread's compute stream.
 
         Args:
@@ -186,33 +169,21 @@ class Mover:
             order: predicts which entries backward asks for next. They are prefetched now, within the limit.
 
         Returns:
-            A storage; a tensor over it in the entry's form, if there is one; how many bytes of the original storage
-            come before its first; and the entry's round.
+            A storage, and the entry's round. In round 0 it is the original storage, later one that begins with the
+            entry's bytes.
         """
-        self._check_process()
-        self._tell_of_move(begins=True)
-        try:
-            with self._lock:
-                self._check_open()
-                compute = self._compute.now()
-                self._drop_dead()
-                storage = _usable(entry, compute)
-                if storage is None:
-                    storage = self._prefetches.take(entry, compute)
-                else:
-                    self._count_reuse(entry)
-                made = entry.made
-                if asked_round != entry.round:
-                    entry.asked += 1
-                    _let_go_if_asked_by_all(entry)
-                if order is not None:
-                    self._prefetches.prefetch(order, compute)
-                low, asked_round = entry.low, entry.round
-        finally:
-            self._tell_of_move(begins=False)
-            if self._forgotten:
-                self.read_notes()
-        return storage, made, low, asked_round
+        with self._in_use() as compute:
+            storage = _usable(entry, compute)
+            if storage is None:
+                storage = self._prefetches.take(entry, compute)
+            else:
+                self._count_reuse(entry)
+            if asked_round != entry.round:
+                entry.asked += 1
+                _release_if_asked_by_all(entry)
+            if order is not None:
+                self._prefetches.prefetch(order, compute)
+            return storage, entry.round
 
     def forget(self, entry: Entry, asked_round: int) -> None:
         """A handle of the entry died. Never blocks: see NOTE [ Handles die anywhere ]."""
@@ -234,7 +205,7 @@ class Mover:
 
     @contextmanager
     def _in_use(self) -> Iterator[Stream]:
-        """The lock is held; gives the compute stream. ``put`` and ``take`` are hot, and write this out."""
+        """The lock is held; gives the compute stream."""
         self._check_process()
         self._tell_of_move(begins=True)
         try:
@@ -258,12 +229,12 @@ class Mover:
     def counts(self) -> dict[str, int]:
         """Entries and bytes in flight, compute streams seen, and notes not read.
 
-        Held bytes are those that the mover has released and the program still holds on the device.
+        Shared bytes are those that the mover has released and the program still uses on the device.
         """
         return {
             "leaving": len(self._offloads),
             "leaving bytes": self._offloads.nbytes,
-            "held bytes": self._offloads.held_bytes(),
+            "shared bytes": self._offloads.shared_bytes(),
             "returning bytes": self._prefetches.nbytes,
             "compute streams": len(self._compute),
             "forgotten": len(self._forgotten),
@@ -339,17 +310,18 @@ class Mover:
             if entry.handles == 0:
                 self._drop(entry)
             else:
-                _let_go_if_asked_by_all(entry)
+                _release_if_asked_by_all(entry)
 
     def _drop(self, entry: Entry) -> None:
+        if entry.slot is not None and entry.tier is not None:
+            # First, so that a write that is still queued is skipped.
+            slot, entry.slot = entry.slot, None
+            entry.tier.free(slot)
         if entry.state is State.LEAVING:
             self._offloads.drop(entry)
         elif entry.state is State.RETURNING:
-            self._prefetches.give_up(entry)
-        entry.let_go()
-        if entry.slot is not None and entry.tier is not None:
-            slot, entry.slot = entry.slot, None
-            entry.tier.release(slot)
+            self._prefetches.drop(entry)
+        entry.release()
         entry.state = State.AWAY
         if self._recorder is not None:
             self._tell(EventKind.DROP, entry)
@@ -367,11 +339,11 @@ def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:
         return entry.storage
     storage = entry.alive()
     # The user may have resized it.
-    whole = storage is not None and storage.nbytes() >= entry.start - entry.low + entry.nbytes
-    return storage if whole else None
+    end = entry.nbytes + (0 if entry.round else entry.start)
+    return storage if storage is not None and storage.nbytes() >= end else None
 
 
-def _let_go_if_asked_by_all(entry: Entry) -> None:
+def _release_if_asked_by_all(entry: Entry) -> None:
     if entry.state is State.RESIDENT and entry.slot is not None and entry.asked >= entry.handles:
         entry.state = State.AWAY
-        entry.let_go()
+        entry.release()

@@ -20,7 +20,7 @@ import torch
 
 from spillway.errors import TierError, TierFullError
 from spillway.runtime.backend import Backend, Event, Stalls, Stream, labelled
-from spillway.runtime.bytes import Bytes, Form
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.tiers import Slot, Tier
 from spillway.types import EventKind
@@ -57,8 +57,8 @@ class ComputeStreams:
         for seen in self._seen:
             self._backend.wait(stream, self._backend.record(seen))
 
-    def let_go(self, entry: Entry, stalls: Stalls) -> None:
-        """Release an entry's bytes once the copy under way is done."""
+    def release(self, entry: Entry, stalls: Stalls) -> None:
+        """Release an entry once the copy under way is done."""
         copied = entry.copied
         assert copied is not None
         # A batch has one event, and is waited for once.
@@ -68,7 +68,15 @@ class ComputeStreams:
         entry.copied = None
         if entry.source is not None and entry.round == 0:
             self._backend.hand_back(entry.source, self._seen)
-        entry.let_go()
+        entry.release()
+
+    def drop(self, entry: Entry, stalls: Stalls) -> None:
+        """As :meth:`release`, of bytes that no caller asks for, also if the copy under way has failed."""
+        try:
+            self.release(entry, stalls)
+        except TierError:
+            entry.copied = None
+            entry.release()
 
     def _wait(self, streams: Sequence[Stream], event: Event, stalls: Stalls) -> None:
         """All of them, also those behind one that gets an error."""
@@ -92,15 +100,15 @@ class OffloadQueue:
         self._leaving: OrderedDict[Entry, None] = OrderedDict()
         self.nbytes = 0
         """Bytes of all of them."""
-        self._held: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
-        """Entries, by number, that were released while the program still held their memory."""
+        self._shared: weakref.WeakValueDictionary[int, Entry] = weakref.WeakValueDictionary()
+        """Entries, by number, that were released while the program still used their memory."""
 
     def __len__(self) -> int:
         return len(self._leaving)
 
-    def held_bytes(self) -> int:
-        """Bytes in the state AWAY that the program still holds on the device. Needs no lock."""
-        entries = [entry for reference in self._held.valuerefs() if (entry := reference()) is not None]
+    def shared_bytes(self) -> int:
+        """Bytes in the state AWAY that the program still uses on the device. Needs no lock."""
+        entries = [entry for reference in self._shared.valuerefs() if (entry := reference()) is not None]
         return sum(
             entry.nbytes
             for entry in entries
@@ -111,20 +119,20 @@ class OffloadQueue:
     def make_room(self, nbytes: int, window: int) -> None:
         """Release the oldest entries until ``nbytes`` more are within the in-flight limit."""
         while self._leaving and self.nbytes + nbytes > window:
-            self._settle(next(iter(self._leaving)))
+            self._release(next(iter(self._leaving)))
 
     @labelled("release")
-    def settle(self, entries: Sequence[Entry]) -> None:
+    def release(self, entries: Sequence[Entry]) -> None:
         """Release these entries, where their copies are under way."""
         for entry in entries:
             if entry.state is State.LEAVING and entry.copied is not None:
-                self._settle(entry)
+                self._release(entry)
 
     def follow(self) -> None:
         """Copies queued from now on start after everything that compute was given by now."""
         self._compute.go_before(self._out)
 
-    def hold(self, entries: Sequence[Entry], tier: Tier) -> None:
+    def defer(self, entries: Sequence[Entry], tier: Tier) -> None:
         """Add entries that are copied only if later ones would exceed the limit."""
         for entry in entries:
             entry.tier = tier
@@ -145,18 +153,11 @@ class OffloadQueue:
         """Remove an entry whose last handle has died."""
         self._remove(entry)
         if entry.copied is not None:
-            if entry.tier is not None and entry.slot is not None:
-                entry.tier.cancel(entry.slot)
-            try:
-                self._compute.let_go(entry, entry.ledger.out)
-            except TierError:
-                # The write failed, so it is over, and no handle is left to ask for these bytes.
-                entry.copied = None
-                entry.let_go()
+            self._compute.drop(entry, entry.ledger.out)
 
     def clear(self) -> None:
         self._leaving.clear()
-        self._held.clear()
+        self._shared.clear()
         self.nbytes = 0
 
     def _add(self, entry: Entry) -> None:
@@ -194,7 +195,7 @@ class OffloadQueue:
             if copied is None:
                 # Also the slots reserved before the entry that failed.
                 for slot in slots:
-                    tier.release(slot)
+                    tier.free(slot)
         for entry, slot, source, event in zip(stored, slots, sources, copied or (), strict=True):
             entry.tier, entry.slot, entry.source, entry.copied = tier, slot, source, event
             entry.ledger.offloaded_bytes += entry.nbytes
@@ -208,30 +209,30 @@ class OffloadQueue:
         if self._tell is not None:
             self._tell(EventKind.REFUSE, entry)
 
-    def _settle(self, entry: Entry) -> None:
-        """Wait for an entry's copy on the compute streams, and release its bytes."""
+    def _release(self, entry: Entry) -> None:
+        """Wait for an entry's copy on the compute streams, and release it."""
         self._remove(entry)
         entry.state = State.RESIDENT
-        held = entry.copied is None
-        if held:
+        was_deferred = entry.copied is None
+        if was_deferred:
             assert entry.tier is not None
             self.follow()
             if not self._store((entry,), entry.tier):
                 return
         try:
-            self._compute.let_go(entry, entry.ledger.out)
+            self._compute.release(entry, entry.ledger.out)
         except TierError:
             # It was not stored, but it is still on the device. It is kept, and this caller gets the error.
             assert entry.tier is not None
             assert entry.slot is not None
             slot, entry.slot, entry.copied = entry.slot, None, None
-            entry.tier.release(slot)
+            entry.tier.free(slot)
             raise
         entry.state = State.AWAY
         if entry.alive() is not None:
-            self._held[entry.number] = entry
+            self._shared[entry.number] = entry
         if self._tell is not None:
-            if held:
+            if was_deferred:
                 self._tell(EventKind.LEAVE, entry)
             self._tell(EventKind.RELEASE, entry)
 
@@ -273,7 +274,7 @@ class PrefetchQueue:
     def take(self, entry: Entry, compute: Stream) -> torch.UntypedStorage:
         """The bytes of an entry that is not on the device yet, or not for this compute stream."""
         if entry.state is State.RETURNING and entry.stream != compute:
-            self.give_up(entry)
+            self.drop(entry)
         if entry.state is not State.RETURNING:
             self._fetch((entry,), compute)
         storage, copied, entry.copied = entry.storage, entry.copied, None
@@ -290,11 +291,10 @@ class PrefetchQueue:
             finally:
                 if self._awaited is None:
                     # A read failed, and the reads queued beside it were waited for. The next caller tries again.
-                    entry.let_go()
+                    entry.release()
         entry.state = State.RESIDENT
         entry.ledger.reloaded_bytes += entry.nbytes
         entry.alive = weakref.ref(storage)
-        entry.low = entry.start
         entry.round += 1
         entry.asked = 0
         if self._tell is not None:
@@ -328,24 +328,18 @@ class PrefetchQueue:
                 return
         order.fetched(count)
 
-    def give_up(self, entry: Entry) -> None:
-        """Drop a fetched entry that is not needed, or not on this stream."""
+    def drop(self, entry: Entry) -> None:
+        """Drop the fetched bytes of an entry that are not needed, or not on this stream."""
         self.nbytes -= entry.nbytes
         entry.state = State.AWAY
-        try:
-            self._compute.let_go(entry, entry.ledger.back)
-        except TierError:
-            # The read failed, so it is over, and no caller asks for these bytes.
-            entry.copied = None
-            entry.let_go()
+        self._compute.drop(entry, entry.ledger.back)
 
     @labelled("fetch")
     def _fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
         made = []
         for entry in entries:
             assert entry.tier is not None
-            assert entry.slot is not None
-            made.append(entry.tier.destination(entry.slot, entry.nbytes, entry.form))
+            made.append(entry.tier.destination(entry.slot, entry.nbytes))
         # The allocator may have given bytes that queued work on the compute stream still uses.
         self._backend.wait(self._back, self._backend.record(compute))
         first = 0
@@ -358,17 +352,13 @@ class PrefetchQueue:
             self._load(entries[first:end], made[first:end], compute)
             first = end
 
-    def _load(self, entries: Sequence[Entry], made: Sequence[torch.Tensor], compute: Stream) -> None:
+    def _load(self, entries: Sequence[Entry], destinations: Sequence[Bytes], compute: Stream) -> None:
         tier = entries[0].tier
         assert tier is not None
-        storages = [tensor.untyped_storage() for tensor in made]
-        slots = [entry.slot for entry in entries if entry.slot is not None]
-        destinations = [Bytes(storage, 0, entry.nbytes) for storage, entry in zip(storages, entries, strict=True)]
-        copied = tier.load(slots, destinations)
-        for entry, tensor, storage, event in zip(entries, made, storages, copied, strict=True):
+        copied = tier.load([entry.slot for entry in entries], destinations)
+        for entry, destination, event in zip(entries, destinations, copied, strict=True):
             entry.copied = event
-            entry.storage = storage
-            entry.made = tensor if _has_form(tensor, entry.form) else None
+            entry.storage = destination.storage
             # Not before the bytes are there: after a failed read a traceback may keep the destination alive.
             entry.alive = _nowhere
             entry.stream = compute
@@ -382,13 +372,6 @@ class PrefetchQueue:
 def _is_needed(entry: Entry) -> bool:
     """Whether its bytes are in a tier only, and a handle may ask for them."""
     return entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None
-
-
-def _has_form(tensor: torch.Tensor, form: Form | None) -> bool:
-    # The stride too: along a dimension of length 1 it may be anything.
-    return (
-        form is not None and tensor.dtype == form.dtype and tensor.shape == form.size and tensor.stride() == form.stride
-    )
 
 
 def _nowhere() -> None:

@@ -116,15 +116,12 @@ def online_cpus(root: Path = _ROOT) -> set[int]:
 
 
 def _cpus_in(file: Path) -> set[int]:
-    try:
-        return _cpus(file.read_text(encoding="ascii"))
-    except OSError:
-        return set()
-
-
-def _cpus(text: str) -> set[int]:
     """``"0-3,8"`` names 0, 1, 2, 3 and 8."""
     found: set[int] = set()
+    try:
+        text = file.read_text(encoding="ascii")
+    except OSError:
+        return found
     for part in text.strip().split(","):
         if part:
             first, _, last = part.partition("-")

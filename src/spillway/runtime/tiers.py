@@ -9,20 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
-import torch
-
-from spillway.runtime.arena import Block
+from spillway.runtime.arena import Arena, Block
 from spillway.runtime.backend import Backend, Event, Stream
-from spillway.runtime.bytes import Bytes, Flat, Form
+from spillway.runtime.bytes import Bytes
 
-
-class Slot(Protocol):
-    """A place in a tier for one storage, owned by one entry."""
-
-    nbytes: int
-    """Bytes that fit into it."""
+Slot = Any
+"""A place in a tier for one storage, owned by one entry. Only its tier knows its type."""
 
 
 class Tier(ABC):
@@ -39,20 +33,17 @@ class Tier(ABC):
     def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
         """Queue the copies out. After its event a source is no longer needed."""
 
-    def destination(self, slot: Slot, nbytes: int, form: Form | None) -> torch.Tensor:
-        """A tensor over ``nbytes`` bytes of the device to load the slot into, in ``form`` where possible."""
-        return self._backend.empty(form if form is not None else Flat((nbytes,)))
+    def destination(self, slot: Slot, nbytes: int) -> Bytes:
+        """Memory of the device for :meth:`load` to fill."""
+        return self._backend.empty(nbytes)
 
     @abstractmethod
     def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
-        """Queue the copies back, into tensors of :meth:`destination`. After its event a destination is written."""
-
-    def cancel(self, slot: Slot) -> None:  # noqa: B027  (a copy is quick)
-        """The slot will not be loaded, so work queued for it can be skipped."""
+        """Queue the copies back, into memory of :meth:`destination`. After its event a destination is written."""
 
     @abstractmethod
-    def release(self, slot: Slot) -> None:
-        """Give the slot back, whatever is still queued for it."""
+    def free(self, slot: Slot) -> None:
+        """Give the slot back. Work that is still queued for it may be skipped, and does no harm."""
 
     def synchronize(self) -> None:  # noqa: B027  (nothing to wait for by default)
         """Wait for every write that is under way."""
@@ -62,18 +53,10 @@ class Tier(ABC):
         return 0
 
 
-class Slots(Protocol):
-    """A source of CPU memory, normally an arena."""
-
-    def allocate(self, nbytes: int) -> Block: ...
-
-    def free(self, block: Block, after: tuple[Event, ...] = ()) -> None: ...
-
-
 class HostTier(Tier):
     """Blocks of CPU memory. A slot is a block; its ``after`` is the end of the last copy from or to it."""
 
-    def __init__(self, backend: Backend, arena: Slots, *, out: Stream, back: Stream) -> None:
+    def __init__(self, backend: Backend, arena: Arena, *, out: Stream, back: Stream) -> None:
         super().__init__(backend)
         self._arena = arena
         self._out = out
@@ -82,11 +65,10 @@ class HostTier(Tier):
     def reserve(self, source: Bytes) -> Block:
         return self._arena.allocate(source.nbytes)
 
-    def store(self, slots: Sequence[Slot], sources: Sequence[Bytes]) -> Sequence[Event]:
+    def store(self, slots: Sequence[Block], sources: Sequence[Bytes]) -> Sequence[Event]:
         backend, out = self._backend, self._out
         try:
             for block, source in zip(slots, sources, strict=True):
-                assert isinstance(block, Block)
                 for event in block.after:
                     backend.wait(out, event)
                 backend.copy(out, block.first(source.nbytes), source)
@@ -95,11 +77,10 @@ class HostTier(Tier):
             copied = self._recorded(out, slots)
         return copied
 
-    def load(self, slots: Sequence[Slot], destinations: Sequence[Bytes]) -> Sequence[Event]:
+    def load(self, slots: Sequence[Block], destinations: Sequence[Bytes]) -> Sequence[Event]:
         backend, back = self._backend, self._back
         last: Event | None = None
         for block, destination in zip(slots, destinations, strict=True):
-            assert isinstance(block, Block)
             # The two streams are not ordered: a copy back must not overtake its own copy out.
             for event in block.after:
                 # A batch has one event.
@@ -109,14 +90,12 @@ class HostTier(Tier):
             backend.copy(back, destination, block.first(destination.nbytes))
         return self._recorded(back, slots)
 
-    def release(self, slot: Slot) -> None:
-        assert isinstance(slot, Block)
+    def free(self, slot: Block) -> None:
         self._arena.free(slot, slot.after)
 
-    def _recorded(self, stream: Stream, blocks: Sequence[Slot]) -> Sequence[Event]:
+    def _recorded(self, stream: Stream, blocks: Sequence[Block]) -> Sequence[Event]:
         event = self._backend.record(stream)
         after = (event,)
         for block in blocks:
-            assert isinstance(block, Block)
             block.after = after
         return after * len(blocks)

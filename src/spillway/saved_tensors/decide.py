@@ -26,7 +26,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
-from spillway._torch import storage_number, storage_parts
+from spillway._torch import storage_key, storage_parts
 from spillway.errors import PolicyError
 from spillway.policies import Keep, Policy, wants_modules, wants_operators
 from spillway.saved_tensors.groups import Group, PassGroups
@@ -283,7 +283,7 @@ def _judge(
     storage = part.untyped_storage()
     if locator.is_parameter_storage(storage):
         return 0, False, "an alias of a parameter or buffer"
-    if storage_number(storage) in seen:
+    if storage_key(storage) in seen:
         return 0, True, "shares its bytes with one above"
-    seen[storage_number(storage)] = storage
+    seen[storage_key(storage)] = storage
     return reach(part, storage.nbytes())[1], True, "saved for the first time"

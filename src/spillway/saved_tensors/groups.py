@@ -152,7 +152,7 @@ def check_name(name: object) -> str:
     return name
 
 
-# An entry, its runtime and tier, and whether to hold it back. A plain tuple: one is made for every saved tensor.
+# An entry, its runtime and tier, and whether to defer its copy. A plain tuple: one is made for every saved tensor.
 _Queued = tuple[SavedStorage, Runtime, Tier, bool]
 
 
@@ -165,9 +165,9 @@ class Waiting:
         self.nbytes = 0
         """Bytes of all of them."""
 
-    def add(self, saved: SavedStorage, runtime: Runtime, tier: Tier, *, hold: bool) -> None:
-        """Add one; ``hold``: it is copied only if later ones would exceed the limit."""
-        self._queued.append((saved, runtime, tier, hold))
+    def add(self, saved: SavedStorage, runtime: Runtime, tier: Tier, *, defer: bool) -> None:
+        """Add one; ``defer``: it is copied only if later ones would exceed the limit."""
+        self._queued.append((saved, runtime, tier, defer))
         self.nbytes += saved.nbytes
 
     @property
@@ -181,9 +181,9 @@ class Waiting:
             return
         # Copies are no operators of the user's: an active dispatch mode must not see them.
         with disable_dispatch():
-            for (runtime, tier, hold), together in itertools.groupby(queued, key=operator.itemgetter(1, 2, 3)):
+            for (runtime, tier, defer), together in itertools.groupby(queued, key=operator.itemgetter(1, 2, 3)):
                 entries = [each[0] for each in together]
-                runtime.mover.put(entries, tier, window=self._window(runtime), hold=hold)
+                runtime.mover.put(entries, tier, window=self._window(runtime), defer=defer)
 
     def clear(self) -> None:
         self._queued.clear()
@@ -216,7 +216,7 @@ class Group:
     def settle(self) -> None:
         """Compute waits for its copies under way, and its bytes are released."""
         for runtime, entries in _by_runtime(self._sent):
-            runtime.mover.settle(entries)
+            runtime.mover.release(entries)
 
     def fetch(self) -> None:
         for runtime, entries in _by_runtime(self._sent):

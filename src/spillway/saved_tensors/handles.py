@@ -21,7 +21,7 @@ from __future__ import annotations
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -78,14 +78,14 @@ class OffloadedHandle:
 
     __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "mover", "saved")
 
-    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, recipe: ViewRecipe, runtime: Runtime) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, runtime: Runtime) -> None:
         # First the attributes that the finaliser reads: it runs also if the rest raises.
         self._round = -1
         self.saved = saved
         self._traversals = 0
         self.mover = runtime.mover
         self._version = version_of(tensor)
-        self._recipe = recipe
+        self._recipe = ViewRecipe.of(tensor)
         self._tracker = tensor.detach()
         self._tracker.data = runtime.nothing
         carry_attributes(tensor, self._tracker)
@@ -109,10 +109,9 @@ class OffloadedHandle:
             # Read without the lock: whether it was caught before it left is a hint.
             order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.is_on_device())
             self._traversals += 1
-        storage, made, low, self._round = self.mover.take(saved, self._round, order)
+        storage, self._round = self.mover.take(saved, self._round, order)
         tensor = self._tracker.detach()
-        # A handle of the entry's form takes the tensor as it came. Any other makes its own view of the storage.
-        tensor.data = made if made is not None and self._recipe is saved.form else self._recipe.rebuild(storage, low)
+        tensor.data = self._recipe.rebuild(storage, saved.start if self._round else 0)
         carry_attributes(self._tracker, tensor)
         return tensor
 
@@ -128,27 +127,15 @@ class OffloadedHandle:
             self.mover.forget(self.saved, self._round)
 
 
-class ObjectHandle:
-    """A handle of a part of a wrapper subclass that is no tensor (a device mesh), or that must be the very object."""
-
-    __slots__ = ("_part",)
-
-    def __init__(self, part: Any) -> None:
-        self._part = part
-
-    def unpack(self) -> Any:
-        return self._part
-
-    def is_intact(self) -> bool:
-        return True
-
-
 class PartsHandle:
-    """A handle of a wrapper subclass: the handles of its parts."""
+    """A handle of a wrapper subclass: the handles of its parts.
 
-    __slots__ = ("_context", "_owner", "_parts", "_size", "_stride", "_type", "_version")
+    ``objects`` are parts that are no tensors (a device mesh), or that must be the very object.
+    """
 
-    def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], context: Any) -> None:
+    __slots__ = ("_context", "_objects", "_owner", "_parts", "_size", "_stride", "_type", "_version")
+
+    def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], objects: dict[str, Any], context: Any) -> None:
         # An alias that shares a wrapper's counter shares its parts too. So the owner is checked while it lives; its
         # views keep it alive.
         base = base_of(tensor)
@@ -156,6 +143,7 @@ class PartsHandle:
         self._version = version_of(tensor)
         self._type: Any = type(tensor)
         self._parts = parts
+        self._objects = objects
         self._context = context
         self._size = tensor.size()
         self._stride = tensor.stride() if tensor.layout is torch.strided else None
@@ -164,7 +152,7 @@ class PartsHandle:
         owner = self._owner()
         if owner is not None:
             check_version(owner, self._version, owner)
-        parts = {name: handle.unpack() for name, handle in self._parts.items()}
+        parts = {name: handle.unpack() for name, handle in self._parts.items()} | self._objects
         tensor: torch.Tensor = self._type.__tensor_unflatten__(parts, self._context, self._size, self._stride)
         return tensor.detach() if tensor.requires_grad else tensor
 
@@ -204,40 +192,24 @@ def replaying() -> Iterator[None]:
         _replays.depth -= 1
 
 
-class Likeness(Protocol):
-    """The properties that an error reports of a tensor."""
-
-    @property
-    def size(self) -> Sequence[int]: ...
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-
 def carry_attributes(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Copy the attributes that Python code has set on a tensor to another one."""
     if tensor.__dict__:
         other.__dict__.update(tensor.__dict__)
 
 
-def check_version(tracker: torch.Tensor, version: int, like: Likeness | torch.Tensor) -> None:
+def check_version(tracker: torch.Tensor, version: int, like: torch.Tensor | ViewRecipe) -> None:
     """Autograd's own check, in autograd's own words. See NOTE [ The check that hooks switch off ]."""
     if version_of(tracker) != version:
         size: Any = like.size
         if isinstance(like, torch.Tensor):
             # A nested tensor has no single shape.
             size = nested_size(like) if like.is_nested and like.layout is torch.strided else like.shape
+        # ``torch.FloatTensor``, ``torch.cuda.HalfTensor``: so autograd names a tensor's type.
+        kind = torch.empty(0, dtype=like.dtype, device=like.device).type()
         raise InplaceError(
             f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{type_name(like.dtype, like.device)} {list(size)}] is at version {version_of(tracker)}; expected "
+            f"[{kind} {list(size)}] is at version {version_of(tracker)}; expected "
             f"version {version} instead. Hint: enable anomaly detection to find the operation that failed to compute "
             f"its gradient, with torch.autograd.set_detect_anomaly(True)."
         )
-
-
-def type_name(dtype: torch.dtype, device: torch.device) -> str:
-    """``torch.FloatTensor``, ``torch.cuda.HalfTensor``: how autograd names a tensor's type."""
-    return torch.empty(0, dtype=dtype, device=device).type()

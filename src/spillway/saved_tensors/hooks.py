@@ -21,7 +21,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -41,14 +41,13 @@ from spillway.runtime.entry import ByteCounters
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.saved_tensors.decide import Decider, Locator
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
-from spillway.saved_tensors.handles import Handle, KeptHandle, ObjectHandle, OffloadedHandle, PartsHandle
+from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, PartsHandle
 from spillway.saved_tensors.identity import (
     Identity,
     KeptStorage,
     Known,
     SavedStorage,
     StorageMarks,
-    ViewRecipe,
     is_parameter,
     reach,
     why_unmovable,
@@ -116,7 +115,6 @@ class ForwardScope:
         self.waiting = Waiting(self._window_on)
         """Tensors outside of groups that are offloaded when their operators have run."""
         self._waiting_node = 0
-        self._nothing: dict[torch.device, torch.Tensor] = {}
         self.was_recomputed = False
         """Whether backward has come to a checkpointed block of the pass."""
 
@@ -157,13 +155,6 @@ class ForwardScope:
         ledger.saved_bytes += nbytes
         ledger.kept_bytes += nbytes
 
-    def nothing(self, device: torch.device) -> torch.Tensor:
-        """An empty tensor on the device, for trackers."""
-        nothing = self._nothing.get(device)
-        if nothing is None:
-            nothing = self._nothing[device] = torch.empty(0, device=device)
-        return nothing
-
     def poisons(self, device: torch.device) -> bool:
         """Whether the device's backend checks reads of unwritten memory."""
         return device.type != "meta" and self._session.runtime(device).backend.poisons
@@ -200,42 +191,13 @@ class ForwardScope:
         """A handle of a tensor whose decision was made elsewhere. See NOTE [ Inside a backward ]."""
         return KeptHandle(tensor) if in_backward() else self._pack(tensor, decision)
 
-    def save_made(self, tensor: torch.Tensor, recipe: ViewRecipe, decision: Decision) -> Handle:
-        """As :meth:`save`, in forward, of a plain tensor that an operator made and whose recipe is known."""
-        if decision is _KEEP:
-            return self.keep(tensor)
-        if why_unmovable(tensor) is not None:
-            return KeptHandle(tensor)
-        return self._pack_storage(tensor, tensor.untyped_storage(), decision, recipe)
-
-    def pack_offloaded(self, tensor: torch.Tensor) -> Handle:
-        """A hook that offloads every saved tensor."""
-        return self.save(tensor, _OFFLOAD)
-
-    def keep(self, tensor: torch.Tensor) -> Handle:
-        """As :meth:`save` of a plain tensor to keep: a shorter way, since a layer saves many."""
-        device = self._devices.get(tensor.device)
-        if device is None or self._signature is None or self._marks.any or self._outputs.any or in_backward():
-            return self.save(tensor, _KEEP)
-        if why_unmovable(tensor) is not None:
-            return KeptHandle(tensor)
-        storage = tensor.untyped_storage()
-        start, nbytes = reach(tensor, storage.nbytes())
-        known = self._identity.find(storage, start, nbytes)
-        if known is not None:
-            handle = self._share(tensor, storage, known, device)
-            if handle is not None:
-                return handle
-        self.decider.pass_over()
-        return self._stays(tensor, storage, start, nbytes)
-
     def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
-        """As :meth:`keep`, in forward, of a plain tensor that only its maker has seen, counted as ``nbytes`` before.
+        """Keep, in forward, a plain tensor that only its maker has seen, and that was counted as ``nbytes`` before.
 
         Its bytes are not registered, unless the maker returns it (:meth:`stays`).
         """
         if self._signature is None or self._marks.any or self._outputs.any or self.groups.current is not None:
-            return self.keep(tensor)
+            return self.save(tensor, _KEEP)
         if nbytes:
             self.decider.pass_over()
             self.ledger.saved_bytes += nbytes
@@ -256,7 +218,7 @@ class ForwardScope:
             # Another pass of this session may have made the first one. One of another session is not shared.
             runtime = self._session.runtime(tensor.device)
             if handle.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
-                return OffloadedHandle(tensor, handle.saved, ViewRecipe.of(tensor), runtime)
+                return OffloadedHandle(tensor, handle.saved, runtime)
         return None
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
@@ -274,37 +236,29 @@ class ForwardScope:
     def _pack_parts(self, tensor: torch.Tensor, decision: Decision | None) -> Handle:
         names, context = flatten(tensor)
         parts: dict[str, Handle] = {}
-        for name in names:
-            part = getattr(tensor, name)
-            # A jagged tensor is identified by its offsets, the very object: only its values may be offloaded.
-            if not isinstance(part, torch.Tensor) or (tensor.is_nested and name != "_values"):
-                parts[name] = ObjectHandle(part)
-                continue
-            with self.decider.inside(type(tensor)):
-                parts[name] = self._pack(part, decision)
-        return PartsHandle(tensor, parts, context)
+        objects: dict[str, Any] = {}
+        with self.decider.inside(type(tensor)):
+            for name in names:
+                part = getattr(tensor, name)
+                # A jagged tensor is identified by its offsets, the very object: only its values may be offloaded.
+                if isinstance(part, torch.Tensor) and not (tensor.is_nested and name != "_values"):
+                    parts[name] = self._pack(part, decision)
+                else:
+                    objects[name] = part
+        return PartsHandle(tensor, parts, objects, context)
 
-    def _pack_storage(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        decision: Decision | None,
-        recipe: ViewRecipe | None = None,
-    ) -> Handle:
+    def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, decision: Decision | None) -> Handle:
         """A handle of a plain tensor: of a dropped output, of bytes that are registered, or of new ones."""
         output = self._outputs.get(storage) if self._outputs.any else None
-        dropped = None if output is None else output.pack(tensor, self.nothing(tensor.device))
+        dropped = None if output is None else output.pack(tensor, torch.empty(0, device=tensor.device))
         if dropped is not None:
             return dropped
         device = self._devices.get(tensor.device)
         if device is None:
             device = self._meet(tensor)
-        start, nbytes = 0, storage.nbytes()
-        whole = tensor.nbytes == nbytes and tensor.is_contiguous()
-        if not whole:
-            start, nbytes = reach(tensor, nbytes)
+        start, nbytes = reach(tensor, storage.nbytes())
         known = self._identity.find(storage, start, nbytes)
-        handle = None if known is None else self._share(tensor, storage, known, device, recipe)
+        handle = None if known is None else self._share(tensor, storage, known, device)
         if handle is not None:
             return handle
         if self._signature is None:
@@ -322,32 +276,24 @@ class ForwardScope:
         ledger.saved_bytes += nbytes
         saved = SavedStorage(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
         self._identity.add(storage, saved)
-        recipe = recipe or ViewRecipe.of(tensor)
-        if whole and not (recipe.conj or recipe.neg):
-            saved.form = recipe
         self.decider.offloaded_bytes += nbytes
         runtime.mover.see(saved)
-        away = OffloadedHandle(tensor, saved, recipe, runtime)
+        handle = OffloadedHandle(tensor, saved, runtime)
         order = saved.order = device.order
         saved.place = order.add(saved.reference, nbytes)
         waiting = self.waiting if group is None else group.waiting
-        waiting.add(saved, runtime, tier, hold=order.in_tail(saved.place))
-        return away
+        waiting.add(saved, runtime, tier, defer=order.in_tail(saved.place))
+        return handle
 
     def _share(
-        self,
-        tensor: torch.Tensor,
-        storage: torch.UntypedStorage,
-        known: Known,
-        device: _Device,
-        recipe: ViewRecipe | None = None,
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, known: Known, device: _Device
     ) -> Handle | None:
         """A handle of bytes that another saved tensor has registered, if they may be shared."""
         if isinstance(known, KeptStorage):
             return None if self._marks.get(storage) else KeptHandle(tensor, known)
         if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
             return None
-        return OffloadedHandle(tensor, known, recipe or ViewRecipe.of(tensor), device.runtime)
+        return OffloadedHandle(tensor, known, device.runtime)
 
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
         self.count_kept(nbytes)
@@ -385,17 +331,12 @@ class ForwardScope:
         device.runtime.mover.read_notes()
         predictor = self._state.predictor(tensor.device)
         self._turn = predictor.turn()
-        previous = self._memory.recall(self._signature)
+        previous, alike = self._memory.recall(self._signature, self._turn)
         if previous is not None:
             self.decider.total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
         device.order = AccessOrder(
-            previous,
-            self._memory.recall_turn(self._signature, self._turn),
-            self._window_on(device.runtime),
-            self._on_backward,
-            predictor,
-            self.tag,
+            previous, alike, self._window_on(device.runtime), self._on_backward, predictor, self.tag
         )
 
     def flush(self) -> None:

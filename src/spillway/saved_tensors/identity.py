@@ -30,7 +30,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from spillway._torch import base_of, is_declared, set_conj, set_neg, storage_number, storage_parts, version_of
+from spillway._torch import base_of, is_declared, set_conj, set_neg, storage_key, storage_parts, version_of
 from spillway.runtime.bytes import over
 from spillway.runtime.entry import ByteCounters, Entry
 from spillway.saved_tensors.order import AccessOrder
@@ -111,14 +111,14 @@ class Identity:
 
     def find(self, storage: torch.UntypedStorage, start: int, nbytes: int) -> Known | None:
         """The latest record that covers all of these bytes."""
-        for reference in self._known.get(storage_number(storage), ()):
+        for reference in self._known.get(storage_key(storage), ()):
             saved = reference()
             if saved is not None and saved.origin() is storage and saved.reaches(start, nbytes):
                 return saved
         return None
 
     def add(self, storage: torch.UntypedStorage, saved: Known) -> None:
-        key = storage_number(storage)
+        key = storage_key(storage)
         # Other parts of the same storage stay registered.
         others = [
             reference

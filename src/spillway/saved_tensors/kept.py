@@ -34,6 +34,7 @@ from spillway._torch import Hooks, is_alias_of, pop_hooks, push_hooks, top_hooks
 from spillway.saved_tensors.handles import Handle, KeptHandle
 from spillway.saved_tensors.hooks import ForwardScope
 from spillway.saved_tensors.identity import SavedStorage
+from spillway.types import Decision
 
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 
@@ -51,7 +52,7 @@ class Keeping:
         nbytes = known.get(place)
         if nbytes is None:
             before = scope.ledger.kept_bytes
-            handle = scope.keep(tensor)
+            handle = scope.save(tensor, Decision.KEEP)
             if scope.groups.current is None:
                 known[place] = scope.ledger.kept_bytes - before
             return handle

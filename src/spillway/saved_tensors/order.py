@@ -8,7 +8,7 @@ nothing and predicts reverse packing order. A later pass of the same signature (
 first saved tensor) predicts the orders of the one before.
 
 The tail of a pass are the entries whose bytes were still on the device when backward asked for them. The next pass
-does not offload its tail. But if another pass had come between forward and backward, the tail would have been
+defers its tail. But if another pass had come between forward and backward, the tail would have been
 offloaded. So a tail is learned per turn: in a pipeline, perhaps only the last micro-batch has one.
 
 A pass is learned from when backward has asked for it. Until a pass of a signature has had a backward, the last one
@@ -339,14 +339,10 @@ class AccessOrder:
         return [traversal.learned(count) for traversal in list(self._traversals)] or [Traversal(()).learned(count)]
 
     def tail_to_come(self) -> frozenset[int]:
-        """The tail for the next pass.
-
-        It is learned once. With the tail held back, the entries before it are in flight when backward begins, and would
-        be taken for the tail in their turn. A pass of another length is learned again.
-        """
-        if self._expected and len(self._expected[0]) == len(self._entries) and (self._tail or not self._traversals):
+        """The tail for the next pass."""
+        if not self._traversals:
             return self._tail
-        # Held entries count towards the in-flight limit: of more than fit, the first would be offloaded after all.
+        # Deferred entries count towards the in-flight limit: of more than fit, the first would be offloaded after all.
         tail: set[int] = set()
         nbytes = 0
         for place in sorted(self._caught, reverse=True):
@@ -420,18 +416,15 @@ class LearnedOrders:
             self.benefit = Benefit()
         return self.benefit.why_none is not None
 
-    def recall(self, signature: Signature) -> AccessOrder | None:
-        """The last order of the signature with a backward, or else the last whose backward can come."""
+    def recall(self, signature: Signature, turn: int) -> tuple[AccessOrder | None, AccessOrder | None]:
+        """The last order of the signature, and that of the signature and turn.
+
+        The last with a backward; for the signature, if there is none, the last whose backward can come.
+        """
         with self._lock:
             self._sort()
             waiting = (order for known, _, order in reversed(self._waiting) if known == signature)
-            return self._orders.get(signature) or next(waiting, None)
-
-    def recall_turn(self, signature: Signature, turn: int) -> AccessOrder | None:
-        """The last order of the signature and turn with a backward."""
-        with self._lock:
-            self._sort()
-            return self._turns.get((signature, turn))
+            return self._orders.get(signature) or next(waiting, None), self._turns.get((signature, turn))
 
     def keep(self, signature: Signature, turn: int, order: AccessOrder) -> None:
         with self._lock:
