@@ -287,7 +287,7 @@ class PipelinePlanController(PlanController):
         plans = [stage.plan for stage in self._planned if stage.plan is not None]
         order = self._turns_of_planned(turns)
         options: dict[str, Any] = {"static_bytes": self._static, "active": local_ranks()}
-        peak = simulate_stages(profiles, plans, order, self._hardware, **options).peak_bytes
+        peak = simulate_stages(profiles, plans, order, self.planner.hardware, **options).peak_bytes
         if peak > self._known_target.nbytes and self._order_plans < _MOST_ORDERS:
             return False
         self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
@@ -298,17 +298,12 @@ class PipelinePlanController(PlanController):
         places = [part for part, stage in enumerate(self.stages) if not stage.is_left_alone]
         return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
 
-    @property
-    def _hardware(self) -> Hardware:
-        assert self.planner.hardware is not None
-        return self.planner.hardware
-
     def _replan(self, stage: Stage = Stage.WARMING_UP) -> None:
         static = self._memory.level()
         plans = make_stage_plans(
             [each.chunk_profile() for each in self._planned],
             self._turns_of_planned(self._order),
-            self._hardware,
+            self.planner.hardware,
             static_bytes=static,
             budget=self._known_target.nbytes,
             **self.planner.limits(),

@@ -50,12 +50,11 @@ from spillway.planner.plan import (
     ANY_RATES,
     Plan,
     check_allow,
-    checkpointed_program,
-    kept_program,
     part_of,
     plan_of,
     problem_with,
     uniform_options,
+    uniform_program,
 )
 from spillway.planner.profile import Outside, Profile
 from spillway.planner.solve import LATE, Solution, smallest, solve, within
@@ -295,7 +294,7 @@ def parse_budget(budget: int | float | str, profile: Profile) -> int:
     share = read_budget(budget)
     if isinstance(share, int):
         return share
-    most = simulate_program(kept_program(profile), ANY_RATES).peak_bytes
+    most = simulate_program(uniform_program(profile, Decision.KEEP), ANY_RATES).peak_bytes
     return profile.static_bytes + math.ceil(share * (most - profile.static_bytes))
 
 
@@ -340,8 +339,8 @@ def make_curve(
         least = error.least
     keep, checkpoint = (
         Point(timeline.peak_bytes, timeline.seconds)
-        for program in (kept_program(profile), checkpointed_program(profile))
-        for timeline in [simulate_program(program, ANY_RATES)]
+        for decision in (Decision.KEEP, Decision.RECOMPUTE)
+        for timeline in [simulate_program(uniform_program(profile, decision), ANY_RATES)]
     )
     budgets = _budgets(profile.static_bytes, least, keep.peak_bytes, points)
     found = []

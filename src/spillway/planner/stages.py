@@ -24,11 +24,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from spillway.planner.hardware import Hardware
-from spillway.planner.plan import ALL, Plan, kept_program, options_of, part_of, plan_of
+from spillway.planner.plan import ALL, Plan, options_of, part_of, plan_of, uniform_program
 from spillway.planner.planner import best_of, late_of, planning_rates, problem_of, rates_of, refined, windows_of
 from spillway.planner.profile import Profile
 from spillway.planner.tasks import Part, Problem, Turn
 from spillway.planner.timeline import Timeline, simulate_program
+from spillway.types import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ def chunk_of(stage: StageProfile) -> Part:
     """The tasks around the blocks of a stage. See NOTE [ One budget for the chunks of a rank ]."""
     part, held = part_of(stage.profile), stage.held_bytes
     (before,), (middle,), (after,) = part.before, part.middle, part.after
-    tasks = kept_program(stage.profile).tasks
+    tasks = uniform_program(stage.profile, Decision.KEEP).tasks
     left = sum(task.change_bytes for task in tasks)
     of_blocks = sum(task.gradient_bytes for task in tasks)
     before = replace(before, change_bytes=before.change_bytes + held)
