@@ -18,15 +18,17 @@ from allocations import count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search
 from spillway import BudgetError, Session
 from spillway.attaching import controller as controlling
-from spillway.attaching.budget import BudgetTarget, Measured, Planner, Rival, is_same
+from spillway.attaching.budget import BudgetTarget, Planner, Rival, is_same
 from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import RankGroup
-from spillway.planner.plan import ANY_RATES, checkpointed_program
+from spillway.planner.plan import ANY_RATES, uniform_program
+from spillway.planner.planner import Point
 from spillway.planner.profile import HostTimes
 from spillway.planner.timeline import simulate_program
 from spillway.profiler import compile as compiling
 from spillway.profiler import meter
 from spillway.profiler.step_trace import Place, StepTrace, StepTracer
+from spillway.types import Decision
 from steps import Block, failing
 
 MiB = 1 << 20
@@ -126,7 +128,7 @@ def test_torchs_checkpointing_may_take_the_whole_budget_and_be_predicted_a_hundr
     session: Session,
 ) -> None:
     profile = spillway.Profile.load(Path(__file__).parent / "planner" / "llama_8b_block.json")
-    peak = simulate_program(checkpointed_program(profile), ANY_RATES).peak_bytes
+    peak = simulate_program(uniform_program(profile, Decision.RECOMPUTE), ANY_RATES).peak_bytes
     planner = Planner(torch.device("cpu"), session, "h200", allow={"keep", "recompute"})
     plan = planner.checkpointing_plan(profile, peak, RankGroup())
     assert plan is not None
@@ -180,7 +182,7 @@ def checkpointing_peaks(
     """The predicted and the measured peak of a step of a model under checkpointing."""
     model, batch = make()
     profile = spillway.profile(model, batch, blocks=Block, session=session)
-    predicted = simulate_program(checkpointed_program(profile), ANY_RATES).peak_bytes
+    predicted = simulate_program(uniform_program(profile, Decision.RECOMPUTE), ANY_RATES).peak_bytes
     with attached_deep(model, int(room * predicted), session, allow={"keep", "recompute"}) as attached:
         search(model, batch, attached)
         assert attached.plan is not None and all(block.recomputes for block in attached.plan.blocks)
@@ -317,7 +319,7 @@ def test_a_prediction_counts_as_much_as_one_measured_step(
     first, second = (replace(plan, predicted_seconds=seconds) for seconds in predicted)
     controller = PlanController.__new__(PlanController)
     controller.plan = second
-    rival = Rival(first, Measured(0, measured[0]), [], measured[0])
+    rival = Rival(first, Point(0, measured[0]), [], measured[0])
     assert controller._is_slower(measured[1], rival) is is_slower
 
 

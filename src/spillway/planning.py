@@ -20,9 +20,8 @@ from spillway.attaching.meta_profile import is_on_meta, profile_on_meta
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import POINTS, Curve, aim_at, divided, fits, make_curve, make_plan, rates_of
+from spillway.planner.planner import POINTS, Curve, aim_at, divided, make_curve, make_plan, rates_of
 from spillway.planner.profile import Profile
-from spillway.planner.scaling import scaled
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.profiler.compile import without_lead
 from spillway.profiler.machine import known_hardware
@@ -246,8 +245,8 @@ def longest(
 ) -> int:
     """The largest size, of a sequence or a batch, with which a step fits a budget.
 
-    Two sizes are profiled with the least memory, and predict the needs of larger ones (``planner/scaling.py``). The
-    largest that is predicted to fit is profiled itself. If that was wrong, the search goes on between or beyond, and
+    Two sizes are profiled, and the least bytes of their plans predict those of larger ones. The largest that is
+    predicted to fit is profiled itself. If that was wrong, the search goes on between or beyond, and
     adds the largest excess of a step over its prediction. The result was profiled at that very size, and trained for
     two steps with its plan; if these exceeded the budget, with a plan for a smaller one.
 
@@ -311,7 +310,8 @@ class _SizeSearch:
     target: dict[str, Any]
     """Hardware and options for a model on ``meta``."""
     is_on_meta: bool = False
-    profiles: dict[int, Profile] = field(default_factory=dict)
+    least: dict[int, int] = field(default_factory=dict)
+    """The least bytes that a plan was found to need, by the profiled sizes."""
     excess: int = 0
     """The largest excess of a step over its predicted peak."""
 
@@ -322,7 +322,8 @@ class _SizeSearch:
             size = self._next(low, high)
             if self.fits(size):
                 low = size
-                if self._predicts(low + 1) is False:
+                predicted = self._predicted()
+                if predicted is not None and predicted <= low:
                     break
             else:
                 high = size
@@ -356,7 +357,11 @@ class _SizeSearch:
         if not self.is_on_meta:
             # Buffers for tensors of another size do not fit these, and count.
             self._used_session.trim()
-        self.profiles[size] = found = profile(model, batch, loss=self.loss, session=self.session, **target)
+        found = profile(model, batch, loss=self.loss, session=self.session, **target)
+        try:
+            self.least[size] = self.plan(found, 0).predicted_peak
+        except BudgetError as error:
+            self.least[size] = error.least
         return found
 
     def plan(self, profile: Profile, budget: int) -> Plan:
@@ -365,42 +370,24 @@ class _SizeSearch:
 
     def _next(self, low: int, high: int | None) -> int:
         """The next size to run, above one that fits and below one that does not."""
-        if len(self.profiles) < 2 and (high is None or 2 * low < high):
-            return 2 * low
-        farthest = _FARTHEST * max(self.profiles)
-        fitting, beyond = low, farthest if high is None else min(high, farthest)
-        while beyond - fitting > 1:
-            middle = min(2 * fitting, beyond - 1) if beyond == farthest else (fitting + beyond) // 2
-            fits = self._predicts(middle)
-            if fits is None:
-                break
-            if fits:
-                fitting = middle
-            else:
-                beyond = middle
-        if low < fitting and (high is None or fitting < high - 1):
-            return fitting
+        predicted = self._predicted()
+        if predicted is not None and low < predicted and (high is None or predicted < high - 1):
+            return predicted
         # There was no prediction, or it was wrong.
-        return 2 * low if high is None else (low + high) // 2
+        return 2 * low if high is None or (predicted is None and 2 * low < high) else (low + high) // 2
 
-    def _predicts(self, size: int) -> bool | None:
-        """Whether two profiles predict that a size fits; ``None``: they predict nothing."""
-        if len(self.profiles) < 2:
+    def _predicted(self) -> int | None:
+        """The largest size that is predicted to fit: least bytes are taken to grow in a straight line.
+
+        ``None``: there are no two profiles.
+        """
+        if len(self.least) < 2:
             return None
-        one, other = sorted(self.profiles)[-2:]
-        found = scaled(self.profiles[one], self.profiles[other], (one, other), size)
-        if found is None:
-            return None
-        if self.budget <= self.excess:
-            return False
-        return fits(
-            found,
-            _hardware_of(self.target["hardware"], torch.device(found.device)),
-            budget=min(aim_at(self.budget), self.budget - self.excess),
-            window=_WINDOW,
-            active=local_ranks(),
-            **self._limits(found),
-        )
+        (one, at_one), (other, at_other) = sorted(self.least.items())[-2:]
+        farthest, budget = _FARTHEST * other, min(aim_at(self.budget), self.budget - self.excess)
+        if at_other <= at_one:
+            return farthest
+        return max(min(one + (budget - at_one) * (other - one) // (at_other - at_one), farthest), 0)
 
     def _limits(self, profile: Profile) -> dict[str, Any]:
         """Limits of plans for a profile: no more CPU memory than the session may use."""

@@ -12,10 +12,11 @@ import pytest
 import spillway
 from spillway import SizeError, UsageError
 from spillway.planner.hardware import Hardware
-from spillway.planner.plan import checkpointed_program, kept_program
+from spillway.planner.plan import uniform_program
 from spillway.planner.planner import Curve, Point, frontier, make_curve, parse_budget, planning_rates
 from spillway.planner.profile import Profile, Static
 from spillway.planner.timeline import simulate_program
+from spillway.types import Decision
 
 H200 = Hardware.named("h200")
 LLAMA = Profile.load(Path(__file__).with_name("llama_8b_block.json"))
@@ -24,7 +25,7 @@ WINDOW = 512 << 20
 
 
 def peak_of_keeping(profile: Profile) -> int:
-    return simulate_program(kept_program(profile), planning_rates(H200, WINDOW)).peak_bytes
+    return simulate_program(uniform_program(profile, Decision.KEEP), planning_rates(H200, WINDOW)).peak_bytes
 
 
 def test_a_share_is_of_what_keeping_everything_needs_above_what_is_there_anyway() -> None:
@@ -95,7 +96,7 @@ def test_a_curve_goes_from_the_least_step_to_the_one_that_keeps_everything() -> 
 
 def test_checkpointing_keeps_inputs_and_computes_all_else_again() -> None:
     found, _ = curve()
-    program = checkpointed_program(SMALL)
+    program = uniform_program(SMALL, Decision.RECOMPUTE)
     # Each block's forward runs once more, and nothing leaves.
     assert not [task for task in program.tasks if task.sends]
     inputs = sum(value.nbytes for value in SMALL.kinds[0].values if value.is_input)

@@ -13,7 +13,7 @@ import pytest
 from spillway import BudgetError
 from spillway.planner.block_tasks import make_option
 from spillway.planner.hardware import Hardware
-from spillway.planner.plan import Plan, kept_program
+from spillway.planner.plan import Plan, uniform_program
 from spillway.planner.planner import planning_rates
 from spillway.planner.profile import Profile
 from spillway.planner.stages import StageProfile, chunk_of, make_stage_plans, shortened
@@ -78,7 +78,7 @@ def test_chunks_leave_gradients_behind_once_and_what_waits_is_held_by_each() -> 
     sizes = {False: 3, True: 4}
     ends = list(accumulate((sizes[turn.is_backward] for turn in turns), initial=0))
     assert ends[-1] == len(tasks)
-    alone = kept_program(stage(2).profile).tasks
+    alone = uniform_program(stage(2).profile, Decision.KEEP).tasks
     each = sum(task.change_bytes for task in alone[:3]) + HELD
     found = [levels[end] for end in ends]
     gradients = 4 * GRADIENTS
@@ -93,7 +93,7 @@ def test_chunks_leave_gradients_behind_once_and_what_waits_is_held_by_each() -> 
 def test_one_chunk_is_one_pass() -> None:
     only = replace(stage(16), held_bytes=0)
     chunk = uniform([only], one_forward_one_backward(1, 1), Decision.KEEP)
-    alone = simulated(replace(kept_program(LLAMA), static_bytes=STATIC))
+    alone = simulated(replace(uniform_program(LLAMA, Decision.KEEP), static_bytes=STATIC))
     assert simulated(chunk).seconds == pytest.approx(alone.seconds)
     # All but the gradients of what is outside, which are there in the end.
     assert simulated(chunk).peak_bytes == alone.peak_bytes

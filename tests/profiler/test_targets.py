@@ -160,9 +160,6 @@ def test_kernels_of_a_target_are_taken_by_its_thread_alone_and_given_back() -> N
     assert "NativeDropout" not in plain
     with kernels_of(CUDA, "flash"):
         assert "NativeDropout" in node()
-        with kernels_of(torch.device("cpu"), "flash"):
-            assert "MulBackward" in node()
-        assert "NativeDropout" in node()
         thread = threading.Thread(target=lambda: others.append(node()))
         thread.start()
         thread.join()

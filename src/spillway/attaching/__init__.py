@@ -8,15 +8,31 @@ a plan, ``controller`` finds the plan, ``ranks`` share it, and ``pipeline`` find
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.attached import Attached, attach_blocks, attached_to, policy_named
-from spillway.attaching.validation import check_arguments, check_limits, check_planned
-from spillway.blocks import Blocks
-from spillway.policies import Policy
+from spillway._torch import skip_call
+from spillway.attaching.attached import Attached, attached_to, policy_named
+from spillway.attaching.block import BlockCall
+from spillway.attaching.call import ModuleCall
+from spillway.attaching.model import ModelCall, ModelPass
+from spillway.attaching.validation import (
+    check_arguments,
+    check_limits,
+    check_planned,
+    check_policy,
+    refuse_checkpointing,
+    refuse_class,
+    refuse_compiled,
+    refuse_modules,
+    refuse_unmatched,
+)
+from spillway.blocks import Blocks, Named, above, find_blocks, walk
+from spillway.errors import UsageError
+from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.saved_tensors.groups import Groups
 from spillway.session import Session
@@ -116,21 +132,65 @@ def attach(
     if is_planned:
         check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
     check_limits(limits, optimizer, is_planned=is_planned)
-    search = None
-    if is_planned:
-        search = partial(_controller, model, session, min_bytes, optimizer, budget=budget, plan=plan, **limits)
-    return attach_blocks(
-        model,
-        policy=policy,
-        blocks=blocks,
-        groups=groups,
-        every=every,
-        first=first,
-        keep_last=keep_last,
+    modules = [Named("", model), *walk(model)]
+    refuse_modules(modules)
+    rules = Groups(groups) if isinstance(groups, Mapping) else groups
+    if rules is not None and not isinstance(rules, Groups):
+        raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
+    how = policy if policy is not None else Recompute() if rules is None else Offload()
+    calls: list[ModuleCall]
+    if isinstance(how, Recompute):
+        refuse_checkpointing(modules)
+        found = find_blocks(model, blocks)
+        taken = found[: max(len(found) - keep_last, 0)][:first][::every]
+        refuse_unmatched(how.choices.patterns, taken, model)
+        calls = [BlockCall(each, how, session, taken) for each in taken]
+    else:
+        check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
+        taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
+        calls = [ModuleCall(each, keeps=True) for each in taken]
+    if rules is not None:
+        taken = [*taken, *_group(model, calls, rules)]
+    around = above(model, taken)
+    for each in (Named("", model), *taken):
+        refuse_class(each)
+    refuse_compiled(around)
+    context = ModelPass(
+        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
+        policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
+        groups=None if rules is None else replace(rules, patterns={}),
         min_bytes=min_bytes,
+        tag=f"attached {type(model).__name__}",
         session=session,
-        search=search,
     )
+    controller = _controller(model, session, min_bytes, optimizer, budget, plan, **limits) if is_planned else None
+    root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
+    attached = Attached(root, how, controller)
+    skip_call(ModuleCall.__call__)
+    with ExitStack() as undo:
+        undo.callback(attached.remove)
+        # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
+        for call in (*calls, root):
+            call.take()
+        undo.pop_all()
+    return attached
+
+
+def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named]:
+    """Name the modules that are groups. Gives those that are not attached already, whose calls are added."""
+    known = {call.name: call for call in calls}
+    added: list[Named] = []
+    for name, patterns in groups.patterns.items():
+        for each in find_blocks(model, [patterns] if isinstance(patterns, str) else list(patterns)):
+            call = known.get(each.name)
+            if call is None:
+                call = known[each.name] = ModuleCall(each)
+                calls.append(call)
+                added.append(each)
+            if call.group is not None:
+                raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
+            call.group = name
+    return added
 
 
 def _controller(
@@ -138,7 +198,6 @@ def _controller(
     session: Session | None,
     min_bytes: int | str | None,
     optimizer: DividedOptimizer | None,
-    *,
     budget: int | float | str | None,
     plan: Plan | None,
     **limits: Any,
@@ -150,5 +209,5 @@ def _controller(
 
     collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
     nbytes = None if budget is None else read_budget(budget)
-    planner = Planner(collector.device, session, needs_hardware=plan is None, **limits)
+    planner = Planner(collector.device, session, **limits)
     return PlanController(collector, planner, budget=nbytes, plan=plan)

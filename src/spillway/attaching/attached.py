@@ -1,103 +1,30 @@
-"""Attaches to the blocks of a model, and the handle of an attached model."""
+"""The handle of an attached model."""
 
 from __future__ import annotations
 
-import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import Module
 
-from spillway._torch import PLACE, skip_call
+from spillway._torch import PLACE
 from spillway.attaching.block import BlockCall
-from spillway.attaching.call import ModuleCall
-from spillway.attaching.model import ModelCall, ModelPass
-from spillway.attaching.validation import (
-    check_policy,
-    refuse_checkpointing,
-    refuse_class,
-    refuse_compiled,
-    refuse_modules,
-    refuse_unmatched,
-)
-from spillway.blocks import Blocks, Named, above, find_blocks, walk
+from spillway.attaching.model import ModelCall
 from spillway.errors import SpillwayError, UsageError, printable
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
-from spillway.saved_tensors.groups import Groups
-from spillway.session import Session
 from spillway.types import StepStats
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.budget import Measured
     from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
     from spillway.planner.plan import Plan
+    from spillway.planner.planner import Point
     from spillway.planner.profile import Profile
-
-
-def attach_blocks(
-    model: Module,
-    *,
-    policy: Recompute | Policy | None = None,
-    blocks: Blocks | None = None,
-    groups: Groups | Mapping[str, str | Sequence[str]] | None = None,
-    every: int = 1,
-    first: int | None = None,
-    keep_last: int = 0,
-    min_bytes: int | str | None = None,
-    session: Session | None = None,
-    search: Callable[[], PlanController] | None = None,
-) -> Attached:
-    """:func:`spillway.attach` without a budget, or with the search for a plan that ``search`` makes."""
-    modules = [Named("", model), *walk(model)]
-    refuse_modules(modules)
-    rules = Groups(groups) if isinstance(groups, Mapping) else groups
-    if rules is not None and not isinstance(rules, Groups):
-        raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
-    how = policy if policy is not None else Recompute() if rules is None else Offload()
-    calls: list[ModuleCall]
-    if isinstance(how, Recompute):
-        refuse_checkpointing(modules)
-        found = find_blocks(model, blocks)
-        taken = found[: max(len(found) - keep_last, 0)][:first][::every]
-        refuse_unmatched(how.choices.patterns, taken, model)
-        calls = [BlockCall(each, how, session, taken) for each in taken]
-    else:
-        check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
-        taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
-        calls = [ModuleCall(each, keeps=True) for each in taken]
-    if rules is not None:
-        taken = [*taken, *_group(model, calls, rules)]
-    around = above(model, taken)
-    for each in (Named("", model), *taken):
-        refuse_class(each)
-    refuse_compiled(around)
-    context = ModelPass(
-        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
-        policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
-        groups=None if rules is None else dataclasses.replace(rules, patterns={}),
-        min_bytes=min_bytes,
-        tag=f"attached {type(model).__name__}",
-        session=session,
-    )
-    controller = None if search is None else search()
-    root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
-    attached = Attached(root, how, controller)
-    if controller is not None:
-        attached.follow(controller)
-    skip_call(ModuleCall.__call__)
-    with ExitStack() as undo:
-        undo.callback(attached.remove)
-        # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
-        for call in (*calls, root):
-            call.take()
-        undo.pop_all()
-    return attached
 
 
 NAMED: dict[str, Callable[[], Recompute | Policy]] = {"offload": Offload, "recompute": Recompute, "keep": Keep}
@@ -116,23 +43,6 @@ def policy_named(name: str) -> Recompute | Policy:
             f"policy such as spillway.policies.Ratio(0.5)"
         )
     return NAMED[name]()
-
-
-def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named]:
-    """Name the modules that are groups. Gives those that are not attached already, whose calls are added."""
-    known = {call.name: call for call in calls}
-    added: list[Named] = []
-    for name, patterns in groups.patterns.items():
-        for each in find_blocks(model, [patterns] if isinstance(patterns, str) else list(patterns)):
-            call = known.get(each.name)
-            if call is None:
-                call = known[each.name] = ModuleCall(each)
-                calls.append(call)
-                added.append(each)
-            if call.group is not None:
-                raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
-            call.group = name
-    return added
 
 
 def attached_to(model: Module) -> Attached | None:
@@ -165,6 +75,8 @@ class Attached:
         self._policy = policy
         self._removed = False
         root.attached = self
+        if controller is not None:
+            self.follow(controller)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -219,7 +131,7 @@ class Attached:
         return None if self._controller is None else self._controller.missing or None
 
     @property
-    def measured(self) -> Measured | None:
+    def measured(self) -> Point | None:
         """Peak and seconds of the step that validated the plan; ``None`` before."""
         return None if self._controller is None else self._controller.measured
 
@@ -290,7 +202,10 @@ class Attached:
             raise UsageError(
                 "report: there is no plan yet. Attach with attach(model, budget=...), and train some steps"
             )
-        self._controller.report(path, trace=trace, curve=curve)
+        # Slow to import.
+        from spillway.attaching.budget import write_report
+
+        write_report(self._controller, path, trace=trace, curve=curve)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass that has ended, as far as its backward has come.

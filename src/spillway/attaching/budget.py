@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,18 +33,12 @@ _MOST_ABOVE = 1.01
 """By so much of the budget, torch's own checkpointing may be predicted to be above it, and is tried."""
 
 
-class Measured(Point):
-    """The peak in bytes, ``peak_bytes``, and the ``seconds`` of the validated step."""
-
-    __slots__ = ()
-
-
 @dataclass(frozen=True, slots=True)
 class Rival:
     """A validated plan, while torch's own checkpointing is timed beside it."""
 
     plan: Plan
-    measured: Measured
+    measured: Point
     kinds: list[Hashable]
     """Kinds of the called blocks."""
     seconds: float
@@ -121,7 +116,7 @@ def allowed(device: torch.device, allow: Collection[str] | None) -> Collection[s
 class Planner:
     """Makes the plans of a device, within the user's limits, which are those of :func:`spillway.plan`.
 
-    A given plan is not made: it does not need the hardware (``needs_hardware``).
+    The machine is measured when it is first asked for, at most once. A given plan does not need it.
     """
 
     def __init__(
@@ -133,21 +128,20 @@ class Planner:
         host_budget: int | str | None = None,
         disk_budget: int | str | None = None,
         allow: Collection[str] | None = None,
-        needs_hardware: bool = True,
     ) -> None:
         self._host_budget = None if host_budget is None else parse_bytes(host_budget, what="host_budget")
         self._disk_budget = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
         self._allow = allowed(device, allow)
         check_allow(self._allow)
         self._device = device
-        self.hardware: Hardware | None = None
-        """``None``: not known, since the plan was given."""
-        # A machine is measured at most once, and not in the middle of a step.
-        if hardware is not None or needs_hardware:
-            self.hardware = known_hardware(device) if hardware is None else Hardware.of(hardware)
+        self._hardware = None if hardware is None else Hardware.of(hardware)
         self._session = session if session is not None else Session.default()
         self._window = self._session.runtime(device).mover.window
         """Bytes that may be in flight, before any plan claims another limit."""
+
+    @cached_property
+    def hardware(self) -> Hardware:
+        return known_hardware(self._device) if self._hardware is None else self._hardware
 
     def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
         """The plan of a model that ranks train together.
@@ -156,7 +150,7 @@ class Planner:
             BudgetError: if no plan is within the budget.
         """
         free = min(ranks.share("free", self._free_host_bytes))
-        hardware = self._shared_hardware(ranks)
+        hardware = ranks.share("hardware", lambda: self.hardware)[0]
         return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self.limits(free)))[0]
 
     def checkpointing_plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan | None:
@@ -166,7 +160,7 @@ class Planner:
         """
         if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self._allow):
             return None
-        hardware = self._shared_hardware(ranks)
+        hardware = ranks.share("hardware", lambda: self.hardware)[0]
         options: dict[str, Any] = {
             "budget": int(_MOST_ABOVE * budget),
             "window": self._window,
@@ -189,11 +183,6 @@ class Planner:
             "allow": self._allow,
         }
 
-    def _shared_hardware(self, ranks: RankGroup) -> Hardware:
-        hardware = ranks.share("hardware", lambda: self.hardware)[0]
-        assert hardware is not None
-        return hardware
-
     def _free_host_bytes(self) -> int:
         """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
         return self._session.host_room(self._device)
@@ -210,7 +199,7 @@ def write_report(search: PlanController, path: Path, *, trace: Path | None, curv
     plan, profile, planner = search.plan, search.profile, search.planner
     if plan is None:
         raise UsageError(f"report: there is no plan yet, which takes {search.missing}. Call it again afterwards")
-    if profile is None or planner.hardware is None:
+    if profile is None:
         raise UsageError(
             "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or write "
             "the report from files, with: spillway report profile.json plan.json"

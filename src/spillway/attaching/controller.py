@@ -39,13 +39,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
-from spillway.attaching.budget import BudgetTarget, Measured, Path, Planner, Rival, is_same, write_report
+from spillway.attaching.budget import BudgetTarget, Planner, Rival, is_same
 from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kinds_of, tensor_bytes
 from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
 from spillway.errors import BudgetError
-from spillway.planner.planner import parse_budget
+from spillway.planner.planner import Point, parse_budget
 from spillway.profiler.meter import DeviceMemory
 from spillway.units import format_bytes
 
@@ -97,11 +97,16 @@ class PlanController:
         self.plan = plan
         self.profile: Profile | None = None
         """The profile that the plan was made of."""
-        self.measured: Measured | None = None
+        self.measured: Point | None = None
+        """Of the validated step."""
         self.notes = collector.notes
         self.losses = collector.losses
         self._memory = DeviceMemory(collector.device)
-        self._stage = Stage.ACTIVE if plan is not None else Stage.PROFILING_OPERATORS
+        self._stage = Stage.ACTIVE
+        if plan is None:
+            self._stage = Stage.PROFILING_OPERATORS
+            # Not in the middle of a step.
+            _ = planner.hardware
         self._is_given = plan is not None
         self._share = budget if isinstance(budget, float) else None
         self._target = BudgetTarget(budget) if isinstance(budget, int) else None
@@ -208,9 +213,6 @@ class PlanController:
 
     def drop(self) -> None:
         self.collector.drop()
-
-    def report(self, path: Path, *, trace: Path | None, curve: bool) -> None:
-        write_report(self, path, trace=trace, curve=curve)
 
     def _enter(self, stage: Stage) -> None:
         self._stage = stage
@@ -334,7 +336,7 @@ class PlanController:
         ranks, target, rival = self._ranks, self._known_target, self._rival
         peak = max(ranks.share("peak", lambda: peak))
         learned = any(ranks.share("learned", self._has_learned))
-        self.measured = Measured(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
+        self.measured = Point(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
         is_over = peak > target.budget
         checkpointing = None if rival is not None or trace is None else self._checkpointing_beside()
         if rival is not None and trace is not None:

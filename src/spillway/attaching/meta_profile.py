@@ -27,7 +27,7 @@ from torch.func import functional_call
 from torch.nn import Module
 
 from spillway._torch import disable_dispatch, tree_leaves, tree_map
-from spillway.attaching.attached import attach_blocks
+from spillway.attaching import attach
 from spillway.attaching.collector import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
@@ -39,7 +39,7 @@ from spillway.losses import own_losses
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile
-from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, MetaTensors, state_sizes, without_values
+from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, state_sizes, without_values
 from spillway.profiler.meter import ClockMeter
 from spillway.profiler.probe import CallObserver, Probe
 from spillway.profiler.step_trace import StepTracer
@@ -75,20 +75,17 @@ def profile_on_meta(
     _check_optimizer(optimizer)
     kernel = first_attention(attention, hardware)
     device_of(model)
-    tensors = MetaTensors()
     step = _Step(model, loss_of)
-    state, moved = tensors.state(step), tree_map(tensors.of, batch)
     device = MetaDevice(torch.device(_DEVICES[0] if target is None else target), hardware)
+    state, moved = device.tensors.state(step), tree_map(device.tensors.of, batch)
     # No operator is seen to read the optimizer's state and the workspace of matrix products.
     trained = {id(each): each for each in state.values() if each.is_leaf and each.requires_grad}
     device.before += sum(map(device.rounded, state_sizes(list(trained.values()), optimizer)))
     device.before += standing_workspace(device.device, hardware)
     for tensor in tensors_of(*state.values(), moved):
         device.number_of(tensor)
-    for tensor, meta in tensors.pairs():
-        device.values.learn(meta, tensor)
     # A model that cannot be attached has no profile either.
-    with attach_blocks(model, blocks=blocks) as attached:
+    with attach(model, blocks=blocks) as attached:
         found = [Named(name, model.get_submodule(name)) for name in attached.blocks]
     refuse_nested(found)
     profiler = MetaProfiler(device)

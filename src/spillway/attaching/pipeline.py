@@ -8,9 +8,9 @@ collector leaves after the one and returns before the other. So its measurements
 its loss included.
 
 A step ends when a chunk comes whose number came already. A step that failed counts for nothing. The order of turns
-is recorded, and plans are made for that order when a step begins, after the optimizer's last. If another order would
-need too much, there are other plans. A stage without a backward in some steps, as a frozen one, is left alone. Ranks
-share nothing, and each has its own plans.
+is recorded, and plans are made for that order when a step begins, after the optimizer's last. If more chunks wait for
+their backward in another order, there are other plans. A stage without a backward in some steps, as a frozen one, is
+left alone. Ranks share nothing, and each has its own plans.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import ranks_of
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.plan import Plan
-from spillway.planner.stages import StageProfile, make_stage_plans, simulate_stages
+from spillway.planner.stages import StageProfile, covers, make_stage_plans
 from spillway.planner.tasks import Turn
-from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import read_budget
 
@@ -159,12 +158,8 @@ class PipelinePlanController(PlanController):
         """Turns of the step so far."""
         self._order: list[Turn] = []
         """The turns that were planned for."""
-        self._accepted: list[list[Turn]] = []
-        """Other orders whose predicted peaks are within the budget."""
         self._order_plans = 0
         """How many plans were made because of another order."""
-        self._static = 0
-        """Allocated bytes when plans were made."""
         self._states: list[tuple[bool, list[bool]]] = []
         """Whether each stage, and each of its parameters, is trained."""
         for stage in self.stages:
@@ -279,41 +274,26 @@ class PipelinePlanController(PlanController):
             self._replan()
 
     def _accepts(self, turns: list[Turn]) -> bool:
-        """Whether the plans are predicted to fit these turns."""
-        if turns == self._order or turns in self._accepted:
+        """Whether the plans are for these turns, or for more chunks that wait."""
+        if turns == self._order:
             return True
         self.notes.once(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
-        profiles = [stage.chunk_profile() for stage in self._planned]
-        plans = [stage.plan for stage in self._planned if stage.plan is not None]
-        order = self._turns_of_planned(turns)
-        options: dict[str, Any] = {"static_bytes": self._static, "active": local_ranks()}
-        peak = simulate_stages(profiles, plans, order, self._hardware, **options).peak_bytes
-        if peak > self._known_target.nbytes and self._order_plans < _MOST_ORDERS:
-            return False
-        self._accepted = [*self._accepted[-_MOST_ORDERS:], turns]
-        return True
+        return covers(self._order, turns) or self._order_plans >= _MOST_ORDERS
 
     def _turns_of_planned(self, turns: Sequence[Turn]) -> list[Turn]:
         """The turns of the stages that are planned for, by their places among them."""
         places = [part for part, stage in enumerate(self.stages) if not stage.is_left_alone]
         return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
 
-    @property
-    def _hardware(self) -> Hardware:
-        assert self.planner.hardware is not None
-        return self.planner.hardware
-
     def _replan(self, stage: Stage = Stage.WARMING_UP) -> None:
-        static = self._memory.level()
         plans = make_stage_plans(
             [each.chunk_profile() for each in self._planned],
             self._turns_of_planned(self._order),
-            self._hardware,
-            static_bytes=static,
+            self.planner.hardware,
+            static_bytes=self._memory.level(),
             budget=self._known_target.nbytes,
             **self.planner.limits(),
         )
-        self._accepted, self._static = [], static
         for each, plan in zip(self._planned, plans, strict=True):
             each.apply(plan)
         self._enter(stage)

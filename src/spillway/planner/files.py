@@ -14,6 +14,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 
@@ -169,12 +170,10 @@ def _kind_of(path: str | os.PathLike[str]) -> str:
     return f"it is {kinds.get(stat.S_IFMT(os.stat(path).st_mode), 'a device')}"
 
 
-_ADAPTERS: dict[type[Any], TypeAdapter[Any]] = {}
-"""Making one takes longer than reading a file."""
-
-
+@cache
 def _adapter(record: type[Any]) -> TypeAdapter[Any]:
-    return _ADAPTERS.get(record) or _ADAPTERS.setdefault(record, TypeAdapter(record))
+    """Making one takes longer than reading a file."""
+    return TypeAdapter(record)
 
 
 class _Version(BaseModel, extra="ignore", strict=True):

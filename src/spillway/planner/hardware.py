@@ -9,11 +9,10 @@ GPUs uses the bandwidth of four, which is lower, and a plan for more than were m
 NOTE [ Roofline ]
 
 An operator takes as long as its arithmetic or as its memory traffic, whichever is longer, and no less than a launch
-(Williams, Waterman and Patterson 2009). ``_SHARES`` are the rates that operators reach, relative to that of a large
-matrix product, which :class:`Hardware` has. They come from measurements of an H200, which the tests repeat: the
-operators of a block of Llama-8B, plain steps of such blocks with 8192 and 32768 tokens, and ResNet-50. Other GPUs are
-assumed to reach the same shares. The rates of a data sheet are first reduced to the part that an H200 reaches of its
-own.
+(Williams, Waterman and Patterson 2009). The rates that operators reach (:class:`Work`) come from measurements of an
+H200, which the tests repeat: the operators of a block of Llama-8B, plain steps of such blocks with 8192 and 32768
+tokens, and ResNet-50. Other GPUs are assumed to reach the same shares of the rate of a large matrix product, which
+:class:`Hardware` has. The rates of a data sheet are first reduced to the part that an H200 reaches of its own.
 """
 
 from __future__ import annotations
@@ -227,50 +226,40 @@ PRESETS: dict[str, Hardware] = {
 
 
 class Work(enum.Enum):
-    """The kind of an operator's arithmetic."""
+    """The kind of an operator's arithmetic, and the rate that it reaches, relative to a large matrix product."""
 
-    PRODUCT = "product"
-    """Matrix products."""
-    ATTENTION = "attention"
-    """Fused attention. Half of the products of causal attention count."""
-    ATTENTION_BACKWARD = "attention backward"
-    CONVOLUTION = "convolution"
-    MEMORY = "memory"
+    PRODUCT = 0.86
+    """Matrix products. 5.34 ms in the block for 3.57e12 operations, where 780e12 a second would take 4.58."""
+    ATTENTION = 0.67
+    """Fused attention. Half of the products of causal attention count. 0.61 in the block. The forward of longer blocks
+    gives 0.74, after all else is subtracted."""
+    ATTENTION_BACKWARD = 0.62
+    """Between the values that remain of the two backwards."""
+    CONVOLUTION = 0.2
+    """A step of ResNet-50 in float32, rounded for tensor cores, channels first: a slow case, and the only one measured.
+    """
+    MEMORY = 1.0
     """All others. Their arithmetic is not counted."""
 
 
 class Precision(enum.Enum):
-    """The arithmetic of a product."""
+    """The arithmetic of a product, and its rate, relative to half precision."""
 
-    HALF = "half"
+    HALF = 1.0
     """16 bits."""
-    TENSOR_FLOAT = "tensor-float"
+    TENSOR_FLOAT = 0.5
     """32 bits in memory, 19 in the factors."""
-    SINGLE = "single"
-    DOUBLE = "double"
+    SINGLE = 1 / 15
+    """67e12 of 989e12 on an H100, 19.5e12 of 312e12 on an A100."""
+    DOUBLE = 1 / 30
 
 
-_SHARES = {
-    # 5.34 ms in the block for 3.57e12 operations, where 780e12 a second would take 4.58.
-    Work.PRODUCT: 0.86,
-    # 0.61 in the block. The forward of longer blocks gives 0.74, after all else is subtracted.
-    Work.ATTENTION: 0.67,
-    # Between the values that remain of the two backwards.
-    Work.ATTENTION_BACKWARD: 0.62,
-    # A step of ResNet-50 in float32, rounded for tensor cores, channels first: a slow case, and the only one measured.
-    Work.CONVOLUTION: 0.2,
-    Work.MEMORY: 1.0,
-}
-"""Rates that operators reach, relative to that of a large matrix product."""
+_GEFORCE = 7.5
+"""Factor of the last two on a GeForce: 82.6e12 of 165e12 on an RTX 4090."""
 _REACHED_FLOPS, _REACHED_MEMORY = 780 / 989, 4.1 / 4.8
 """Measured on an H200, over its data sheet."""
 _LAUNCH = 2e-6
 """Seconds of the shortest kernel."""
-_TENSOR_FLOAT = 0.5
-_SINGLE = 1 / 15
-"""Relative to half precision: 67e12 of 989e12 on an H100, 19.5e12 of 312e12 on an A100."""
-_SINGLE_GEFORCE = 0.5
-"""82.6e12 of 165e12 on an RTX 4090."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,14 +284,7 @@ def seconds_of(effort: Effort, hardware: Hardware) -> float:
     """
     promised = hardware.is_promised
     memory = hardware.memory_bandwidth * (_REACHED_MEMORY if promised else 1.0)
-    flops = hardware.flops * (_REACHED_FLOPS if promised else 1.0) * _share(effort.precision, hardware)
-    return max(effort.flops / (flops * _SHARES[effort.work]), effort.nbytes / memory, _LAUNCH)
-
-
-def _share(precision: Precision, hardware: Hardware) -> float:
-    if precision is Precision.HALF:
-        return 1.0
-    if precision is Precision.TENSOR_FLOAT:
-        return _TENSOR_FLOAT
-    single = _SINGLE_GEFORCE if "GeForce" in hardware.name else _SINGLE
-    return single if precision is Precision.SINGLE else single / 2
+    is_wide = effort.precision in (Precision.SINGLE, Precision.DOUBLE)
+    precision = effort.precision.value * (_GEFORCE if is_wide and "GeForce" in hardware.name else 1.0)
+    flops = hardware.flops * (_REACHED_FLOPS if promised else 1.0) * precision
+    return max(effort.flops / (flops * effort.work.value), effort.nbytes / memory, _LAUNCH)

@@ -236,14 +236,9 @@ def uniform_options(profile: Profile, decision: Decision) -> list[Option]:
     return [kinds[call.kind] for call in profile.calls]
 
 
-def kept_program(profile: Profile) -> Program:
-    """The step that keeps everything."""
-    return _program(profile, uniform_options(profile, Decision.KEEP))
-
-
-def checkpointed_program(profile: Profile) -> Program:
-    """The step of torch's checkpointing: it keeps the inputs of blocks, and recomputes the rest."""
-    return _program(profile, uniform_options(profile, Decision.RECOMPUTE))
+def uniform_program(profile: Profile, decision: Decision) -> Program:
+    """The step that keeps everything, or, with ``RECOMPUTE``, that of torch's own checkpointing."""
+    return _program(profile, uniform_options(profile, decision))
 
 
 def _program(profile: Profile, options: Sequence[Option]) -> Program:

@@ -50,16 +50,14 @@ from spillway.planner.plan import (
     ANY_RATES,
     Plan,
     check_allow,
-    checkpointed_program,
-    kept_program,
-    part_of,
     plan_of,
     problem_with,
     uniform_options,
+    uniform_program,
 )
 from spillway.planner.profile import Outside, Profile
-from spillway.planner.solve import LATE, Solution, smallest, solve, within
-from spillway.planner.tasks import Option, Problem, Rates
+from spillway.planner.solve import LATE, Solution, solve
+from spillway.planner.tasks import Problem, Rates
 from spillway.planner.timeline import simulate_program
 from spillway.types import Decision
 from spillway.units import parse_bytes, read_budget
@@ -102,24 +100,20 @@ def make_plan(
     Windows smaller than ``window`` are tried, too, and larger ones if it ``may_grow``: see NOTE [ In-flight limits ].
     While a step runs, ``active`` GPUs of the machine copy at the same time.
     """
-    most = parse_bytes(window, what="window")
-    whole = problem_of(
-        profile,
-        planning_rates(hardware, most, active=active),
-        budget=parse_budget(budget, profile),
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        allow=allow,
-    )
+    most, nbytes = parse_bytes(window, what="window"), parse_budget(budget, profile)
+    rates = planning_rates(hardware, most, active=active)
+
+    def problem_with_fraction(fraction: float) -> Problem:
+        part = divided(profile, fraction, hardware)
+        return problem_of(part, rates, budget=nbytes, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
+
     # With all of an optimizer on the CPU, a step takes the least memory: if that does not fit, no other fraction does.
     fraction = 1.0
-    problem = _divided_problem(whole, profile, divided(profile, fraction, hardware))
-    sizes = windows_of([profile], most, may_grow=may_grow, available=whole.budget - profile.static_bytes)
-    best = best_of(problem, sizes)
+    sizes = windows_of([profile], most, may_grow=may_grow, available=nbytes - profile.static_bytes)
+    best = best_of(problem_with_fraction(fraction), sizes)
     for other in _FRACTIONS if profile.optimizer is not None else ():
-        problem = _divided_problem(whole, profile, divided(profile, other, hardware))
         with contextlib.suppress(BudgetError):
-            found = best_of(problem, [best.problem.rates.window])
+            found = best_of(problem_with_fraction(other), [best.problem.rates.window])
             fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].seconds)
     plan = plan_of(divided(profile, fraction, hardware), refined(best))
     return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
@@ -134,13 +128,6 @@ def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int
     options = [(option,) for option in uniform_options(profile, Decision.RECOMPUTE)]
     rates = planning_rates(hardware, window, active=active)
     return plan_of(profile, solve(problem_with(profile, options, rates, budget=budget)))
-
-
-def fits(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1, **limits: Any) -> bool:
-    """Whether any plan is within the budgets. The arguments are those of :func:`make_plan`."""
-    size = min(windows_of([profile], window, may_grow=False, available=budget - profile.static_bytes))
-    problem = problem_of(profile, planning_rates(hardware, size, active=active), budget=budget, **limits)
-    return within(problem, smallest(problem, seconds=_SECONDS).timeline)
 
 
 def problem_of(
@@ -267,26 +254,6 @@ def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
     )
 
 
-def _divided_problem(problem: Problem, profile: Profile, part: Profile) -> Problem:
-    """The problem with another fraction of the optimizer on the CPU: blocks have the same options."""
-    if part is profile:
-        return problem
-    more = part.kinds[0].backward_change_bytes - profile.kinds[0].backward_change_bytes
-
-    def changed(option: Option) -> Option:
-        *before, last = option.backward
-        return replace(option, backward=(*before, replace(last, change_bytes=last.change_bytes + more)))
-
-    known = {id(options): tuple(map(changed, options)) for options in problem.options}
-    return replace(
-        problem,
-        static_bytes=part.static_bytes,
-        options=tuple(known[id(options)] for options in problem.options),
-        parts=(part_of(part),),
-        placed={},
-    )
-
-
 def parse_budget(budget: int | float | str, profile: Profile) -> int:
     """A budget as a number of bytes: see :func:`~spillway.units.read_budget`.
 
@@ -295,7 +262,7 @@ def parse_budget(budget: int | float | str, profile: Profile) -> int:
     share = read_budget(budget)
     if isinstance(share, int):
         return share
-    most = simulate_program(kept_program(profile), ANY_RATES).peak_bytes
+    most = simulate_program(uniform_program(profile, Decision.KEEP), ANY_RATES).peak_bytes
     return profile.static_bytes + math.ceil(share * (most - profile.static_bytes))
 
 
@@ -340,8 +307,8 @@ def make_curve(
         least = error.least
     keep, checkpoint = (
         Point(timeline.peak_bytes, timeline.seconds)
-        for program in (kept_program(profile), checkpointed_program(profile))
-        for timeline in [simulate_program(program, ANY_RATES)]
+        for decision in (Decision.KEEP, Decision.RECOMPUTE)
+        for timeline in [simulate_program(uniform_program(profile, decision), ANY_RATES)]
     )
     budgets = _budgets(profile.static_bytes, least, keep.peak_bytes, points)
     found = []

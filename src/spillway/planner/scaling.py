@@ -1,11 +1,4 @@
-"""Profiles of sizes that were not run, from the profiles of other sizes.
-
-NOTE [ Two sizes tell a third ]
-
-Bytes of tensors are a constant and a share for each element of a sequence or batch. Two profiles tell both, for each
-value, workspace and peak. Times are taken to be straight lines, too, though those of attention grow with the square.
-That is enough to tell what fits. Two profiles with other operators or blocks, as where the size selects a kernel, tell
-nothing.
+"""Profiles of steps that were not run: of larger inputs, or with more bytes in use at their begin.
 
 NOTE [ One size tells a larger one ]
 
@@ -18,24 +11,10 @@ from __future__ import annotations
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from spillway.planner.profile import Profile, Static, Value
+from spillway.planner.profile import Profile, Value
 
-_STATIC = frozenset(field.name for field in fields(Static))
-"""Bytes, too: the batch is among them."""
 _FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes"})
 """Fields of blocks that do not grow with the inputs."""
-
-
-def scaled(first: Profile, second: Profile, sizes: tuple[int, int], size: int) -> Profile | None:
-    """The profile of another size than these two; ``None`` if the profiles are not of one structure.
-
-    See NOTE [ Two sizes tell a third ].
-    """
-    try:
-        found: Profile = _between(first, second, (size - sizes[0]) / (sizes[1] - sizes[0]))
-    except _UnlikeError:
-        return None
-    return found
 
 
 def enlarged(profile: Profile, factor: float) -> Profile:
@@ -96,36 +75,3 @@ def risen(profile: Profile, nbytes: int, *, has_gradients: bool = False) -> Prof
             for kind in profile.kinds
         ),
     )
-
-
-class _UnlikeError(Exception):
-    """Two profiles are not of one structure."""
-
-
-def _between(first: Any, second: Any, share: float) -> Any:
-    if is_dataclass(first) and type(first) is type(second):
-        names = [field.name for field in fields(first)]
-        values = {name: _of_field(name, getattr(first, name), getattr(second, name), share) for name in names}
-        return replace(first, **values)  # type: ignore[type-var]
-    if isinstance(first, tuple) and isinstance(second, tuple) and len(first) == len(second):
-        return tuple(_between(*pair, share) for pair in zip(first, second, strict=True))
-    if type(first) is not type(second) or first != second:
-        raise _UnlikeError
-    return first
-
-
-def _of_field(name: str, first: Any, second: Any, share: float) -> Any:
-    are_bytes = name in _STATIC or (name.endswith("bytes") and name != "min_bytes")
-    if are_bytes and isinstance(first, int) and isinstance(second, int):
-        nbytes = round(first + share * (second - first))
-        return nbytes if name.endswith("change_bytes") else max(nbytes, 0)
-    if isinstance(first, float) and isinstance(second, float):
-        return max(first + share * (second - first), 0.0)
-    try:
-        return _between(first, second, share)
-    except _UnlikeError:
-        # Without its parts, a backward is taken to need its most all the time. CPU times say nothing of what fits.
-        instead = {"gap": first, "backward_parts": (), "host": None}
-        if name not in instead:
-            raise
-        return instead[name]

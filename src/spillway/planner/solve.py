@@ -40,7 +40,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.errors import BudgetError
-from spillway.planner.bounds import TIE, Choices, CostModel, Estimates, Shares
+from spillway.planner.bounds import TIE, Choices, CostModel, Estimates, Shares, excess
 from spillway.planner.tasks import Option, Problem, Rates
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.units import format_bytes
@@ -136,12 +136,7 @@ def smallest(problem: Problem, *, seconds: float = 3.0, near: Solution | None = 
 
 def within(problem: Problem, timeline: Timeline) -> bool:
     """Whether a step is within all budgets."""
-    return timeline.peak_bytes <= problem.budget and not _excess(problem, timeline)
-
-
-def _excess(problem: Problem, timeline: Timeline) -> int:
-    pairs = ((timeline.host_bytes, problem.host_budget), (timeline.disk_bytes, problem.disk_budget))
-    return sum(max(0, nbytes - budget) for nbytes, budget in pairs if budget is not None)
+    return timeline.peak_bytes <= problem.budget and not excess(problem, timeline.host_bytes, timeline.disk_bytes)
 
 
 class _Search:
@@ -217,7 +212,8 @@ class _Search:
     def _rank(self, chosen: Chosen) -> Rank:
         """Its place among all choices: those that fit come first."""
         timeline = self._timeline(chosen)
-        over, peak = _excess(self._problem, timeline), timeline.peak_bytes
+        over = int(excess(self._problem, timeline.host_bytes, timeline.disk_bytes))
+        peak = timeline.peak_bytes
         if self._small:
             return over, peak, round(timeline.seconds, DIGITS), chosen
         return over + max(0, peak - self._problem.budget), round(self._seconds(chosen), DIGITS), peak, chosen
@@ -238,7 +234,7 @@ class _Search:
     def _keys(self, found: Estimates, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
         """The first three numbers of ranks."""
         seconds, peak = numpy.round(found.seconds + correction[0], DIGITS), found.peak_bytes + correction[1]
-        over = found.excess(self._problem)
+        over = excess(self._problem, found.host_bytes, found.disk_bytes) + numpy.zeros(len(peak))
         if self._small:
             return over, peak, seconds
         return over + numpy.maximum(0.0, peak - self._problem.budget), seconds, peak

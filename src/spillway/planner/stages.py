@@ -24,11 +24,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
 from spillway.planner.hardware import Hardware
-from spillway.planner.plan import ALL, Plan, kept_program, options_of, part_of, plan_of
-from spillway.planner.planner import best_of, late_of, planning_rates, problem_of, rates_of, refined, windows_of
+from spillway.planner.plan import ALL, Plan, part_of, plan_of, uniform_program
+from spillway.planner.planner import best_of, late_of, planning_rates, problem_of, refined, windows_of
 from spillway.planner.profile import Profile
 from spillway.planner.tasks import Part, Problem, Turn
-from spillway.planner.timeline import Timeline, simulate_program
+from spillway.types import Decision
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,25 +99,6 @@ def make_stage_plans(
     ]
 
 
-def simulate_stages(
-    stages: Sequence[StageProfile],
-    plans: Sequence[Plan],
-    turns: Sequence[Turn],
-    hardware: Hardware,
-    *,
-    static_bytes: int,
-    active: int = 1,
-) -> Timeline:
-    """The step of a rank, with a plan for each of its stages; arguments are those of :func:`make_stage_plans`."""
-    options = [
-        (option,) for stage, plan in zip(stages, plans, strict=True) for option in options_of(stage.profile, plan)
-    ]
-    rates = rates_of(plans[0], hardware, active=active)
-    parts = tuple(map(chunk_of, stages))
-    problem = Problem(static_bytes, parts, _names(stages), tuple(options), rates, 0, turns=tuple(turns))
-    return simulate_program(problem.program([0] * len(options)), rates)
-
-
 def _names(stages: Sequence[StageProfile]) -> tuple[str, ...]:
     return tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls)
 
@@ -126,7 +107,7 @@ def chunk_of(stage: StageProfile) -> Part:
     """The tasks around the blocks of a stage. See NOTE [ One budget for the chunks of a rank ]."""
     part, held = part_of(stage.profile), stage.held_bytes
     (before,), (middle,), (after,) = part.before, part.middle, part.after
-    tasks = kept_program(stage.profile).tasks
+    tasks = uniform_program(stage.profile, Decision.KEEP).tasks
     left = sum(task.change_bytes for task in tasks)
     of_blocks = sum(task.gradient_bytes for task in tasks)
     before = replace(before, change_bytes=before.change_bytes + held)
@@ -146,15 +127,21 @@ def chunk_of(stage: StageProfile) -> Part:
 def shortened(turns: Sequence[Turn]) -> list[Turn]:
     """The turns of the micro-batches that are planned for. See NOTE [ Long steps ]."""
     chunks = 1 + max(turn.chunk for turn in turns)
-    most = _fullest(turns)
+    most = _most_waiting(turns)
     for count in range(1, chunks):
         few = [turn for turn in turns if turn.chunk < count]
-        if _fullest(few) == most:
+        if _most_waiting(few) == most:
             return [turn for turn in turns if turn.chunk < 2 * count]
     return list(turns)
 
 
-def _fullest(turns: Sequence[Turn]) -> list[Counter[int]]:
+def covers(turns: Sequence[Turn], others: Sequence[Turn]) -> bool:
+    """Whether at most as many chunks wait for their backward in other turns: a plan for these does for those."""
+    most = _most_waiting(turns)
+    return all(any(each <= known for known in most) for each in _most_waiting(others))
+
+
+def _most_waiting(turns: Sequence[Turn]) -> list[Counter[int]]:
     """The numbers of waiting chunks of each part, at times when no other time has as many of each."""
     waiting: Counter[int] = Counter()
     found: list[Counter[int]] = []

@@ -70,16 +70,6 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Level:
-    """Bytes on each tier at an instant, in program order."""
-
-    seconds: float
-    device: int
-    host: int
-    disk: int
-
-
-@dataclass(frozen=True, slots=True)
 class Holders:
     """Bytes on the GPU at an instant, by their holders. See NOTE [ Holders of bytes ]."""
 
@@ -102,10 +92,21 @@ class Holders:
     working: int = 0
     """The most that the running task allocates."""
 
+
+@dataclass(frozen=True, slots=True)
+class Level:
+    """Bytes on each tier at an instant, in program order."""
+
+    seconds: float
+    holders: Holders
+    """Of the GPU's bytes."""
+    host: int
+    disk: int
+
     @property
-    def total(self) -> int:
+    def device(self) -> int:
         """All bytes on the GPU."""
-        return sum(astuple(self))
+        return sum(astuple(self.holders))
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +127,8 @@ class Timeline:
     """Most bytes in CPU memory at once."""
     disk_bytes: int
     spans: tuple[Span, ...] = ()
-    """Work of all streams, by its start. Only on request, as the next two."""
+    """Work of all streams, by its start. Only on request, as the next."""
     levels: tuple[Level, ...] = ()
-    holders: tuple[Holders, ...] = ()
-    """Holders of the GPU's bytes at each of ``levels``."""
 
     @property
     def wait_seconds(self) -> float:
@@ -137,8 +136,8 @@ class Timeline:
         return self.stall_seconds + self.host_wait_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        """Its numbers, without spans, levels and holders."""
-        names = [field.name for field in fields(self) if field.name not in ("spans", "levels", "holders")]
+        """Its numbers, without spans and levels."""
+        names = [field.name for field in fields(self) if field.name not in ("spans", "levels")]
         return {name: getattr(self, name) for name in names}
 
 
@@ -152,8 +151,8 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
     Args:
         program: the step.
         rates: bandwidths and in-flight limits.
-        spans: also return the spans of each stream, the levels of each tier and the holders of the GPU's bytes. While a
-            task runs, its level is the most that it needs.
+        spans: also return the spans of each stream, and the levels of each tier. While a task runs, its level is the
+            most that it needs.
     """
     walk = _Walk(program, rates, spans)
     for task in program.tasks:
@@ -243,7 +242,6 @@ class _Walk:
         """Bytes that are prefetched and not used yet."""
         self._held = {"static": program.static_bytes}
         self._levels: list[Level] = []
-        self._holders: list[Holders] = []
         self._note_level()
 
     def visit(self, task: Task) -> None:
@@ -259,8 +257,7 @@ class _Walk:
         if most > self._peak or self._peak_task is None:
             self._peak, self._peak_task = most, task.name
         if self._spans is not None:
-            self._levels.append(Level(begin, before + task.peak_bytes, self._stored[False], self._stored[True]))
-            self._holders.append(Holders(**self._held, working=task.peak_bytes))
+            self._levels.append(self._level(begin, task.peak_bytes))
             self._spans.append(Span("compute", task.name, begin, self._now))
             self._hold_results(task)
         end = self._now
@@ -288,7 +285,6 @@ class _Walk:
             # The sort is stable: the spans of one instant stay in order.
             spans=tuple(sorted(self._spans or (), key=attrgetter("start"))),
             levels=tuple(self._levels),
-            holders=tuple(self._holders),
         )
 
     def _take(self, storage: Storage, task: str) -> None:
@@ -394,8 +390,10 @@ class _Walk:
 
     def _note_level(self) -> None:
         if self._spans is not None:
-            self._levels.append(Level(self._now, self._device, self._stored[False], self._stored[True]))
-            self._holders.append(Holders(**self._held))
+            self._levels.append(self._level(self._now))
+
+    def _level(self, seconds: float, working: int = 0) -> Level:
+        return Level(seconds, Holders(**self._held, working=working), self._stored[False], self._stored[True])
 
 
 def settled(shares: Sequence[int]) -> list[int]:

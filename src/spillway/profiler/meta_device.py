@@ -84,11 +84,10 @@ class MetaDevice(OperatorMode):
         """Bytes that were ever allocated."""
         self.count = 0
         """The number of the last storage."""
-        self.values = KnownValues()
+        self.tensors = MetaTensors()
         self._hardware = hardware
         self._grain = 1 if device.type == "cpu" else GRAIN
         self._known: dict[int, _Storage] = {}
-        self._on_device: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def rounded(self, nbytes: int) -> int:
         """Bytes that an allocation of ``nbytes`` takes."""
@@ -139,7 +138,7 @@ class MetaDevice(OperatorMode):
                 self._find(tensor.untyped_storage(), is_new=False)
         facts = facts_of(func)
         if depends := _depends_on_values(func, args):
-            output = self.values.result(func, args, kwargs)
+            output = self.tensors.result(func, args, kwargs)
         else:
             try:
                 output = func(*args, **kwargs)
@@ -150,7 +149,7 @@ class MetaDevice(OperatorMode):
                 ) from error
         self._account(func, facts, args, kwargs, output)
         if not depends:
-            self.values.follow(func, facts, args, kwargs, output)
+            self.tensors.follow(func, facts, args, kwargs, output)
         return output
 
     def _account(
@@ -208,14 +207,8 @@ class MetaDevice(OperatorMode):
 
     def _on_meta(self, leaf: Any) -> Any:
         """The ``meta`` tensor for a CPU tensor. Scalars stay."""
-        if not isinstance(leaf, torch.Tensor) or leaf.device == META or not leaf.dim():
-            return leaf
-        known = self._on_device.get(id(leaf))
-        if known is None:
-            moved = torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device=META)
-            known = self._on_device[id(leaf)] = leaf, moved
-            self.values.learn(moved, leaf)
-        return known[1]
+        stays = isinstance(leaf, torch.Tensor) and (leaf.device == META or not leaf.dim())
+        return leaf if stays else self.tensors.of(leaf)
 
 
 class MetaMeter(Meter):
@@ -237,18 +230,34 @@ class MetaMeter(Meter):
         ]
 
 
-class KnownValues:
-    """The known values of ``meta`` tensors. See NOTE [ Known values ]."""
+class MetaTensors:
+    """For each tensor of a model or a batch, one on ``meta``. Tensors that share a storage share one there, too.
+
+    It also has the known values of ``meta`` tensors: see NOTE [ Known values ].
+    """
 
     def __init__(self) -> None:
-        self._storages = weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage]()
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._values = weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage]()
 
-    def learn(self, meta: torch.Tensor, tensor: torch.Tensor) -> None:
-        """A ``meta`` tensor stands for this one, and has its present values."""
-        storage = meta.untyped_storage()
-        has_values = type(tensor) in PLAIN and tensor.device != META
-        if has_values and _is_exact(tensor) and storage.nbytes() <= _MOST_KNOWN_BYTES:
-            self._storages[storage] = tensor.untyped_storage().cpu().clone()  # type: ignore[no-untyped-call]
+    def of(self, leaf: Any) -> Any:
+        """The ``meta`` tensor for a tensor, which has its present values: always the same. Anything else stays.
+
+        Raises:
+            UnsupportedError: for a tensor that consists of several, or is not strided.
+        """
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        known = self._tensors.get(id(leaf))
+        if known is None:
+            known = self._tensors[id(leaf)] = leaf, self._make(leaf)
+        return known[1]
+
+    def state(self, module: Module) -> dict[str, torch.Tensor]:
+        """Those for the parameters and buffers of a module, under each of their names."""
+        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+        return {name: self.of(tensor) for name, tensor in named}
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The output of an operator whose output depends on values.
@@ -277,7 +286,7 @@ class KnownValues:
         if is_unknown or not self._are_known(args, kwargs):
             for tensor in tensors_in(written):
                 if tensor.device == META:
-                    self._storages.pop(tensor.untyped_storage(), None)
+                    self._values.pop(tensor.untyped_storage(), None)
             return
         found = self._run(func, args, kwargs)
         if not written:
@@ -287,7 +296,7 @@ class KnownValues:
     def _are_known(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         return all(
             _is_exact(tensor)
-            and (tensor.device == _CPU or (tensor.device == META and tensor.untyped_storage() in self._storages))
+            and (tensor.device == _CPU or (tensor.device == META and tensor.untyped_storage() in self._values))
             for tensor in tensors_in((*args, *kwargs.values()))
         )
 
@@ -300,7 +309,7 @@ class KnownValues:
             return _CPU
         if not isinstance(leaf, torch.Tensor) or leaf.device != META:
             return leaf
-        return _like(leaf, self._storages[leaf.untyped_storage()])
+        return _like(leaf, self._values[leaf.untyped_storage()])
 
     def _meta_of(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -314,37 +323,7 @@ class KnownValues:
         if storage.nbytes() <= _MOST_KNOWN_BYTES:
             values = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()
             _like(meta, values).copy_(tensor)
-            self._storages[storage] = values
-
-
-class MetaTensors:
-    """For each tensor of a model or a batch, one on ``meta``. Tensors that share a storage share one there, too."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._storages: dict[int, torch.UntypedStorage] = {}
-
-    def of(self, leaf: Any) -> Any:
-        """The ``meta`` tensor for a tensor: always the same. Anything else stays.
-
-        Raises:
-            UnsupportedError: for a tensor that consists of several, or is not strided.
-        """
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
-        known = self._tensors.get(id(leaf))
-        if known is None:
-            known = self._tensors[id(leaf)] = leaf, self._make(leaf)
-        return known[1]
-
-    def state(self, module: Module) -> dict[str, torch.Tensor]:
-        """Those for the parameters and buffers of a module, under each of their names."""
-        named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-        return {name: self.of(tensor) for name, tensor in named}
-
-    def pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each tensor so far, and the one for it."""
-        yield from self._tensors.values()
+            self._values[storage] = values
 
     def _make(self, tensor: torch.Tensor) -> torch.Tensor:
         if is_lazy(tensor):
@@ -362,6 +341,9 @@ class MetaTensors:
         if key not in self._storages:
             self._storages[key] = torch.empty(source.nbytes(), dtype=torch.uint8, device=META).untyped_storage()
         made = _like(tensor, self._storages[key])
+        has_values = type(tensor) in PLAIN and tensor.device != META
+        if has_values and _is_exact(tensor) and source.nbytes() <= _MOST_KNOWN_BYTES:
+            self._values[made.untyped_storage()] = source.cpu().clone()  # type: ignore[no-untyped-call]
         if isinstance(tensor, Parameter):
             return Parameter(made, requires_grad=tensor.requires_grad)
         return made.requires_grad_(tensor.requires_grad)

@@ -34,11 +34,16 @@ _PRODUCTS = 500
 _MOST_TRIES = 3
 
 
-class Probe:
-    """Measures the operators of one call. ``before`` is the probe of an earlier call, which was not complete."""
+class Probe(OperatorMode):
+    """Measures the operators of one call. ``before`` is the probe of an earlier call, which was not complete.
+
+    As a dispatch mode it is above the one that records.
+    """
 
     def __init__(self, device: torch.device, before: Probe | None = None, meter: Meter | None = None) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        self._recorder: Recorder | None = None
         if meter is None:
             meter = ClockMeter() if device.type == "cpu" else AcceleratorMeter(device)
         self._meter = meter
@@ -71,13 +76,17 @@ class Probe:
             _keep_busy(self._device)
             self._busy = torch.Event(self._device)
             self._busy.record(torch.accelerator.current_stream(self._device))
-        with _ProbeMode(self, recorder):
-            yield
+        self._recorder = recorder
+        try:
+            with self:
+                yield
+        finally:
+            self._recorder = None
 
     def ended(self, recorder: Recorder) -> None:
         count = len(recorder.operators)
         self._was_late = self._busy is not None and self._busy.query()
-        self.note_deaths(count)
+        self._note_deaths(count)
         saved_at: dict[int, int] = {}
         saved_last_at: dict[int, int] = {}
         for each in recorder.saved:
@@ -152,24 +161,21 @@ class Probe:
         is_ours = outside.device == self._device and not (outside.is_leaf and outside.requires_grad)
         return is_ours and outside.storage() is not None and outside.is_floating_point
 
-    def note_deaths(self, place: int) -> None:
-        """Note the values that died before this place."""
-        dead = [value for value, storage in self._alive.items() if storage() is None]
-        for value in dead:
-            del self._alive[value]
-            self._dies_at[value] = place
-
-    def mark(self) -> int:
-        """An operator begins or has ended; gives the number of the mark."""
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorder = self._recorder
+        assert recorder is not None
+        place = len(recorder.operators)
+        self._note_deaths(place)
         self._meter.mark()
-        self._marks += 1
-        return self._marks - 1
-
-    def note(self, recorder: Recorder, place: int, output: Any, begin: int) -> None:
-        """An operator has run: the recorder counted it, or it may have been a cast."""
+        output = func(*args, **(kwargs or {}))
+        self._meter.mark()
+        self._marks += 2
+        # The recorder has counted it, or it may have been a cast.
         is_counted = len(recorder.operators) > place
         if is_counted:
-            self._begins[place] = begin
+            self._begins[place] = self._marks - 2
         makes = recorder.operators[place].makes if is_counted else recorder.casts
         for part in tensors_in((output,)):
             value = recorder.values.find(part)
@@ -178,6 +184,14 @@ class Probe:
                 self._nbytes[value] = -(-storage.nbytes() // GRAIN) * GRAIN
                 if is_counted:
                     self._alive[value] = weakref.ref(storage)
+        return output
+
+    def _note_deaths(self, place: int) -> None:
+        """Note the values that died before this place."""
+        dead = [value for value, storage in self._alive.items() if storage() is None]
+        for value in dead:
+            del self._alive[value]
+            self._dies_at[value] = place
 
 
 class CallObserver:
@@ -219,24 +233,3 @@ def _keep_busy(device: torch.device) -> None:
         product = torch.empty_like(factor)
         for _ in range(_PRODUCTS):
             torch.mm(factor, factor, out=product)
-
-
-class _ProbeMode(OperatorMode):
-    """Is above the mode that records."""
-
-    def __init__(self, probe: Probe, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._probe = probe
-        self._recorder = recorder
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        probe, recorder = self._probe, self._recorder
-        place = len(recorder.operators)
-        probe.note_deaths(place)
-        begin = probe.mark()
-        output = func(*args, **(kwargs or {}))
-        probe.mark()
-        probe.note(recorder, place, output, begin)
-        return output

@@ -89,55 +89,28 @@ def first_attention(attention: str | None, hardware: Hardware) -> str:
 def kernels_of(device: torch.device, attention: str) -> Iterator[None]:
     """A context in which this thread's ``meta`` tensors take the kernels of a target. See NOTE [ Kernels of a target ].
 
-    On CUDA, ``attention`` names the kernel of attention that is tried first.
+    On CUDA, ``attention`` names the kernel of attention that is tried first. One thread at a time can be in it, once.
     """
-    before = _here.chosen
-    _here.chosen = {"scaled_dot_product_attention": _attention_on_cpu}
+    chosen: dict[str, Kernel] = {"scaled_dot_product_attention": _attention_on_cpu}
     if device.type == "cuda":
-        _here.chosen = {**_ON_CUDA, "scaled_dot_product_attention": _attention_on_cuda(attention)}
-    _registered.take()
-    try:
-        yield
-    finally:
-        _registered.give_back()
-        _here.chosen = before
+        chosen = {**_ON_CUDA, "scaled_dot_product_attention": _attention_on_cuda(attention)}
+    thread = threading.get_ident()
 
+    def replacement(name: str) -> Kernel:
+        def kernel(*args: Any, **kwargs: Any) -> Any:
+            is_here = threading.get_ident() == thread
+            return chosen[name](*args, **kwargs) if is_here else _torchs(name, *args, **kwargs)
 
-class _Here(threading.local):
-    chosen: dict[str, Kernel] | None = None
-    """The kernels of this thread's target, by operators' names."""
+        return kernel
 
-
-class _Registered:
-    """The replacements in torch's table of operators, for as long as a thread needs them."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._count = 0
-        self._library: torch.library.Library | None = None
-
-    def take(self) -> None:
-        with self._lock:
-            self._count += 1
-            if self._library is None:
-                self._library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-                for name in _NAMES:
-                    self._library.impl(name, _replacement(name), _KEY)  # type: ignore[no-untyped-call]
-
-    def give_back(self) -> None:
-        with self._lock:
-            self._count -= 1
-            if not self._count and self._library is not None:
-                end_library(self._library)
-                self._library = None
-
-
-def _replacement(name: str) -> Kernel:
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        chosen = None if _here.chosen is None else _here.chosen.get(name)
-        return _torchs(name, *args, **kwargs) if chosen is None else chosen(*args, **kwargs)
-
-    return kernel
+    with _alone:
+        library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+        try:
+            for name in chosen:
+                library.impl(name, replacement(name), _KEY)  # type: ignore[no-untyped-call]
+            yield
+        finally:
+            end_library(library)
 
 
 def _torchs(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -198,15 +171,13 @@ def _refuse(name: str) -> Kernel:
 _RECURRENT = tuple(
     f"{kind}.{overload}" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu") for overload in ("input", "data")
 )
-_NAMES = ("scaled_dot_product_attention", "dropout", "batch_norm", "_fused_rms_norm", *_RECURRENT)
 _ON_CUDA: dict[str, Kernel] = {
     "dropout": _dropout,
     "batch_norm": _batch_norm,
     "_fused_rms_norm": _RmsNorm.apply,
     **{name: _refuse(name) for name in _RECURRENT},
 }
-_here = _Here()
-_registered = _Registered()
+_alone = threading.Lock()
 
 # Attention
 

@@ -55,6 +55,7 @@ class Layer:
 
     key: str
     name: str
+    colour: str
     meaning: str
     """A sentence about the memory that it counts."""
     nbytes: tuple[int, ...]
@@ -188,10 +189,7 @@ def facts_of(
     timeline = simulate_program(program, rates_of(plan, hardware, active=active), spans=True)
     places, instants = _instants(timeline)
     kinds, stacks = _stacked(profile, timeline)
-    layers = tuple(
-        Layer(key, name, meaning, tuple(stacks[place][number] for place in places))
-        for number, (key, name, meaning) in enumerate(kinds)
-    )
+    layers = tuple(Layer(*kind, tuple(stacks[place][number] for place in places)) for number, kind in enumerate(kinds))
     return Facts(
         profile=profile,
         plan=plan,
@@ -213,29 +211,35 @@ def facts_of(
     )
 
 
-_STATIC = ("static", "static memory", "In use when the step begins: parameters, gradients, optimizer state and others.")
-_WEIGHTS = ("weights", "weights", "Parameters of the model.")
-_OPTIMIZER = ("optimizer", "optimizer state", "State of the optimizer that the profile was given.")
-_OTHER = ("other", "other static memory", "Buffers, and all other memory of the process.")
+_STATIC = (
+    "static",
+    "static memory",
+    "#64748b",
+    "In use when the step begins: parameters, gradients, optimizer state and others.",
+)
+_WEIGHTS = ("weights", "weights", "#64748b", "Parameters of the model.")
+_OPTIMIZER = ("optimizer", "optimizer state", "#8a94a6", "State of the optimizer that the profile was given.")
+_OTHER = ("other", "other static memory", "#a9b1bd", "Buffers, and all other memory of the process.")
 _OTHER_WITH_STATE = (
     "other",
     "optimizer state and other",
+    "#a9b1bd",
     "Buffers, all other memory of the process, and optimizer state: the profile was given no optimizer.",
 )
 _MOVING = (
-    ("gradients", "gradients", "Gradients of parameters: those of the step, and those from before it."),
-    ("outside", "outside of blocks", "Activations of embeddings, head and loss."),
-    ("kept", "kept", "Activations of blocks, from their forward to their backward."),
-    ("leaving", "being offloaded", "Still on the GPU until the copy is done."),
-    ("returning", "prefetched", "Reloaded ahead of time, and not used yet."),
-    ("returned", "reloaded", "On the GPU again, and in use by backward."),
-    ("recomputed", "recomputed", "Recomputed, and in use by backward."),
-    ("working", "working memory", "Allocated by the running task, its results included."),
+    ("gradients", "gradients", "#8b7cc4", "Gradients of parameters: those of the step, and those from before it."),
+    ("outside", "outside of blocks", "#b08d57", "Activations of embeddings, head and loss."),
+    ("kept", "kept", "#3f83c8", "Activations of blocks, from their forward to their backward."),
+    ("leaving", "being offloaded", "#e08a3c", "Still on the GPU until the copy is done."),
+    ("returning", "prefetched", "#e9b949", "Reloaded ahead of time, and not used yet."),
+    ("returned", "reloaded", "#c9a227", "On the GPU again, and in use by backward."),
+    ("recomputed", "recomputed", "#3fa37c", "Recomputed, and in use by backward."),
+    ("working", "working memory", "#d0605f", "Allocated by the running task, its results included."),
 )
-"""Attributes of the simulation's holders, with names and meanings."""
+"""Attributes of the simulation's holders, with names, colours and meanings."""
 
 
-def _stacked(profile: Profile, timeline: Timeline) -> tuple[list[tuple[str, str, str]], list[list[int]]]:
+def _stacked(profile: Profile, timeline: Timeline) -> tuple[list[tuple[str, str, str, str]], list[list[int]]]:
     """The layers, and the bytes of each at each level."""
     static = profile.static
     gradients = 0 if static is None else static.gradients
@@ -246,8 +250,8 @@ def _stacked(profile: Profile, timeline: Timeline) -> tuple[list[tuple[str, str,
     else:
         ground, nbytes = [_WEIGHTS, _OTHER_WITH_STATE], [static.weights, static.other]
     stacks = []
-    for held in timeline.holders:
-        moving = [getattr(held, key) for key, *_ in _MOVING]
+    for level in timeline.levels:
+        moving = [getattr(level.holders, key) for key, *_ in _MOVING]
         stacks.append(settled([*nbytes, moving[0] + gradients, *moving[1:]]))
     return [*ground, *_MOVING], stacks
 

@@ -27,22 +27,6 @@ from spillway.planner.tasks import Phase
 from spillway.planner.timeline import STREAMS, Span
 from spillway.units import format_bytes, format_seconds
 
-COLOURS = {
-    "static": "#64748b",
-    "weights": "#64748b",
-    "optimizer": "#8a94a6",
-    "other": "#a9b1bd",
-    "gradients": "#8b7cc4",
-    "outside": "#b08d57",
-    "kept": "#3f83c8",
-    "leaving": "#e08a3c",
-    "returning": "#e9b949",
-    "returned": "#c9a227",
-    "recomputed": "#3fa37c",
-    "working": "#d0605f",
-}
-"""Colours of layers, by their keys."""
-
 _PHASES = {
     Phase.FORWARD: ("forward", "#3f83c8"),
     Phase.BACKWARD: ("backward", "#8b7cc4"),
@@ -137,8 +121,8 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
             name=layer.name,
             stackgroup="device",
             mode="lines",
-            line={"width": 0.5, "shape": "hv", "color": COLOURS[layer.key]},
-            fillcolor=COLOURS[layer.key],
+            line={"width": 0.5, "shape": "hv", "color": layer.colour},
+            fillcolor=layer.colour,
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
     top = facts.timeline.peak_bytes / scale
