@@ -231,7 +231,8 @@ class PinnedTier(ChunkTier):
             backend = context.transfers.backend
             # A step's kernels are short, and the next copy in waits for their memory.
             stepping = backend.new_stream("optimizer step", first=True)
-            self._streams[context] = _Streams(*map(backend.new_stream, ("states in", "states out")), stepping)
+            incoming, outgoing = backend.new_stream("states in"), backend.new_stream("states out")
+            self._streams[context] = _Streams(incoming, outgoing, stepping)
         return self._streams[context]
 
     def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:
