@@ -99,7 +99,8 @@ class Chunk:
         Returns:
             Whether there was one. If nothing may be offloaded now, it is not changed.
         """
-        group = self._pass.groups.find_open(name) if builds_a_graph() else None
+        opened = self._pass.groups.open if builds_a_graph() else []
+        group = next((group for group in opened if group.name == name), None)
         if group is None:
             return False
         if not self.session.enabled:
