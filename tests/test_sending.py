@@ -53,7 +53,7 @@ def plan_of(model: nn.Module, batch: Tensor, session: spillway.Session, to: Deci
     profile = replace(spillway.profile(model, batch, session=session), min_bytes=KiB)
     options = [make_option(kind, [to] * len(kind.values), min_bytes=KiB) for kind in profile.kinds]
     blocks = tuple(planned_block(call.name, profile.kinds[call.kind], options[call.kind]) for call in profile.calls)
-    window = max(session.runtime(batch.device).window, 1)
+    window = max(session.runtime(batch.device).mover.window, 1)
     return replace(spillway.plan(profile, budget="1TiB", hardware=hardware()), blocks=blocks, window=window)
 
 

@@ -9,7 +9,6 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -21,7 +20,7 @@ from spillway.policies import Policy, Ratio, check_tier
 from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.groups import Group, Groups, check_name
-from spillway.saved_tensors.handles import in_replay, pack_kept, unpack
+from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.kept import see_again
 from spillway.saved_tensors.order import LearnedOrders
@@ -186,7 +185,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             on_backward=self._on_backward,
             groups=self._groups,
         )
-        hooks = hooks_of(pack_kept if in_backward() or in_replay() else current.pack)
+        hooks = hooks_of(KeptHandle if in_backward() or in_replay() else current.pack)
         stack.push(lambda kind, *_: current.end(completed=kind is None))
         if locator is not None:
             stack.enter_context(locator)
@@ -194,12 +193,10 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         stack.enter_context(within_scope(session, current))
         return current.ledger
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         stack, session, ledger = self._local.entered.pop()
         self._last = session, ledger
-        stack.__exit__(kind, error, trace)
+        stack.__exit__(*error)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last finished pass through this object, and of its backward so far."""
@@ -241,7 +238,7 @@ class keep(ContextDecorator):  # noqa: N801  (a verb, like offload)
         self._local = _Entered()
 
     def __enter__(self) -> None:
-        hooks = hooks_of(pack_kept)
+        hooks = hooks_of(KeptHandle)
         hooks.__enter__()
         self._local.entered.append(hooks)
 
@@ -365,9 +362,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         self._local.entered.append((session, current, current.groups.start(self._name), list(self._to_release)))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         if not self._local.entered:
             raise UsageError(
                 f"group {self._name!r}: got an exit in a thread that has not entered it, expected the same"
@@ -376,7 +371,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         if entered is None:
             return
         session, current, started, release = entered
-        if kind is not None:
+        if error[0] is not None:
             current.groups.give_up(started)
             return
         current.groups.end(started, release=release, later=self._delay)

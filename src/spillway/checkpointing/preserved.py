@@ -138,7 +138,7 @@ class PreservedTensors:
             if handle is None:
                 self._memory[value] = _weak(storage)
                 made = tensor
-                if whole is not how.recipe:
+                if whole != how.recipe:
                     made = tensor.detach().as_strided(whole.size, whole.stride, whole.offset)
                 if how.decision is _KEEP:
                     handle = self._keeping.keep(made, value, self.decisions.kept_bytes)

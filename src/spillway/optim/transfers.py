@@ -156,7 +156,7 @@ class Transfers:
     def __init__(self, runtime: DeviceRuntime) -> None:
         self.backend = runtime.backend
         self.arena = runtime.arena
-        self.window = runtime.window
+        self.window = runtime.mover.window
         self.spill_file = runtime.spill_file
         self._out = self.backend.new_stream("gradients")
         self._back = self.backend.new_stream("parameters")

@@ -121,12 +121,9 @@ class Arena:
         self._freed: deque[Block] = deque()
         self._lock = threading.Lock()
         self.capacity = capacity
-        self._slabs_bytes = 0
+        self.reserved_bytes = 0
+        """Bytes of all slabs."""
         self._used = 0
-
-    @property
-    def reserved_bytes(self) -> int:
-        return self._slabs_bytes
 
     def allocate(self, nbytes: int, *, over_cap: bool = False, grows: bool = True) -> Block:
         """A block of at least ``nbytes``, rounded up to a page.
@@ -173,7 +170,7 @@ class Arena:
                     event.synchronize()
                 self._slabs.remove(slab)
             freed = sum(slab.nbytes for slab in idle)
-            self._slabs_bytes -= freed
+            self.reserved_bytes -= freed
             return freed
 
     def close(self) -> None:
@@ -184,7 +181,7 @@ class Arena:
             self._slabs.clear()
             self._bins.clear()
             self._freed.clear()
-            self._slabs_bytes = self._used = 0
+            self.reserved_bytes = self._used = 0
 
     def _fill_bins(self) -> None:
         while self._freed:
@@ -225,11 +222,11 @@ class Arena:
                 f"{format_bytes(self.capacity)} in use, expected it to fit; raise host_budget, or offload more to disk"
             )
         # A multiple of the request, since a step asks for the same sizes again and again.
-        usual = min(max(self._slabs_bytes // _SHARE_OF_A_SLAB, self._slab_bytes), MOST_SLAB_BYTES)
+        usual = min(max(self.reserved_bytes // _SHARE_OF_A_SLAB, self._slab_bytes), MOST_SLAB_BYTES)
         wanted = nbytes * -(-usual // nbytes)
         slab = _Slab(self._made(wanted if wanted <= left else max(nbytes, left // nbytes * nbytes)))
         self._slabs.append(slab)
-        self._slabs_bytes += slab.nbytes
+        self.reserved_bytes += slab.nbytes
         block = slab.cut(nbytes)
         assert block is not None
         return block

@@ -372,8 +372,6 @@ def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_A
     def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
         @functools.wraps(function)
         def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            if not is_profiling():
-                return function(*args, **kwargs)
             with label(name):
                 return function(*args, **kwargs)
 

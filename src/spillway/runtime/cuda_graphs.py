@@ -151,9 +151,8 @@ class CapturedRuntime:
     def __init__(self, outside: DeviceRuntime) -> None:
         out, back = outside.mover.streams
         self.backend: Backend = CapturingBackend(outside.backend, {"out": out, "back": back})
-        self.window = outside.window
         self.nothing = outside.nothing
-        self.mover = Mover(self.backend, window=self.window, recorder=outside.recorder)
+        self.mover = Mover(self.backend, window=outside.mover.window, recorder=outside.recorder)
         self._host = CapturedTier(self.backend, outside.arena, out=out, back=back)
 
     def tier(self, name: str) -> Tier:

@@ -60,10 +60,6 @@ class DeviceRuntime:
         self._tiers: dict[str, Tier] = {}
         self._captured: CapturedRuntime | None = None
 
-    @property
-    def window(self) -> int:
-        return self.mover.window
-
     def tier(self, name: str) -> Tier:
         """The tier ``"host"`` or ``"disk"``; ``"auto"`` is CPU memory for an accelerator, and disk for the CPU."""
         tier = self._tiers.get(name)
@@ -74,9 +70,9 @@ class DeviceRuntime:
             elif name == "host":
                 tier = HostTier(self.backend, self.arena, out=out, back=back)
             else:
-                file = self.spill_file()
+                limit, file = self.mover.window, self.spill_file()
                 make = parts.direct_disk_tier if self.backend.direct_disk else parts.disk_tier
-                tier = make(self.backend, self.arena, file, out=out, back=back, staging=self.window)
+                tier = make(self.backend, self.arena, file, out=out, back=back, staging=limit)
             self._tiers[name] = tier
         return tier
 

@@ -60,13 +60,10 @@ class DiskTier(Tier):
     def __init__(
         self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int
     ) -> None:
-        super().__init__(backend)
+        super().__init__(backend, arena, out=out, back=back)
         self._file = file
-        self._out = out
-        self._back = back
         self._writes: deque[_Piece] = deque()
         self._lock = threading.Lock()
-        self._arena = arena
         self._staging = staging
         self._writing_bytes = 0
         self._landed = threading.Condition()

@@ -26,12 +26,16 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
 from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.tiers import Slot, Tier
+
+if TYPE_CHECKING:
+    from spillway.runtime.mover import Mover
 
 GROUP_BYTES = ("saved_bytes", "kept_bytes", "offloaded_bytes", "reloaded_bytes", "reused_bytes")
 STEP_BYTES = (*GROUP_BYTES, "recomputed_bytes")
@@ -55,10 +59,7 @@ class ByteCounters:
 
     def of_group(self, name: str) -> ByteCounters:
         """The counters of the groups of one name. They share the notes."""
-        ledger = self.groups.get(name)
-        if ledger is None:
-            ledger = self.groups[name] = ByteCounters(notes=self.notes)
-        return ledger
+        return self.groups.setdefault(name, ByteCounters(notes=self.notes))
 
     def sizes(self, names: Sequence[str]) -> dict[str, int]:
         return {name: getattr(self, name) for name in names}
@@ -125,8 +126,8 @@ class Entry:
         """The storage that last had the bytes on the device."""
         self.source: Bytes | None = None
         """The bytes that a copy out reads, while it is under way."""
-        self.mover: object = None
-        """The only mover that may move it."""
+        self.mover: Mover
+        """The only one that may move it, once it has seen it."""
         self.tier: Tier | None = None
         self.slot: Slot | None = None
         self.copied: Event | None = None

@@ -22,8 +22,11 @@ Slot = Any
 class Tier(ABC):
     """Memory or a disk that bytes are offloaded to."""
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Backend, arena: Arena, *, out: Stream, back: Stream) -> None:
         self._backend = backend
+        self._arena = arena
+        self._out = out
+        self._back = back
 
     @abstractmethod
     def reserve(self, source: Bytes) -> Slot:
@@ -55,12 +58,6 @@ class Tier(ABC):
 
 class HostTier(Tier):
     """Blocks of CPU memory. A slot is a block; its ``after`` is the end of the last copy from or to it."""
-
-    def __init__(self, backend: Backend, arena: Arena, *, out: Stream, back: Stream) -> None:
-        super().__init__(backend)
-        self._arena = arena
-        self._out = out
-        self._back = back
 
     def reserve(self, source: Bytes) -> Block:
         return self._arena.allocate(source.nbytes)

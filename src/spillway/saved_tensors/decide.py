@@ -17,7 +17,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from spillway._torch import storage_key, storage_parts
 from spillway.errors import PolicyError
 from spillway.policies import Keep, Policy, wants_modules, wants_operators
 from spillway.saved_tensors.groups import Group, PassGroups
-from spillway.saved_tensors.handles import KeptHandle, pack_kept, unpack
+from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.identity import StorageMarks, is_parameter, reach, why_unmovable
 from spillway.types import Decision, SavedTensor, SavedTensorReport
 
@@ -180,10 +179,8 @@ class Locator:
             self._exit = stack.pop_all()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._exit.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        self._exit.__exit__(*error)
         self._stack.clear()
 
     def _before(self, module: torch.nn.Module, args: Any) -> None:
@@ -264,7 +261,7 @@ def list_saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> lis
                     nbytes, tuple(part.shape), part.dtype, part.device, module or "", operator or "", moves, reason
                 )
             )
-        return pack_kept(tensor)
+        return KeptHandle(tensor)
 
     with torch.enable_grad(), locator, saved_tensors_hooks(pack, unpack):
         model(*args, **kwargs)

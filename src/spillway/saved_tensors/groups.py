@@ -34,8 +34,8 @@ from spillway._torch import base_of, disable_dispatch, holders_of
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.device import Runtime
 from spillway.runtime.entry import ByteCounters
+from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import Tier
 from spillway.saved_tensors.identity import SavedStorage
 from spillway.saved_tensors.order import PastGroup
@@ -152,27 +152,24 @@ def check_name(name: object) -> str:
     return name
 
 
-# An entry, its runtime and tier, and whether to defer its copy. A plain tuple: one is made for every saved tensor.
-_Queued = tuple[SavedStorage, Runtime, Tier, bool]
-
-
 class Waiting:
-    """Entries that will be offloaded together, within the in-flight limit ``window``."""
+    """Entries that will be offloaded together, within the in-flight limit ``window`` of a mover."""
 
-    def __init__(self, window: Callable[[Runtime], int]) -> None:
+    def __init__(self, window: Callable[[Mover], int]) -> None:
         self._window = window
-        self._queued: list[_Queued] = []
+        # Plain tuples: one is made for every saved tensor.
+        self._queued: list[tuple[SavedStorage, Tier, bool]] = []
         self.nbytes = 0
         """Bytes of all of them."""
 
-    def add(self, saved: SavedStorage, runtime: Runtime, tier: Tier, *, defer: bool) -> None:
+    def add(self, saved: SavedStorage, tier: Tier, *, defer: bool) -> None:
         """Add one; ``defer``: it is copied only if later ones would exceed the limit."""
-        self._queued.append((saved, runtime, tier, defer))
+        self._queued.append((saved, tier, defer))
         self.nbytes += saved.nbytes
 
     @property
     def is_batch(self) -> bool:
-        return bool(self._queued) and self.nbytes >= self._queued[-1][1].mover.batch
+        return bool(self._queued) and self.nbytes >= self._queued[-1][0].mover.batch
 
     def send(self) -> None:
         """Offload them now. The caller knows that they have been written."""
@@ -181,22 +178,23 @@ class Waiting:
             return
         # Copies are no operators of the user's: an active dispatch mode must not see them.
         with disable_dispatch():
-            for (runtime, tier, defer), together in itertools.groupby(queued, key=operator.itemgetter(1, 2, 3)):
+            for (tier, defer), together in itertools.groupby(queued, key=operator.itemgetter(1, 2)):
                 entries = [each[0] for each in together]
-                runtime.mover.put(entries, tier, window=self._window(runtime), defer=defer)
+                mover = entries[0].mover
+                mover.put(entries, tier, window=self._window(mover), defer=defer)
 
     def clear(self) -> None:
         self._queued.clear()
         self.nbytes = 0
 
-    def members(self) -> list[tuple[SavedStorage, Runtime]]:
-        return [(saved, runtime) for saved, runtime, _, _ in self._queued]
+    def members(self) -> list[SavedStorage]:
+        return [saved for saved, _, _ in self._queued]
 
 
 class Group:
     """One group of a pass, and its place among all of them."""
 
-    def __init__(self, name: str, place: int, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
+    def __init__(self, name: str, place: int, ledger: ByteCounters, window: Callable[[Mover], int]) -> None:
         self.name = name
         self.place = place
         self.ledger = ledger
@@ -205,26 +203,32 @@ class Group:
         """Bytes that were saved in it and could be offloaded."""
         self.count = 0
         """Number of their storages."""
-        self._sent: list[tuple[weakref.ref[SavedStorage], Runtime]] = []
+        self._sent: list[weakref.ref[SavedStorage]] = []
 
     def send(self) -> None:
         """Offload it now. See NOTE [ Offloading a group ]."""
-        self._sent += [(saved.reference, runtime) for saved, runtime in self.waiting.members()]
+        self._sent += [saved.reference for saved in self.waiting.members()]
         with label(f"leave {self.name}"):
             self.waiting.send()
 
     def settle(self) -> None:
         """Compute waits for its copies under way, and its bytes are released."""
-        for runtime, entries in _by_runtime(self._sent):
-            runtime.mover.release(entries)
+        for mover, entries in self._by_mover():
+            mover.release(entries)
 
     def fetch(self) -> None:
-        for runtime, entries in _by_runtime(self._sent):
-            runtime.mover.fetch(entries)
+        for mover, entries in self._by_mover():
+            mover.fetch(entries)
+
+    def _by_mover(self) -> Iterable[tuple[Mover, list[SavedStorage]]]:
+        movers: dict[Mover, list[SavedStorage]] = {}
+        for saved in filter(None, (reference() for reference in self._sent)):
+            movers.setdefault(saved.mover, []).append(saved)
+        return movers.items()
 
     def release(self, tensors: Iterable[torch.Tensor]) -> None:
         """Free the memory of tensors that leave with the group. See NOTE [ Memory that is released ]."""
-        leaving = {id(saved.storage) for saved, _ in self.waiting.members()}
+        leaving = {id(saved.storage) for saved in self.waiting.members()}
         for tensor in tensors:
             if not isinstance(tensor, torch.Tensor) or type(tensor) not in (torch.Tensor, torch.nn.Parameter):
                 raise UsageError(f"release: got {tensor!r:.200}, expected a plain tensor")
@@ -235,7 +239,7 @@ class Group:
 class PassGroups:
     """The groups of one pass. Without rules, the policy decides alone."""
 
-    def __init__(self, rules: Groups | None, ledger: ByteCounters, window: Callable[[Runtime], int]) -> None:
+    def __init__(self, rules: Groups | None, ledger: ByteCounters, window: Callable[[Mover], int]) -> None:
         self.rules = rules
         self._ledger = ledger
         self._window = window
@@ -308,23 +312,8 @@ class PassGroups:
             self.give_up(group)
         return abandoned
 
-    def find_open(self, name: str) -> Group | None:
-        """The first of the name that has not ended."""
-        return next((group for group in self.open if group.name == name), None)
-
     def past(self) -> list[PastGroup]:
         return [PastGroup(group.name, group.nbytes) for group in self.all]
-
-
-def _by_runtime(
-    members: Iterable[tuple[weakref.ref[SavedStorage], Runtime]],
-) -> Iterable[tuple[Runtime, list[SavedStorage]]]:
-    runtimes: dict[int, tuple[Runtime, list[SavedStorage]]] = {}
-    for reference, runtime in members:
-        saved = reference()
-        if saved is not None:
-            runtimes.setdefault(id(runtime), (runtime, []))[1].append(saved)
-    return runtimes.values()
 
 
 def _release(tensor: torch.Tensor) -> None:

@@ -29,7 +29,6 @@ import torch
 
 from spillway._torch import base_of, disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
-from spillway.runtime.device import Runtime
 from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe
 
 
@@ -44,7 +43,7 @@ class Handle(Protocol):
 
 
 class KeptHandle:
-    """A handle of a kept tensor: holds the tensor itself, or an alias without its history."""
+    """A handle of a kept tensor: holds the tensor itself, or an alias without its history. As a hook, it keeps all."""
 
     __slots__ = ("__weakref__", "_constant", "_version", "alias", "saved")
 
@@ -76,18 +75,17 @@ class KeptHandle:
 class OffloadedHandle:
     """A handle of an offloaded tensor, whose storage is an entry of the mover."""
 
-    __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "mover", "saved")
+    __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "saved")
 
-    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, runtime: Runtime) -> None:
+    def __init__(self, tensor: torch.Tensor, saved: SavedStorage, nothing: torch.Tensor) -> None:
         # First the attributes that the finaliser reads: it runs also if the rest raises.
         self._round = -1
         self.saved = saved
         self._traversals = 0
-        self.mover = runtime.mover
         self._version = version_of(tensor)
         self._recipe = ViewRecipe.of(tensor)
         self._tracker = tensor.detach()
-        self._tracker.data = runtime.nothing
+        self._tracker.data = nothing
         carry_attributes(tensor, self._tracker)
 
     def unpack(self) -> torch.Tensor:
@@ -109,7 +107,7 @@ class OffloadedHandle:
             # Read without the lock: whether it was caught before it left is a hint.
             order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.is_on_device())
             self._traversals += 1
-        storage, self._round = self.mover.take(saved, self._round, order)
+        storage, self._round = saved.mover.take(saved, self._round, order)
         tensor = self._tracker.detach()
         tensor.data = self._recipe.rebuild(storage, saved.start if self._round else 0)
         carry_attributes(self._tracker, tensor)
@@ -122,9 +120,9 @@ class OffloadedHandle:
         if dispatch_modes() > 0:
             # Releasing is no operator: an active dispatch mode must not see it.
             with disable_dispatch():
-                self.mover.forget(self.saved, self._round)
+                self.saved.mover.forget(self.saved, self._round)
         else:
-            self.mover.forget(self.saved, self._round)
+            self.saved.mover.forget(self.saved, self._round)
 
 
 class PartsHandle:
@@ -163,11 +161,6 @@ class PartsHandle:
 
 unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
 """The unpack hook."""
-
-
-def pack_kept(tensor: torch.Tensor) -> KeptHandle:
-    """A pack hook that keeps every tensor."""
-    return KeptHandle(tensor)
 
 
 class _Replays(threading.local):

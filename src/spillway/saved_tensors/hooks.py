@@ -38,6 +38,7 @@ from spillway._torch import (
 from spillway.policies import Policy
 from spillway.runtime.device import Runtime
 from spillway.runtime.entry import ByteCounters
+from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.saved_tensors.decide import Decider, Locator
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
@@ -200,8 +201,7 @@ class ForwardScope:
             return self.save(tensor, _KEEP)
         if nbytes:
             self.decider.pass_over()
-            self.ledger.saved_bytes += nbytes
-            self.ledger.kept_bytes += nbytes
+            self.count_kept(nbytes)
         return KeptHandle(tensor)
 
     def stays(self, handle: KeptHandle) -> None:
@@ -217,8 +217,8 @@ class ForwardScope:
         ):
             # Another pass of this session may have made the first one. One of another session is not shared.
             runtime = self._session.runtime(tensor.device)
-            if handle.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
-                return OffloadedHandle(tensor, handle.saved, runtime)
+            if handle.saved.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
+                return OffloadedHandle(tensor, handle.saved, runtime.nothing)
         return None
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
@@ -267,22 +267,22 @@ class ForwardScope:
         decision = self.decider(tensor, storage, nbytes, decision, group) if self._session.enabled else _KEEP
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be restored exactly.
-        moves = tier is not None and storage.data_ptr() % runtime.backend.alignment == 0
-        if moves and self._is_sharded(tensor, storage):
-            return KeptHandle(tensor)
-        if not moves or tier is None:
+        if tier is None or storage.data_ptr() % runtime.backend.alignment:
             return self._stays(tensor, storage, start, nbytes)
+        if self._is_sharded(tensor, storage):
+            return KeptHandle(tensor)
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
         saved = SavedStorage(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
+        # Before another thread can find it.
+        runtime.mover.see(saved)
         self._identity.add(storage, saved)
         self.decider.offloaded_bytes += nbytes
-        runtime.mover.see(saved)
-        handle = OffloadedHandle(tensor, saved, runtime)
+        handle = OffloadedHandle(tensor, saved, runtime.nothing)
         order = saved.order = device.order
         saved.place = order.add(saved.reference, nbytes)
         waiting = self.waiting if group is None else group.waiting
-        waiting.add(saved, runtime, tier, defer=order.in_tail(saved.place))
+        waiting.add(saved, tier, defer=order.in_tail(saved.place))
         return handle
 
     def _share(
@@ -293,7 +293,7 @@ class ForwardScope:
             return None if self._marks.get(storage) else KeptHandle(tensor, known)
         if not device.runtime.mover.adopt(known, same_content=known.is_content_of(tensor)):
             return None
-        return OffloadedHandle(tensor, known, device.runtime)
+        return OffloadedHandle(tensor, known, device.runtime.nothing)
 
     def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
         self.count_kept(nbytes)
@@ -320,7 +320,7 @@ class ForwardScope:
     def _meet(self, tensor: torch.Tensor) -> _Device:
         """Set up a device for the first tensor on it."""
         runtime = self._session.runtime(tensor.device)
-        order = AccessOrder(window=runtime.window, on_backward=self._on_backward)
+        order = AccessOrder(window=runtime.mover.window, on_backward=self._on_backward)
         device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), order)
         return device
 
@@ -336,7 +336,7 @@ class ForwardScope:
             self.decider.total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
         device.order = AccessOrder(
-            previous, alike, self._window_on(device.runtime), self._on_backward, predictor, self.tag
+            previous, alike, self._window_on(device.runtime.mover), self._on_backward, predictor, self.tag
         )
 
     def flush(self) -> None:
@@ -379,10 +379,10 @@ class _Device:
     order: AccessOrder
 
 
-def _window_on(window: int | float | None, runtime: Runtime) -> int:
+def _window_on(window: int | float | None, mover: Mover) -> int:
     if window is None:
-        return runtime.window
-    return int(window * runtime.window) if isinstance(window, float) else window
+        return mover.window
+    return int(window * mover.window) if isinstance(window, float) else window
 
 
 class ForwardScopes(threading.local):

@@ -223,22 +223,8 @@ class ViewRecipe(NamedTuple):
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ViewRecipe:
         dtype = tensor.dtype
-        # By the tuple's own constructor: a named tuple's is a Python function, three times as slow.
-        recipe = tuple.__new__(
-            cls,
-            (
-                dtype,
-                tensor.device,
-                tensor.shape,
-                tensor.stride(),
-                int(tensor.storage_offset()),
-                dtype.is_complex and tensor.is_conj(),
-                tensor.is_neg(),
-            ),
-        )
-        if len(_recipes) >= _MOST_RECIPES:
-            _recipes.clear()
-        return _recipes.setdefault(recipe, recipe)
+        offset, conj = int(tensor.storage_offset()), dtype.is_complex and tensor.is_conj()
+        return cls(dtype, tensor.device, tensor.shape, tensor.stride(), offset, conj, tensor.is_neg())
 
     def is_of(self, tensor: torch.Tensor) -> bool:
         """Whether it is the recipe of this one, of whose size and type that is known."""
@@ -258,8 +244,3 @@ class ViewRecipe(NamedTuple):
         if self.neg:
             set_neg(tensor, True)
         return tensor
-
-
-# Equal recipes are one object, to give the garbage collector fewer of them.
-_recipes: dict[ViewRecipe, ViewRecipe] = {}
-_MOST_RECIPES = 4096

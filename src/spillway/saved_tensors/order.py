@@ -412,9 +412,7 @@ class LearnedOrders:
         """Whether the next pass without options can be disabled."""
         with self._lock:
             self._sort()
-        if not self.benefit.is_none():
-            self.benefit = Benefit()
-        return self.benefit.why_none is not None
+        return self.benefit.is_none()
 
     def recall(self, signature: Signature, turn: int) -> tuple[AccessOrder | None, AccessOrder | None]:
         """The last order of the signature, and that of the signature and turn.

@@ -110,7 +110,8 @@ class ChunkOffloadHandler:
         offloaded at the next :meth:`Session.flush_groups`. Nothing changes if no graph is built now.
         """
         groups = self._scope.groups
-        group = groups.find_open(name) if builds_a_graph() else None
+        opened = groups.open if builds_a_graph() else []
+        group = next((group for group in opened if group.name == name), None)
         if group is None:
             return
         if not self._session.enabled:
