@@ -502,8 +502,6 @@ preserve_versions: Callable[..., AbstractContextManager[object]] = _unsafe_prese
 """A context after which these tensors (a tuple) have their versions from before it."""
 copy_many: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
 """Copies the content of each tensor of the second list into its partner in the first one, in few kernels."""
-is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
-"""Whether the running backward is a ``backward()`` without ``inputs=``."""
 disable_dynamo: Callable[[Function], Function] = _disable
 """A function that Dynamo leaves out, also where it traces the caller."""
 sharing_versions: Callable[[], AbstractContextManager[object]] = functools.partial(
@@ -524,12 +522,6 @@ def post_accumulate_hooks(tensor: torch.Tensor) -> dict[Any, Callable[[torch.Ten
     """Hooks that run when a gradient was added to a tensor, by id: the dictionary that torch reads, if there is one."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have the running backward call this at its end."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
 
 
 def without_dynamo(function: Any) -> Any:
