@@ -709,26 +709,6 @@ def test_many_tensors_are_copied_at_once() -> None:
     assert all(map(torch.equal, targets, contents))
 
 
-def test_a_backward_is_plain_and_calls_back_at_its_end() -> None:
-    notes: list[Any] = []
-
-    class Notes(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            _torch.at_end_of_backward(lambda: notes.append("end"))
-            notes.append(_torch.is_plain_backward())
-            return grads[0]
-
-    x = torch.ones(1, requires_grad=True)
-    Notes.apply(x).backward()  # type: ignore[no-untyped-call]
-    torch.autograd.grad(Notes.apply(x), x)  # type: ignore[no-untyped-call]
-    assert notes == [True, "end", False, "end"]
-
-
 def test_the_node_that_adds_to_grad_names_its_tensor() -> None:
     x = torch.ones(1, requires_grad=True)
     (node, _), _ = (x * 2).grad_fn.next_functions  # type: ignore[union-attr]

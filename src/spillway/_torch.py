@@ -68,8 +68,6 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 """A context in which operators skip autograd, whose graph has no node for them."""
 exec_group: Callable[[], GraphExecGroup | None] = GraphExecGroup._get_current_group
 """The ``GraphExecGroup`` that the calling thread is in, or ``None``."""
-is_plain_backward: Callable[[], bool] = torch.autograd._is_checkpoint_valid
-"""Whether the running backward is a ``backward()`` without ``inputs=``."""
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 """The ``name()`` of the node that adds to a tensor's ``grad``. Its ``variable`` is the tensor."""
 
@@ -77,12 +75,6 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward."""
     return graph_task() != -1
-
-
-def at_end_of_backward(call: Callable[[], None]) -> None:
-    """Have the running backward call this at its end."""
-    engine: Any = torch.autograd.Variable._execution_engine
-    engine.queue_callback(call)
 
 
 def post_accumulate_hooks(tensor: torch.Tensor) -> dict[Any, Callable[[torch.Tensor], object]]:

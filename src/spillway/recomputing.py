@@ -22,7 +22,6 @@ from spillway._torch import (
     without_dynamo,
 )
 from spillway.checkpointing.call import CheckpointedCall
-from spillway.checkpointing.checks import PendingChecks
 from spillway.checkpointing.collector import shapes_of
 from spillway.checkpointing.function import Arguments, ReplayedFunction, module_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
@@ -30,7 +29,6 @@ from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Observer
-from spillway.checkpointing.reentrant import ReentrantCall
 from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
@@ -87,17 +85,17 @@ class Recompute:
                 )
         choices = Choices(self.save, self.offload, self.policy)
         if self.use_reentrant:
-            kept, plain = "saves nothing that could be kept", "runs without autograd"
-            for name, given, why in (
-                ("save", choices.has(Decision.KEEP), kept),
-                ("offload of more than 'inputs'", choices.has(Decision.OFFLOAD), kept),
-                ("policy", self.policy is not None, kept),
-                ("drop_output", self.drop_output, plain),
-                ("determinism_check='none'", self.determinism_check == "none", plain),
+            for name, given in (
+                ("save", choices.has(Decision.KEEP)),
+                ("offload of more than 'inputs'", choices.has(Decision.OFFLOAD)),
+                ("policy", self.policy is not None),
+                ("drop_output", self.drop_output),
+                ("determinism_check='none'", self.determinism_check == "none"),
             ):
                 if given:
                     raise UsageError(
-                        f"{name} with use_reentrant=True has no effect: its forward {why}. Use use_reentrant=False."
+                        f"{name} with use_reentrant=True: that mode recomputes everything but inputs, and checks it. "
+                        f"Use use_reentrant=False."
                     )
         if self.check_partition and self.partition_inputs is None:
             raise UsageError("check_partition has no effect without partition_inputs, its group. Set both, or none.")
@@ -155,8 +153,8 @@ def recompute(
         offload: selectors of tensors to offload to CPU memory. CPU tensors are offloaded to disk.
         policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, instead of
             ``save`` and ``offload``. All six ``CheckpointPolicy`` values are supported.
-        use_reentrant: which of the two modes of ``torch.utils.checkpoint``. The reentrant mode runs the function
-            without autograd first, so that only inputs can be kept or offloaded.
+        use_reentrant: for scripts of the reentrant mode of ``torch.utils.checkpoint``. The mechanism is the same, and
+            only inputs can be kept or offloaded.
         early_stop: end the replay with the last tensor that backward wants.
         preserve_rng_state: draw the same random numbers in the replay.
         determinism_check: ``"default"``: recomputed tensors must have the same shape, dtype and device; ``"none"``.
@@ -237,15 +235,13 @@ def _call_checkpointed(
     keep_out()
     arguments = Arguments(args, kwargs)
     tensors = arguments.take()
-    if how.use_reentrant and not any(tensor.requires_grad for tensor in tensors) and not _has_gradients(function):
-        return function(*args, **kwargs)
 
     def first() -> Any:
         return function(*args, **kwargs)
 
     session = session if session is not None else Session.default()
     if in_replay():
-        again = ReplayedFunction(function, arguments, reentrant=how.use_reentrant)
+        again = ReplayedFunction(function, arguments)
         return _call_in_replay(how, again, session, first, tensors)
     session.check_open()
     see_again()
@@ -260,7 +256,7 @@ def _call_checkpointed(
     partition = _partition(how, scope, is_foreign=is_foreign)
     if partition is not None:
         partition.check(tensors, known)
-    learned = _learned(how, known, function, tensors, arguments)
+    learned = _learned(known, function, tensors, arguments)
     if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
@@ -268,8 +264,8 @@ def _call_checkpointed(
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    again = ReplayedFunction(function, arguments, reentrant=how.use_reentrant)
-    kept = again.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
+    again = ReplayedFunction(function, arguments)
+    kept = again.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
         scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")
         return first()
@@ -281,7 +277,6 @@ def _call_checkpointed(
         learned,
         scope,
         how.choices.inputs,
-        session.of(PendingChecks),
         draws=how.preserve_rng_state and not is_captured,
         compares=how.verify == "always",
         is_captured=is_captured,
@@ -289,10 +284,9 @@ def _call_checkpointed(
     )
     call = _replayable(how, setup, observer, module_of(function))
     output = call.run(first, tensors)
-    if isinstance(call, CheckpointedCall):
-        for tensor, slot in call.outputs:
-            session.of(SavedState).outputs.set(tensor, DroppedOutput(tensor, slot))
-        call.outputs.clear()
+    for tensor, slot in call.outputs:
+        session.of(SavedState).outputs.set(tensor, DroppedOutput(tensor, slot))
+    call.outputs.clear()
     return output
 
 
@@ -305,26 +299,23 @@ def _call_in_replay(
     how: Recompute, again: ReplayedFunction, session: Session, first: Callable[[], Any], tensors: Sequence[torch.Tensor]
 ) -> Any:
     """Run a function that an outer one calls in its replay, whose checks cover it."""
-    if again.why_kept() is not None:
+    if again.state.why_kept() is not None:
         return first()
     inputs = Decision.KEEP if how.choices.inputs is not None else None
     scope, learned = current_scope(session), LearnedCalls.trusted()
-    setup = CallSetup(again, learned, scope, inputs, session.of(PendingChecks), how.preserve_rng_state)
-    call = ReentrantCall(setup) if how.use_reentrant else CheckpointedCall(setup, stops_early=how.early_stop)
-    return call.run(first, tensors)
+    setup = CallSetup(again, learned, scope, inputs, how.preserve_rng_state)
+    return CheckpointedCall(setup, stops_early=how.early_stop).run(first, tensors)
 
 
 def _replayable(
     how: Recompute, setup: CallSetup, observer: Observer | None, module: torch.nn.Module | None
-) -> CheckpointedCall | ReentrantCall:
-    """The call, in the mode of the options."""
+) -> CheckpointedCall:
+    """The call with these options."""
     if setup.learned.varies:
         setup.scope.ledger.note(
             f"{setup.function.label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it "
             f"is recomputed whole."
         )
-    if how.use_reentrant:
-        return ReentrantCall(setup)
     choices, planned = how.choices, how.choices.planned
     records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
     return CheckpointedCall(
@@ -345,19 +336,15 @@ def hooks_around() -> tuple[bool, bool]:
 
 
 def _learned(
-    how: Recompute,
-    known: LearnedFunction,
-    function: Callable[..., Any],
-    tensors: Sequence[torch.Tensor],
-    arguments: Arguments,
+    known: LearnedFunction, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
 ) -> LearnedCalls:
-    """Knowledge about this kind of call: types of tensors, numbers, the mode, and whether the module trains."""
+    """Knowledge about this kind of call: types of tensors, numbers, and whether the module trains."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
-    kind: Hashable = (types, arguments.numbers(), getattr(module_of(function), "training", None), how.use_reentrant)
+    kind: Hashable = (types, arguments.numbers(), getattr(module_of(function), "training", None))
     learned: LearnedCalls | None = known.calls.get(kind)
     if learned is None:
         # A number may count calls.
-        kind = (types, how.use_reentrant) if len(known.calls) >= _MOST_KINDS else kind
+        kind = types if len(known.calls) >= _MOST_KINDS else kind
         learned = known.calls.setdefault(kind, LearnedCalls())
     return learned
 
@@ -397,14 +384,3 @@ def _is_filled(cell: Any) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _has_gradients(function: Callable[..., Any]) -> bool:
-    """Whether a module, of which no input requires grad, has parameters that do."""
-    module = module_of(function)
-    if module is None:
-        raise UsageError(
-            f"use_reentrant=True: got no input that requires grad for {function!r}, expected one, or a module whose "
-            f"parameters do; use use_reentrant=False"
-        )
-    return any(parameter.requires_grad for parameter in module.parameters())

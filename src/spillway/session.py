@@ -6,18 +6,16 @@ anything. One default session exists for convenience, made on first use.
 
 from __future__ import annotations
 
-import atexit
 import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
-from spillway.errors import RecomputeError, SessionError, UsageError
+from spillway.errors import SessionError, UsageError
 from spillway.runtime import device as runtime_of
 from spillway.runtime.backend import quiet
 from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime
@@ -112,8 +110,6 @@ class Session:
         self._recorder = recorder
         self._make_backend = backend if backend is not None else functools.partial(parts.backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
-        self._ends_at_exit = False
-        """For the default session, which is rarely closed."""
         self._delayed: deque[Callable[[], None]] = deque()
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._lock = threading.RLock()
@@ -126,7 +122,6 @@ class Session:
         with cls._default_lock:
             if cls._default is None or cls._default.closed:
                 cls._default = cls()
-                cls._default._ends_at_exit = True
             return cls._default
 
     def use_as_default(self) -> None:
@@ -154,9 +149,7 @@ class Session:
     def of(self, kind: type[_Kind]) -> _Kind:
         """The session's state of a kind: the one ``kind()``, made on first use.
 
-        Every part of Spillway keeps its state of a session in a class of its own, and finds it by this class. If it has
-        a method ``end``, closing the session calls it, or the end of the process. It may raise a
-        :class:`~spillway.errors.RecomputeError`.
+        Every part of Spillway keeps its state of a session in a class of its own, and finds it by this class.
 
         Example:
             >>> with Session() as session:
@@ -169,8 +162,6 @@ class Session:
                 state = self._state.get(kind)
                 if state is None:
                     state = self._state[kind] = kind()
-                    if self._ends_at_exit and hasattr(state, "end"):
-                        atexit.register(state.end)
         return cast("_Kind", state)
 
     def host_room(self, device: torch.device) -> int:
@@ -269,11 +260,7 @@ class Session:
         return sum(runtime.release_graphs() for runtime in self._runtimes.values())
 
     def close(self) -> None:
-        """Stop the threads, and free memory and disk. Offloaded bytes are lost: close after the last backward.
-
-        Raises:
-            RecomputeError: if a backward recomputed other values than the forward had, and this was not raised yet.
-        """
+        """Stop the threads, and free memory and disk. Offloaded bytes are lost: close after the last backward."""
         if self._process != os.getpid():
             # A forked child has neither the threads nor a lock that it could trust. The file checks its owner itself.
             if self._file is not None:
@@ -288,11 +275,6 @@ class Session:
                 runtime.close()
             if self._file is not None:
                 self._file.close()
-            with ExitStack() as stack:
-                for state in self._state.values():
-                    if hasattr(state, "end"):
-                        atexit.unregister(state.end)
-                        stack.callback(state.end)
 
     @property
     def closed(self) -> bool:
@@ -313,14 +295,8 @@ class Session:
         self.check_open()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        try:
-            self.close()
-        except RecomputeError as late:
-            if error is None:
-                raise
-            # It is of an earlier backward, and must not hide the error under way.
-            error.add_note(str(late))
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
     def _make_runtime(self, device: torch.device) -> DeviceRuntime:
         window = self.window

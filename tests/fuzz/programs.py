@@ -89,23 +89,9 @@ class Program:
         return _Draw(seed).program()
 
     @property
-    def is_reentrant(self) -> bool:
-        """Whether a region is asked to be as ``torch.utils.checkpoint(use_reentrant=True)`` is."""
-        return "use_reentrant=True" in self.text()
-
-    @property
     def has_budget(self) -> bool:
         """Whether a plan is sought."""
         return "budget=" in self.attach
-
-    @property
-    def sums(self) -> bool:
-        """Whether several calls may add to the gradient of one parameter in a step."""
-        nested = any(isinstance(part, Nested) for block in self.blocks for part in block.parts)
-        twice = len({call.block for call in self.calls}) < len(self.calls)
-        gated = any(call.form == "gated closure" for call in self.calls)
-        loops = ("once", "dropped", "without grad", "evaluated", "backward inside")
-        return nested or twice or gated or self.stem or self.tied or self.loop not in loops
 
     @property
     def names(self) -> frozenset[str]:
@@ -360,8 +346,6 @@ LEFT_OUT: dict[str, Collection[str]] = {
     # Around a region it stops before that region runs again, so that batch norm counts once, as it should.
     "checkpoint(self.b": _KEEPS_STATE | {"batch norm"},
     "checkpoint(self.n": _KEEPS_STATE | {"batch norm"},
-    # In the first run of torch's own reentrant mode, too, an LSTM has other kernels, since grad is off.
-    "use_reentrant=True": {"lstm"},
     # Recurrent layers take an operator a row: too slow at the size of these.
     # A plan's blocks are compared in samples: hidden state that changes in between is outside of the promise.
     "budget=": {"rnn", "lstm", "hidden number, flipped", "hidden number, replaced", "hidden flag, flipped"},
@@ -433,10 +417,6 @@ class _Draw:
         if self._verifies and "verify" not in attach:
             attach = attach.replace("Recompute(", "Recompute(verify='always', ").replace(", )", ")")
         loop = self.random.choices(list(LOOPS), [12] + [2] * (len(LOOPS) - 1))[0]
-        if "use_reentrant=True" in f"{attach}{calls}{blocks}" and loop in ("autograd.grad", "penalty"):
-            loop = "once"  # the reentrant mode cannot do either, with torch as here
-        if "use_reentrant=True" in f"{attach}{calls}{blocks}" and loop == "squared difference":
-            loop = "summed"  # the gradients may cancel, so that the rounding of the reentrant mode is most of them
         device = self.random.choices(["cpu", "meta", "fake"], [97, 2, 1])[0]
         program = Program(
             self.seed,

@@ -36,7 +36,6 @@ OPTIONS = (
     *("save", "offload", "policy", "use_reentrant", "early_stop", "watch", "verify", "drop_output"),
     "determinism_check",
 )
-_WRITERS = ("counted buffer", "written buffer", "data written", "spectral norm", "batch norm")
 _TOLD = 40
 """Characters by which errors are known again."""
 STATIC = 16 << 20
@@ -81,12 +80,12 @@ def compare(program: Program) -> Outcome:
             session = spillway.Session(spill_directory=path, allow_memory_filesystem=True)
             attached: list[spillway.Attached] = []
             ours = _run(program, code, _ours(session, budget, attached), session.close)
-        outcome = _outcome(plain, ours, _Limits.of(program))
+        outcome = _outcome(plain, ours, _known_errors(program))
         if outcome.kind == "equal" and budget == "1TiB" and attached[0].profile is not None:
             budgets.append(budget_of(attached[0].profile, _share_of(program)))
     if _needs_torchs(program, outcome):
         torchs = _run(program, code, _torchs(), nullcontext)
-        if _outcome(plain, torchs, _Limits()).kind == "equal":
+        if _outcome(plain, torchs, []).kind == "equal":
             return Outcome("needless", outcome.what)
     return outcome
 
@@ -104,7 +103,7 @@ def _needs_torchs(program: Program, outcome: Outcome) -> bool:
     # Both branches of a hidden flag may save the same: then torch's checkpoint gives the right bits.
     hidden = any(name.startswith("hidden") for name in program.names)
     refused = outcome.kind == "refused" and not any(each in outcome.what for each in told)
-    return refused and not hidden and not program.is_reentrant
+    return refused and not hidden
 
 
 def find_fault(program: Program) -> Outcome | None:
@@ -135,37 +134,19 @@ def told(program: Program, fault: Outcome) -> str:
     return f"seed {program.seed}: {fault.kind}: {fault.what}\n{describe(shrunk(program, fault))}"
 
 
-@dataclass(frozen=True)
-class _Limits:
-    """How a program may end beside what it gives plainly, for reasons that are known.
-
-    The reentrant mode of ``torch.utils.checkpoint`` sums what each region gives to a parameter before it adds it to the
-    rest, so that gradients differ by rounding where several add up; and it goes through the graph of a captured tensor
-    once for each region that captures it.
-    """
-
-    rounds: bool = False
-    errors: tuple[str, ...] = ()
-    unnoticed: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, program: Program) -> _Limits:
-        errors: list[str] = []
-        if "swapped tensors" in program.names:
-            # Torch swaps no tensor that has a weak reference, and a tape has one from the third call on.
-            errors.append("because it has weakref associated with it")
-        if "strided nested tensor" in program.names:
-            # Torch's own checkpoint cannot, either.
-            errors.append("NestedTensorImpl doesn't support sizes")
-        if program.is_reentrant:
-            errors += ["Trying to backward through the graph a second time", "Call a plain backward()"]
-        # In the reentrant mode nothing is saved in forward. What a block writes itself, it reads again as it was.
-        writes = program.is_reentrant and not program.names.isdisjoint(_WRITERS)
-        unnoticed = ("has been modified by an inplace operation",) if writes else ()
-        return cls(program.is_reentrant and program.sums, tuple(errors), unnoticed)
+def _known_errors(program: Program) -> list[str]:
+    """Errors with which a program may end beside what it gives plainly, for reasons that are known."""
+    errors: list[str] = []
+    if "swapped tensors" in program.names:
+        # Torch swaps no tensor that has a weak reference, and a tape has one from the third call on.
+        errors.append("because it has weakref associated with it")
+    if "strided nested tensor" in program.names:
+        # Torch's own checkpoint cannot, either.
+        errors.append("NestedTensorImpl doesn't support sizes")
+    return errors
 
 
-def _outcome(plain: Course, ours: Course, limits: _Limits) -> Outcome:
+def _outcome(plain: Course, ours: Course, known_errors: list[str]) -> Outcome:
     if isinstance(ours.error, SpillwayError):
         if plain.error is not None:
             return Outcome("same error", f"{type(ours.error).__name__}")
@@ -173,20 +154,14 @@ def _outcome(plain: Course, ours: Course, limits: _Limits) -> Outcome:
     for number, (mine, theirs) in enumerate(zip(ours.steps, plain.steps, strict=False)):
         for name in theirs:
             why = _differs(mine.get(name), theirs[name])
-            if not why:
-                continue
-            if limits.rounds and name.startswith("gradient of ") and _is_rounding(mine, theirs):
-                # From here on the courses part.
-                return Outcome("equal")
-            return Outcome("wrong", f"step {number}: {name}: {why}")
-    if ours.error is not None and any(each in str(ours.error) for each in limits.errors):
+            if why:
+                return Outcome("wrong", f"step {number}: {name}: {why}")
+    if ours.error is not None and any(each in str(ours.error) for each in known_errors):
         return Outcome("refused", f"{type(ours.error).__name__}: {str(ours.error)[:160]}")
     if ours.error is not None and type(ours.error) is not type(plain.error):
         return Outcome("crash", f"{type(ours.error).__name__}: {str(ours.error)[:300]}")
-    if plain.error is not None and any(each in str(plain.error) for each in limits.errors):
+    if plain.error is not None and any(each in str(plain.error) for each in known_errors):
         return Outcome("same error", f"{type(plain.error).__name__}: {str(plain.error)[:160]}")
-    if plain.error is not None and ours.error is None and any(each in str(plain.error) for each in limits.unnoticed):
-        return Outcome("equal")
     if plain.error is not None and ours.error is None:
         return Outcome("unnoticed", f"{type(plain.error).__name__}: {str(plain.error)[:160]}")
     if plain.error is not None:
@@ -196,15 +171,6 @@ def _outcome(plain: Course, ours: Course, limits: _Limits) -> Outcome:
         if why:
             return Outcome("wrong", f"at the end: {name}: {why}")
     return Outcome("equal")
-
-
-def _is_rounding(mine: dict[str, Any], theirs: dict[str, Any]) -> bool:
-    """Whether all gradients of a step are apart by no more than the order of sums explains."""
-    names = [name for name in theirs if name.startswith("gradient of ")]
-    if any(name not in mine for name in names):
-        return False
-    largest = max(float(theirs[name].abs().max()) for name in names)
-    return all(float((mine[name] - theirs[name]).abs().max()) <= 1e-4 * largest for name in names)
 
 
 def _differs(mine: Any, theirs: Any) -> str:

@@ -188,16 +188,7 @@ cases = st.builds(
     st.lists(st.integers(0, 59), min_size=24, max_size=24),
     st.tuples(treatments, treatments),
     st.sampled_from((0, 600, 1 << 20)),
-).filter(lambda case: not _refused_by_torch(case))
-
-
-def _refused_by_torch(case: Case) -> bool:
-    """The reentrant mode is for whole backwards."""
-    return any(
-        "I" in life and (case.treatments[part].region or {}).get("use_reentrant", False)
-        for both in case.lives
-        for part, life in enumerate(both)
-    )
+)
 
 
 def run(case: Case, session: spillway.Session | None) -> tuple[list[Tensor], int]:

@@ -711,8 +711,6 @@ def test_a_function_called_by_its_wrapper_with_no_argument_at_all(regions: Regio
     region().sum().backward()
     (expected,) = torch.autograd.grad(weight.sin().exp().sum(), weight)
     assert torch.equal(weight.grad, expected)
-    with pytest.raises(spillway.UsageError, match="use_reentrant"):
-        spillway.recompute(lambda: weight.sin(), session=regions.session, use_reentrant=True)()
 
 
 @one_place

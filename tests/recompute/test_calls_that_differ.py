@@ -14,7 +14,6 @@ from torch.nn import functional
 
 import spillway
 from recompute.regions import Call, Regions, gradients, one_place
-from spillway.checkpointing.checks import PendingChecks
 
 pytestmark = one_place
 
@@ -349,4 +348,3 @@ def test_statistics_that_are_first_written_in_a_sampled_call(regions: Regions, m
             yield from (*gradients(x), *(buffer.clone() for buffer in block.buffers()))
 
     regions(step)
-    regions.session.of(PendingChecks).read(wait=True)

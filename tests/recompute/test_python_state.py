@@ -261,13 +261,8 @@ def test_carried_state_with_a_history(regions: Regions) -> None:
             loss.backward()
             yield from (loss.detach(), cell.h.detach(), *gradients(x, *cell.parameters()))
 
-    for how in ({}, {"save": "matmul"}, {"offload": "pointwise"}, {"early_stop": False}):
+    for how in ({}, {"save": "matmul"}, {"offload": "pointwise"}, {"early_stop": False}, {"use_reentrant": True}):
         regions(step, **how)
-    with pytest.raises((spillway.RecomputeError, RuntimeError), match=r"use_reentrant=False|a second time"):
-        regions(step, use_reentrant=True)
-    # The engine keeps what an interrupted backward held, until the next one.
-    torch.ones(1, requires_grad=True).sum().backward()
-    gc.collect()
 
 
 @pytest.mark.parametrize("where", ["closure", "global", "default"])
@@ -801,7 +796,6 @@ def test_each_tensor_that_a_function_reaches_is_known(regions: Regions, where: s
     state = PythonState(function)
     names = [name for name, each in state.reachable() if each is tensor]
     assert len(names) == 1
-    assert [each for each in state.tensors() if each is tensor]
     again = PythonState(function)
     assert [name for name, each in again.reachable() if each is tensor] == names
 

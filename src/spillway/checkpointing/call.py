@@ -210,7 +210,7 @@ class CheckpointedCall(ReplayableCall):
         super()._learn(output, tensors)
         # Versions of reached tensors are checked anyway.
         known = {id(tensor) for tensor in self._reached.tensors()}
-        kept = (tensor for tensor in self._state.again().tensors() if id(tensor) not in known)
+        kept = (tensor for tensor in self._function.reachable_now() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
         storages = {storage_key(each.untyped_storage()) for each in outside if type(each) in PLAIN and is_strided(each)}
         self._learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
@@ -279,8 +279,6 @@ class CheckpointedCall(ReplayableCall):
             slot = self._slots[number]()
             if slot is not None:
                 slot.value = value
-        for differs in collector.differences():
-            self._pending_checks.add(self._label, differs)
 
     def _has_dropped_outputs(self) -> bool:
         """Whether outputs must be recomputed. A program does not say which operators they need."""
@@ -373,7 +371,6 @@ class CheckpointedCall(ReplayableCall):
             self._reached.storages(),
             {storage_key(tensor.untyped_storage()): (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
-            compares_at_once=self._is_observed or isinstance(mode, Recorder) or (mode is not None and mode.is_new),
             saves=None if mode is None else mode.saves,
             refuse_unpack=mode.was_unpacked if isinstance(mode, PartialReplay) else None,
         )
@@ -393,14 +390,14 @@ class CheckpointedCall(ReplayableCall):
             tensors = [
                 tensor
                 if tensor.requires_grad and tensor.is_leaf and not written
-                else replay_argument(tensor, grad, written)[1]
+                else replay_argument(tensor, grad, written)
                 for tensor, (*_, grad, written) in backs
             ]
         collector.know([*tensors, *self._reached.tensors()])
         if isinstance(mode, Recorder):
             mode.begin(tensors)
         output = None
-        with self._as_of_forward(tensors, changed) as within:
+        with self._as_of_forward(changed):
             try:
                 with (
                     replaying(),
@@ -408,7 +405,7 @@ class CheckpointedCall(ReplayableCall):
                     _NOTHING if mode is None else mode,
                     around,
                 ):
-                    output = self._function(*tensors, within=within(lambda _, copies: collector.function_ended(copies)))
+                    output = self._function(*tensors, within=self._reached.as_before(collector.function_ended))
                     collector.gave(output)
             except ReplayEnded:
                 pass
@@ -439,7 +436,6 @@ class CheckpointedCall(ReplayableCall):
         collector = Collector(
             *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
             checks=False,
-            compares_at_once=False,
             saves=recorder.saves,
             holds=self._keeps,
         )

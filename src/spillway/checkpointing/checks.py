@@ -1,4 +1,4 @@
-"""Checks of replays: fingerprints of tensors, and comparisons whose result is still on the GPU.
+"""Checks of replays: fingerprints of tensors, and the error of a replay that differs.
 
 NOTE [ Sums ]
 
@@ -12,33 +12,17 @@ Up to 32,768 sums one reduction is enough, which takes half the CPU time of two.
 columns, each with a thread of its own. Small tensors are reduced to a 61st. There are at most 255 rows, at odd
 distances. Otherwise torch lets several blocks of threads add up one column. Their counter is cleared by a copy engine,
 which waits for what is being offloaded.
-
-NOTE [ Pending checks ]
-
-Reading a number from a GPU waits until the GPU has run everything queued before. So the result of a comparison is
-copied to the CPU, and read when it has arrived: in a later call, in a later backward, or when the session is closed.
-
-NOTE [ Queueing the copy ]
-
-A GPU has one copy engine for the direction to CPU memory, and copies follow one another. A small copy on the compute
-stream waits for all offloads queued before, and later kernels wait with it: for milliseconds behind a block that
-offloads 640 MiB. So the copy is queued at the end of the backward that made the comparisons, or earlier if there are
-many. If backward raised, or autograd itself is compiled, the next call of a checkpointed function queues it.
 """
 
 from __future__ import annotations
 
 import math
-import os
-import threading
-from collections import deque
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
 import torch
 
-from spillway._torch import at_end_of_backward, disable_dispatch, graph_task, node_number, tree_leaves
+from spillway._torch import node_number, tree_leaves
 from spillway.checkpointing.tensors import PLAIN, below_modes, has_bits, is_dense, is_strided, may_be_seed, tensors_in
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
@@ -167,117 +151,14 @@ def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
     return a is None or b is None or torch.equal(a, b)
 
 
-_MANY = 32
-"""Waiting comparisons that are sent before backward ends."""
-
-
-class PendingChecks:
-    """Comparisons whose results are not known yet. See NOTE [ Pending checks ]."""
-
-    def __init__(self) -> None:
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-        self._waiting: dict[torch.device, list[tuple[str, torch.Tensor]]] = {}
-        self._sent: deque[tuple[list[tuple[str, torch.Tensor]], torch.Tensor, torch.Event]] = deque()
-        self._streams: dict[torch.device, dict[torch.Stream, None]] = {}
-        """Streams on which the waiting comparisons were made."""
-        self._sends_after = -1
-        """The latest backward whose end queues the copy."""
-        self._has_ended = False
-
-    def add(self, label: str, differs: torch.Tensor) -> None:
-        """Add the comparison of two runs of a function: a boolean on the device. See NOTE [ Queueing the copy ].
-
-        Raises:
-            RecomputeError: if this comparison, or an earlier one, is known to have failed.
-        """
-        device = differs.device
-        if device.type == "cpu" or self._has_ended:
-            if differs:
-                raise difference_error([label])
-            return
-        with self._lock:
-            self._streams.setdefault(device, {})[self._stream(device)] = None
-            waiting = self._waiting.setdefault(device, [])
-            waiting.append((label, differs))
-            is_full = len(waiting) >= _MANY
-            task, sends_after = graph_task(), self._sends_after
-            self._sends_after = task
-        if task not in (-1, sends_after):
-            at_end_of_backward(self._send_at_end)
-        if is_full:
-            self.send()
-        self.read()
-
-    def send(self) -> None:
-        """Queue copies of the waiting comparisons, without waiting for them."""
-        if not self._waiting:
-            return
-        # Modes of the user must not see these operators.
-        with self._lock, disable_dispatch():
-            for device in list(self._waiting):
-                several, now = self._waiting[device], self._stream(device)
-                for stream in self._streams.get(device, ()):
-                    if stream != now:
-                        # A backward of another thread, or one inside another, ran there.
-                        now.wait_stream(stream)
-                self._sent.append((several, *self._copy(several, now)))
-                del self._waiting[device]
-                self._streams.pop(device, None)
-
-    def _send_at_end(self) -> None:
-        """The same at the end of backward. If memory is short, the next call tries again, and raises."""
-        with suppress(RuntimeError):
-            self.send()
-
-    def _copy(self, several: list[tuple[str, torch.Tensor]], now: torch.Stream) -> tuple[torch.Tensor, torch.Event]:
-        """A copy in CPU memory that has been queued, and its event."""
-        results = torch.empty(len(several), dtype=torch.bool, device="cpu", pin_memory=True)
-        results.copy_(torch.stack([differs for _, differs in several]), non_blocking=True)
-        event = torch.Event(several[0][1].device)
-        event.record(now)
-        return results, event
-
-    def _stream(self, device: torch.device) -> torch.Stream:
-        return torch.accelerator.current_stream(device)
-
-    def end(self) -> None:
-        """Read all comparisons, and wait for their results.
-
-        Raises:
-            RecomputeError: if a comparison failed.
-        """
-        # A forked child cannot use the device of its parent.
-        if self._process == os.getpid():
-            self._has_ended = True
-            self.send()
-            self.read(wait=True)
-
-    def read(self, *, wait: bool = False) -> None:
-        """Read the results that have arrived, or wait for all of them.
-
-        Raises:
-            RecomputeError: if a comparison failed.
-        """
-        while True:
-            with self._lock:
-                if not self._sent or not (wait or self._sent[0][2].query()):
-                    return
-                several, results, event = self._sent.popleft()
-            event.synchronize()
-            wrong = [label for (label, _), differs in zip(several, results.tolist(), strict=True) if differs]
-            if wrong:
-                raise difference_error(wrong)
-
-
 _OTHER_VALUES = (
     "gave other values when it was recomputed than in its forward pass: the gradients of that backward are wrong"
 )
 
 
-def difference_error(labels: list[str], how: str = _OTHER_VALUES) -> RecomputeError:
-    """The error for functions with these names, whose replays differ from forward."""
+def difference_error(label: str, how: str = _OTHER_VALUES) -> RecomputeError:
+    """The error for a function with this name, whose replay differs from forward."""
     return RecomputeError(
-        f"{', '.join(dict.fromkeys(labels))} {how}. It reads something besides its arguments, parameters and Python "
+        f"{label} {how}. It reads something besides its arguments, parameters and Python "
         f"state that changed in between. Pass that as an argument, or leave it outside of the checkpointed function."
     )

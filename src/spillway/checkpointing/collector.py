@@ -20,7 +20,7 @@ import torch
 
 from spillway._torch import dispatch_modes, next_node, storage_key, tree_leaves, version_of
 from spillway.checkpointing.checks import Fingerprints, difference_error, fingerprints_of
-from spillway.checkpointing.reached import Copies, buffer_of, refuse_written
+from spillway.checkpointing.reached import refuse_written
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import carry_attributes
@@ -54,8 +54,6 @@ class Collector:
     """Memory that was written since forward, with the tensor and its version in forward."""
     _: KW_ONLY
     checks: bool
-    compares_at_once: bool
-    """Whether values are compared at once. Otherwise the GPU compares them, and the result is read later."""
     saves: Callable[[int, torch.Tensor], None] | None = None
     """Called for each tensor that the replay saves, with its number."""
     refuse_unpack: Callable[[], Exception] | None = None
@@ -220,15 +218,11 @@ class Collector:
         pairs = zip(found, self.output_fingerprints, strict=True)
         self._pairs = [(ours, theirs) for ours, theirs in pairs if ours is not None and theirs is not None]
 
-    def function_ended(self, copies: Copies) -> None:
-        """Take the fingerprints that are still to be compared, and buffers in place of their copies."""
+    def function_ended(self) -> None:
+        """Take the fingerprints that are still to be compared."""
         if self.fingerprints is not None:
             with below_modes():
                 self._taken.take()
-        for number, (tensor, _) in self._values.items() if copies else ():
-            buffer = buffer_of(tensor, copies)
-            if buffer is not None:
-                self._values[number] = buffer, -1
 
     def end(self) -> None:
         """The replay has ended, or has failed."""
@@ -253,20 +247,15 @@ class Collector:
         return [*((before[number], found) for number, found in self._taken.found.items()), *self._pairs]
 
     def is_same(self) -> bool:
-        """Whether metadata, and values that are compared at once, are equal."""
+        """Whether metadata, and values that are compared, are equal."""
         if self.other:
             return False
-        return not self.compares_at_once or all(torch.equal(a, b) for a, b in self._compared())
-
-    def differences(self) -> list[torch.Tensor]:
-        """Whether values differ, as a boolean on each device, if they are not compared at once."""
-        if self.compares_at_once:
-            return []
         with below_modes():
-            found: dict[torch.device, list[torch.Tensor]] = {}
+            # Reading a number from a GPU waits for it: once for each GPU.
+            differ: dict[torch.device, list[torch.Tensor]] = {}
             for a, b in self._compared():
-                found.setdefault(a.device, []).append(a != b)
-            return [torch.stack(each).any() for each in found.values()]
+                differ.setdefault(a.device, []).append(a != b)
+            return not any(torch.stack(each).any() for each in differ.values())
 
     def raise_if_other(self) -> None:
         """Raise an error if shapes, dtypes, devices or the number of tensors differ from forward."""
@@ -276,9 +265,9 @@ class Collector:
     def error(self) -> RecomputeError:
         """The error of a replay that differs."""
         if not self.other:
-            return difference_error([self.label])
+            return difference_error(self.label)
         how = f"saved other tensors when it was recomputed than in its forward pass: {self.other}"
-        return difference_error([self.label], how)
+        return difference_error(self.label, how)
 
 
 def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
@@ -310,10 +299,8 @@ def meta_of(tensor: torch.Tensor) -> Meta:
         return tensor.numel(), tensor.dtype, tensor.device, ()
 
 
-def name_of(meta: Meta | None) -> str:
-    """Name of a tensor in an error; ``None``: no tensor."""
-    if meta is None:
-        return "no tensor"
+def name_of(meta: Meta) -> str:
+    """Name of a tensor in an error."""
     shape = tuple(meta[0]) if isinstance(meta[0], torch.Size) else meta[0]
     return f"{shape} {meta[1]} on {meta[2]}{f' with strides {meta[3]}' if meta[3] else ''}"
 

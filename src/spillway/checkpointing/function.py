@@ -88,25 +88,15 @@ _NOTHING = nullcontext()
 class ReplayedFunction:
     """Calls a function again, with the Python state of its first call."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Arguments, *, reentrant: bool = False) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
         self.state = PythonState(function, arguments.objects())
         self.label = label_of(function)
-        self._function, self._arguments, self._reentrant = function, arguments, reentrant
+        self._function, self._arguments = function, arguments
         self._keeps_state = False
-        self.histories: dict[str, torch.Tensor] = {}
-        """In reentrant mode: attributes that now have a tensor with a history, and their tensors before."""
-        self.made: list[str] = []
-        """In reentrant mode: names of parameters that the function made."""
 
-    def why_kept(self) -> str | None:
-        """Why the function cannot be replayed, if it cannot."""
-        if self.state.has_iterators:
-            return "has an iterator, or a file, whose state cannot be copied for a second run"
-        if self.state.is_lazy:
-            return "has a lazy layer, which makes its parameters in this call"
-        return (
-            "has an embedding with max_norm, whose forward writes its weight" if self.state.writes_parameters else None
-        )
+    def reachable_now(self) -> list[torch.Tensor]:
+        """The tensors that the function can reach now, besides tensors among its arguments."""
+        return [tensor for _, tensor in PythonState(self._function, self._arguments.objects()).reachable()]
 
     @contextmanager
     def on_current_state(self) -> Iterator[bool]:
@@ -128,10 +118,7 @@ class ReplayedFunction:
             with within:
                 return self._function(*args, **kwargs)
         with self.state.in_force(), within:
-            output = self._function(*args, **kwargs)
-            if self._reentrant:
-                self.histories, self.made = self.state.histories(), self.state.made()
-        return output
+            return self._function(*args, **kwargs)
 
 
 def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
@@ -146,14 +133,14 @@ def label_of(function: Callable[..., Any]) -> str:
     return type(module).__name__ if module is not None else getattr(function, "__qualname__", repr(function))
 
 
-def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    """For one of the function's tensors: a leaf that shares its memory, and the argument of a replay made from it."""
+def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
+    """One of the function's tensors for a replay: it shares its memory, and has no history."""
     with below_modes(tensor), torch.enable_grad():
         leaf = tensor.detach().requires_grad_(requires_grad)
         if is_written:
             # Neither a leaf nor a view of one can be written in place. The next replay needs the original.
-            return leaf, leaf.clone()  # type: ignore[no-untyped-call, unused-ignore]
+            return leaf.clone()  # type: ignore[no-untyped-call, unused-ignore]
         if not requires_grad or (tensor.requires_grad and tensor.is_leaf) or not is_strided(leaf):
-            return leaf, leaf
+            return leaf
         # It was no leaf. Casts of leaves are taken for casts of autocast.
-        return leaf, whole_view_of(leaf)
+        return whole_view_of(leaf)

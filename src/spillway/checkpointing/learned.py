@@ -51,14 +51,10 @@ class LearnedCalls:
     """Whether the function was seen to draw random numbers of torch."""
     escaping: frozenset[int] = frozenset()
     """Numbers of saved tensors that share memory with an output or with state: other code may write them."""
-    has_other_kernels: bool = False
-    """Whether it gives other bits without grad: see NOTE [ Kernels without grad ]."""
     takes_gradients: bool = False
     """Whether the function takes a gradient of what it computes. It is then called plainly."""
     varies: bool = False
     """Whether calls saved other tensors each time, so that such calls have no program."""
-    unread: frozenset[str] = frozenset()
-    """Attributes in which a reentrant function leaves a history that it does not read."""
     written_inputs: frozenset[int] = frozenset()
     """Places of inputs that the function writes in place."""
     written: frozenset[str] = frozenset()

@@ -55,8 +55,6 @@ class PartialReplay(OperatorMode):
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.decisions = decisions
-        self.is_new = decisions.is_new
-        """Whether it is the first replay with these decisions."""
         self._operators, self._acts = decisions.program.operators, decisions.acts
         self._given = given
         self._draws = draws

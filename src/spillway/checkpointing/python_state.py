@@ -24,127 +24,156 @@ Neither is one with a layer that makes its parameters in this call (:attr:`Pytho
 Other state (C extensions) is not seen. There the checks of the replay decide: equal values,
 or a :class:`~spillway.errors.RecomputeError`.
 
-Each call takes a copy of its own, in one walk. The copy lives as long as the call's graph, and holds all that the
-function had. Nothing is held between calls.
+Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
+Nothing is held between calls. The contents of all containers are one list of names and one of values, which are
+compared at once. Only if they differ, containers are compared one by one.
 
 NOTE [ Parts of a state ]
 
 Layers of a model share the classes of their modules, and objects such as a configuration. The copy of each is a part,
-which calls share. A part is held by the copies that have it. A later call compares a living part with the current
-state, which is faster than reading it again. If anything differs, the call makes a part of its own.
+which calls share. A part is held by the states that have it. A later call compares a living part with the current
+content, which is faster than reading it again. If anything differs, the call makes a part of its own.
 """
 
 from __future__ import annotations
 
-import copy
-import operator
 import types
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from itertools import chain, islice
+from typing import Any
 
 import torch
 from torch.nn import Module
 
 from spillway._torch import disable_dispatch, disable_function
-from spillway.checkpointing.python_containers import ATTRIBUTES, DICTIONARY, MODULE, PARAMETERS, global_generators
-from spillway.checkpointing.python_walk import Contents, Entry, Walk, layout_of
-
-if TYPE_CHECKING:
-    from typing import Self
-
-_WITH_HISTORIES = (ATTRIBUTES, MODULE, DICTIONARY)
+from spillway.checkpointing.python_containers import DICTIONARY, ITEMS, Container, global_generators, identities
+from spillway.checkpointing.python_walk import Entry, Walk
 
 
-class _Copy(Walk):
-    """A copy of Python state, which can be compared with the current state."""
+class PythonState:
+    """A function's Python state, and a copy of its content. See NOTE [ Python state ].
 
-    def __init__(self, roots: Iterable[Any], entries: Iterable[Entry] = ()) -> None:
-        super().__init__(roots, entries)
-        self._parts: list[_Copy] = []
-        # Lengths, names and values of owners and dictionaries, made when they are first compared.
-        self._flat: tuple[list[int], list[Any], list[Any]] | None = None
-        with disable_function(), disable_dispatch():
-            self._flags = [(each, each.requires_grad) for each in self._parameters]
-            each_with_memory = (*self._parameters, *self._buffers)
-            self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
-        del self._parameters, self._buffers
+    Args:
+        function: the function, method or module.
+        objects: objects among its arguments: generators, modules and others whose state it may change.
+    """
 
-    def again(self) -> Self:
-        """A copy of the current content of the same containers."""
-        other = copy.copy(self)
-        other._parts = [part.again() for part in self._parts]
-        layouts = [(module, layout_of(tuple(module.__dict__))) for module, *_ in self._modules]
-        other._modules = [(module, layout, layout.get(module.__dict__)) for module, layout in layouts]
-        other._owners, other._others = _copies(self._owners), _copies(self._others)
-        other._dictionaries = _copies([*self._dictionaries, *((DICTIONARY, each, {}) for each in self._empty)])
-        other._empty, other._flat = [], None
-        with disable_function(), disable_dispatch():
-            other._flags = [(tensor, tensor.requires_grad) for tensor, _ in self._flags]
-            other._memory = [(tensor, tensor.data) for tensor, _ in self._memory]
-        other._arrays = [(array, array.copy()) for array, _ in self._arrays]
-        other._generators = [(generator, generator.get()) for generator, _ in self._generators]
-        return other
+    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
+        # Function modes must not see this.
+        with disable_function():
+            walk = Walk((*_roots_of(function), *objects))
+            walk.generators += global_generators()
+            self._copies = [_Copy(walk)]
+            if walk.classes:
+                self._copies.append(_part_of(walk.classes))
+            self._copies += [_part_of([each]) for each in walk.objects]
 
-    def _contents(self) -> Contents:
-        empty: Contents = [(DICTIONARY, each, {}) for each in self._empty]
-        modules = [(module, dict(zip(layout.names, values, strict=True))) for module, layout, values in self._modules]
-        own = [*[(MODULE, *each) for each in modules], *self._owners, *self._dictionaries, *self._others, *empty]
-        return [*own, *chain.from_iterable([part._contents() for part in self._parts])]
+    def why_kept(self) -> str | None:
+        """Why the function cannot be replayed, if it cannot."""
+        walks = [each.walk for each in self._copies]
+        if any(walk.has_iterators for walk in walks):
+            return "has an iterator, or a file, whose state cannot be copied for a second run"
+        if any(walk.is_lazy for walk in walks):
+            return "has a lazy layer, which makes its parameters in this call"
+        is_writer = any(walk.writes_parameters for walk in walks)
+        return "has an embedding with max_norm, whose forward writes its weight" if is_writer else None
+
+    def reachable(self) -> list[tuple[str, torch.Tensor]]:
+        """The tensors and plain parameters that the function can reach, each once, with its name.
+
+        Inference tensors are left out: they have no versions. The names are the same in every call, and not unique.
+        """
+        named = [*chain.from_iterable([each.walk.tensors for each in self._copies])]
+        found = {id(pair[1]): pair for pair in reversed(named)}
+        return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
 
     @property
     def changes(self) -> bool:
         """Whether the state has changed."""
-        return not self._has_same_contents() or bool(self._changed_values())
-
-    def _has_same_contents(self) -> bool:
-        """Whether all containers have the same names and values, in the same order."""
-        if self._flat is None:
-            self._flat = _flattened([content for *_, content in (*self._owners, *self._dictionaries)])
-        lengths, names, values = self._flat
-        now = [thing.__dict__ for _, thing, _ in self._owners] + [thing for _, thing, _ in self._dictionaries]
-        return (
-            all(part._has_same_contents() for part in self._parts)
-            and not any(self._empty)
-            and self._has_same_modules()
-            and [*map(len, now)] == lengths
-            # Names are strings: equal ones are the same.
-            and [*chain.from_iterable(now)] == names
-            and all(map(operator.is_, chain.from_iterable([each.values() for each in now]), values))
-            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
-        )
-
-    def _has_same_modules(self) -> bool:
-        for module, layout, values in self._modules:
-            attributes = module.__dict__
-            # With other names, there may be none of these.
-            if tuple(attributes) != layout.all_names or not all(map(operator.is_, layout.get(attributes), values)):
-                return False
-        return True
-
-    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors whose ``.data`` got other memory, or another shape, strides or type."""
-        with disable_dispatch():
-            return [
-                (a, b)
-                for a, b in self._memory
-                # Other devices need not have that operator.
-                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
-            ]
+        return not all(each.is_current() for each in self._copies)
 
     def changed(self) -> list[str]:
         """Names of the state that has changed."""
-        names: list[str] = []
-        if not self._has_same_contents():
-            for kind, thing, content in self._contents():
-                names += map(str, kind.changes(thing, content))
-        return names + self._changed_values()
+        return [*chain.from_iterable([(*each.changed_names(), *each.changed_values()) for each in self._copies])]
 
-    def _changed_values(self) -> list[str]:
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """A context with the copied state. Afterwards the state from before the context is put back."""
+        # Function modes must not see this.
+        with disable_function():
+            before = [each if each.is_current() else _Copy(each.walk) for each in self._copies]
+            for copy, current in zip(self._copies, before, strict=True):
+                if current is not copy:
+                    copy.put_back()
+        try:
+            yield
+        finally:
+            with disable_function():
+                for current in before:
+                    current.put_back()
+
+
+class _Copy:
+    """The content of a state, or of a part of one, at one time."""
+
+    def __init__(self, walk: Walk) -> None:
+        self.walk = walk
+        self._lengths, self._names, self._values = self._flat()
+        self._identities = identities(self._values)
+        self._others = [(kind, thing, kind.copy(thing, content)) for kind, thing, content in walk.others]
+        self._empty = walk.empty
+        if any(walk.empty):
+            self._empty = [each for each in walk.empty if not each]
+            self._others += [(DICTIONARY, each, dict(each)) for each in walk.empty if each]
+        with disable_dispatch():
+            self._flags = [(each, each.requires_grad) for each in walk.parameters]
+            each_with_memory = (*walk.parameters, *walk.buffers)
+            self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
+        self._arrays = [(array, array.copy()) for array in walk.arrays]
+        self._generators = [(generator, generator.get()) for generator in walk.generators]
+
+    def _flat(self) -> tuple[list[int], list[str], tuple[Any, ...]]:
+        """Lengths, names and values of all containers, one after the other."""
+        walk = self.walk
+        maps = [thing.__dict__ for _, thing in walk.owners]
+        maps += [thing for _, thing in walk.dictionaries]
+        items = [thing for _, thing in walk.items]
+        values = chain.from_iterable([*[each.values() for each in maps], *items])
+        return [*map(len, (*maps, *items))], [*chain.from_iterable(maps)], tuple(values)
+
+    def _contents(self) -> Iterator[tuple[Container, Any, Any]]:
+        """All containers with their contents."""
+        names, values, walk = iter(self._names), iter(self._values), self.walk
+        for (kind, thing), length in zip((*walk.owners, *walk.dictionaries, *walk.items), self._lengths, strict=True):
+            own = [*islice(values, length)]
+            yield kind, thing, own if kind is ITEMS else dict(zip(islice(names, length), own, strict=True))
+        yield from self._others
+        yield from ((DICTIONARY, each, {}) for each in self._empty)
+
+    def is_current(self) -> bool:
+        """Whether nothing has changed."""
+        return self.has_same_contents() and not self.changed_values()
+
+    def has_same_contents(self) -> bool:
+        """Whether all containers have the same names and values, in the same order."""
+        lengths, names, values = self._flat()
+        return (
+            not any(self._empty)
+            and lengths == self._lengths
+            and names == self._names
+            and identities(values) == self._identities
+            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
+        )
+
+    def changed_names(self) -> list[str]:
+        """Names of changed values in containers."""
+        if self.has_same_contents():
+            return []
+        return [str(name) for kind, thing, content in self._contents() for name in kind.changes(thing, content)]
+
+    def changed_values(self) -> list[str]:
         """Descriptions of changes besides the content of containers."""
         found = []
         if self._flags and any(tensor.requires_grad is not flag for tensor, flag in self._flags):
@@ -157,150 +186,21 @@ class _Copy(Walk):
             found.append("the state of a Python or NumPy random generator")
         return found
 
+    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Tensors whose ``.data`` got other memory, or another shape, strides or type."""
+        with disable_dispatch():
+            return [
+                (a, b)
+                for a, b in self._memory
+                # Other devices need not have that operator.
+                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
+            ]
 
-class PythonState(_Copy):
-    """A copy of a function's current Python state. See NOTE [ Python state ].
-
-    Args:
-        function: the function, method or module.
-        objects: objects among its arguments: generators, modules and others whose state it may change.
-    """
-
-    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
-        super().__init__((*_roots_of(function), *objects))
-        self._generators += [(each, each.get()) for each in global_generators()]
-        # Function modes must not see this.
-        with disable_function():
-            if self._classes:
-                self._add(_parts.of(tuple(map(id, self._classes)), self._classes))
-            for each in self._objects:
-                self._add(_parts.of((id(each[0]), id(type(each[0])), each[2]), (), [each]))
-        del self._classes, self._objects
-
-    def _add(self, part: _Copy) -> None:
-        self._parts.append(part)
-        self.has_iterators |= part.has_iterators
-        self.is_lazy |= part.is_lazy
-        self.writes_parameters |= part.writes_parameters
-        self._fixed += part._fixed
-        self._tensors += part._tensors
-        self._of_buffers += part._of_buffers
-        self._flags += part._flags
-        self._memory += part._memory
-        self._arrays += part._arrays
-        self._generators += part._generators
-
-    # Tensors that the function reads.
-
-    def reachable(self) -> list[tuple[str, torch.Tensor]]:
-        """The tensors and plain parameters that the function can reach, each once, with its name.
-
-        Inference tensors are left out: they have no versions. The names are the same in every call, and not unique.
-        """
-        found = {id(pair[1]): pair for pair in reversed(self._tensors)}
-        return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Tensors that the copy holds. Parameters of modules are left out: a replay finds them in the modules."""
-        contents = [content for kind, _, content in self._contents() if kind is not PARAMETERS]
-        for values in (*[each.values() if type(each) is dict else each for each in contents], *self._fixed):
-            yield from (value for value in values if isinstance(value, torch.Tensor))
-
-    def sole_buffers(self) -> set[int]:
-        """Ids of buffers that only modules have, and that have kept their memory."""
-        counts = Counter(id(tensor) for _, tensor in self._tensors)
-        found = [buffer for each in self._of_buffers for buffer in each.values() if buffer is not None]
-        counts.subtract(map(id, found))
-        elsewhere = {id(buffer) for buffer, _ in self._with_other_memory()}
-        return {id(buffer) for buffer in found if not counts[id(buffer)]} - elsewhere
-
-    @contextmanager
-    def swapped(self, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """A context in which modules have other buffers.
-
-        Args:
-            others: these, by the ids of the buffers that they stand for.
-        """
-        undo = []
-        if others:
-            for buffers in self._of_buffers:
-                for name, buffer in buffers.items():
-                    other = others.get(id(buffer))
-                    if other is not None:
-                        undo.append((buffers, name, buffer, other))
-                        buffers[name] = other
-        try:
-            yield
-        finally:
-            for buffers, name, buffer, other in undo:
-                if buffers.get(name) is other:
-                    buffers[name] = buffer
-
-    def replaceable(self) -> set[int]:
-        """Ids of tensors that lie only in containers in which they can be replaced."""
-        fixed = {id(value) for values in self._fixed for value in values}
-        fixed.update(id(value) for _, thing, content in self._contents() if isinstance(thing, set) for value in content)
-        return {id(tensor) for _, tensor in self._tensors} - fixed
-
-    @contextmanager
-    def replaced(self, others: Mapping[int, torch.Tensor]) -> Iterator[None]:
-        """A context in which containers have other tensors.
-
-        Args:
-            others: these, by the ids of the tensors that they stand for.
-        """
-        undo: list[tuple[Callable[[Any, Any, Any], object], Any, Any, Any]] = []
-        for kind, thing, content in self._contents() if others else ():
-            for name, value in content.items() if type(content) is dict else enumerate(content):
-                if id(value) in others and isinstance(value, torch.Tensor):
-                    put = kind.put if type(content) is dict else operator.setitem
-                    put(thing, name, others[id(value)])
-                    undo.append((put, thing, name, value))
-        try:
-            yield
-        finally:
-            for put, thing, name, value in undo:
-                put(thing, name, value)
-
-    # Comparing and putting back.
-
-    @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """A context with the copied state. Afterwards the state from before the context is put back."""
-        # Function modes must not see this.
-        with disable_function():
-            is_current = not self.changes
-            before = self if is_current else self.again()
-            if not is_current:
-                self._put_back()
-        try:
-            yield
-        finally:
-            with disable_function():
-                before._put_back()
-
-    def histories(self) -> dict[str, torch.Tensor]:
-        """Former tensors, by name, of attributes that now have a tensor that requires grad."""
-        return {
-            str(name): content[name]
-            for kind, thing, content in self._contents()
-            if kind in _WITH_HISTORIES
-            for name in kind.changes(thing, content)
-            if isinstance(content.get(name), torch.Tensor) and getattr(kind.value(thing, name), "requires_grad", False)
-        }
-
-    def made(self) -> list[str]:
-        """Names of new attributes that are parameters, or other leaves that require grad."""
-        return [
-            str(name)
-            for kind, thing, content in ([] if self._has_same_contents() else self._contents())
-            if isinstance(content, dict)
-            for name in kind.changes(thing, content)
-            if content.get(name) is None and _is_trained(kind.value(thing, name))
-        ]
-
-    def _put_back(self) -> None:
-        if not self._has_same_contents():
+    def put_back(self) -> None:
+        """Set everything to this content."""
+        if self.is_current():
+            return
+        if not self.has_same_contents():
             for kind, thing, content in self._contents():
                 kind.put_back(thing, content)
         for tensor, flag in self._flags:
@@ -318,31 +218,17 @@ class PythonState(_Copy):
                 generator.put(state)
 
 
-class _Parts:
-    """Living parts of states. See NOTE [ Parts of a state ]."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], weakref.ref[_Copy]] = {}
-
-    def of(self, key: tuple[int, ...], classes: Sequence[type], objects: Sequence[Entry] = ()) -> _Copy:
-        """The part of some classes, or of an object, by their identities."""
-        reference = self._known.get(key)
-        part = None if reference is None else reference()
-        if part is None or part.changes:
-            part = _Copy((), [*((each, "class", 0, True) for each in classes), *objects])
-            self._known[key] = weakref.ref(part, partial(self._forget, key))
-        return part
-
-    def _forget(self, key: tuple[int, ...], reference: weakref.ref[_Copy]) -> None:
-        if self._known.get(key) is reference:
-            del self._known[key]
+_parts: weakref.WeakValueDictionary[tuple[int, ...], _Copy] = weakref.WeakValueDictionary()
+"""Living parts, by the identities of their classes or objects."""
 
 
-_parts = _Parts()
-
-
-def _is_trained(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad and value.is_leaf
+def _part_of(entries: Sequence[Entry]) -> _Copy:
+    """See NOTE [ Parts of a state ]."""
+    key = tuple([each for value, _, depth, _ in entries for each in (id(value), id(type(value)), depth)])
+    part = _parts.get(key)
+    if part is None or not part.is_current():
+        part = _parts[key] = _Copy(Walk((), entries))
+    return part
 
 
 def _roots_of(function: Any) -> list[Any]:
@@ -352,16 +238,6 @@ def _roots_of(function: Any) -> list[Any]:
     if not isinstance(owner, Module):
         return [function]
     return [owner, function.__func__] if isinstance(function, types.MethodType) else [owner]
-
-
-def _flattened(contents: Sequence[dict[str, Any]]) -> tuple[list[int], list[Any], list[Any]]:
-    """Lengths, names and values of several dictionaries, one after the other."""
-    values = chain.from_iterable([each.values() for each in contents])
-    return [*map(len, contents)], [*chain.from_iterable(contents)], [*values]
-
-
-def _copies(contents: Contents) -> Contents:
-    return [(kind, thing, kind.copy(thing, content)) for kind, thing, content in contents]
 
 
 def _are_set_alike(a: torch.Tensor, b: torch.Tensor) -> bool:

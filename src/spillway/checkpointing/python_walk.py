@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import dis
 import functools
-import operator
 import random
 import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from itertools import repeat
 from typing import Any
 
@@ -27,6 +26,7 @@ from spillway.checkpointing.python_containers import (
     INTERNAL,
     ITEMS,
     MISSING,
+    MODULE,
     PARAMETERS,
     SLOTS,
     Container,
@@ -59,8 +59,8 @@ _NAMES: dict[type, str] = {
     types.FunctionType: "function",
 }
 """How objects of these classes are read."""
-_STRINGS = frozenset((str,))
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
+_STRINGS = frozenset((str,))
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Objects that are read in classes. Classes also have registries of functions and other objects."""
 
@@ -70,37 +70,8 @@ Entry = tuple[Any, str, int, bool]
 """An object to be read, how it is read, its depth, and whether a class has it."""
 
 
-class Layout:
-    """The names of a module's attributes.
-
-    Args:
-        all_names: all names, also those of torch's own attributes.
-    """
-
-    __slots__ = ("all_names", "get", "has_max_norm", "names")
-
-    def __init__(self, all_names: tuple[str, ...]) -> None:
-        self.all_names = all_names
-        self.names = tuple([name for name in all_names if name not in INTERNAL])
-        """Names that belong to the state."""
-        self.has_max_norm = "max_norm" in all_names
-        self.get: Callable[[dict[str, Any]], tuple[Any, ...]] = self._get
-        """Returns the values that belong to the state."""
-        if len(self.names) > 1:
-            self.get = operator.itemgetter(*self.names)
-
-    def _get(self, attributes: dict[str, Any]) -> tuple[Any, ...]:
-        return tuple([attributes[name] for name in self.names])
-
-
-@functools.lru_cache(maxsize=1024)
-def layout_of(all_names: tuple[str, ...]) -> Layout:
-    """The layout of modules with these names."""
-    return Layout(all_names)
-
-
 class Walk:
-    """Finds all containers, breadth first, and copies their content.
+    """Finds everything that belongs to a function's state, breadth first.
 
     Args:
         roots: the function, or the module that it is a method of, and objects among its arguments.
@@ -114,27 +85,28 @@ class Walk:
         """Whether a module of the function makes its parameters or buffers when it is first called."""
         self.writes_parameters = False
         """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
-        # Modules, with their attributes; other objects with attributes; dictionaries with names; other containers.
-        self._modules: list[tuple[Module, Layout, tuple[Any, ...]]] = []
-        self._owners, self._dictionaries, self._others = Contents(), Contents(), Contents()
-        # Empty dictionaries of modules: most have two.
-        self._empty: list[dict[str, Any]] = []
-        # Containers that never change: tuples, arguments of partial functions.
-        self._fixed: list[Iterable[Any]] = []
-        # All tensors with their names; plain parameters of modules; buffers.
-        self._tensors: list[tuple[str, torch.Tensor]] = []
-        self._parameters: list[torch.Tensor] = []
-        self._buffers: list[torch.Tensor] = []
-        self._of_buffers: list[dict[str, torch.Tensor | None]] = []
-        """Dictionaries in which modules have their buffers."""
-        self._arrays: list[tuple[Any, Any]] = []
-        self._generators: list[tuple[Generator, Any]] = []
+        self.owners: list[tuple[Container, Any]] = []
+        """Modules, classes and objects, whose attributes are state."""
+        self.dictionaries: list[tuple[Container, Any]] = []
+        self.items: list[tuple[Container, Any]] = []
+        """Lists, sets and others whose values have no names."""
+        self.others: Contents = []
+        """Cells, globals and slots, of which certain names are state, and dictionaries whose names are no strings."""
+        self.empty: list[dict[str, Any]] = []
+        """Empty dictionaries of modules: most have two."""
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """All tensors, with their names."""
+        self.parameters: list[torch.Tensor] = []
+        """Plain parameters of modules."""
+        self.buffers: list[torch.Tensor] = []
+        self.arrays: list[Any] = []
+        self.generators: list[Generator] = []
         self._todo: list[Entry] = [*entries]
         self._seen = {id(value) for value, what, *_ in self._todo if what != "class"}
         # Classes and objects, which many modules share, are read as parts of their own.
         self._is_part = bool(self._todo)
-        self._classes: list[type] = []
-        self._objects: list[Entry] = []
+        self.classes: list[Entry] = []
+        self.objects: list[Entry] = []
         self._meet(zip(repeat(""), roots), 0)
         # The list grows during the loop.
         for value, what, depth, is_shared in self._todo:
@@ -142,9 +114,8 @@ class Walk:
                 self._read_module(value)
             else:
                 self._read(value, what, depth, is_shared)
-        # Scripted modules have no dictionaries.
-        self._empty = [each for each in self._empty if type(each) in _DICTS]
-        del self._seen, self._todo
+        self._seen.clear()
+        self._todo.clear()
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
         """Take values with their names, and queue containers among them.
@@ -160,12 +131,12 @@ class Walk:
                 continue
             what = (_known.get(id(type(value))) or _facts_of(type(value)))[0]
             if what == "tensor":
-                self._tensors.append((str(name), value))
+                self.tensors.append((str(name), value))
             elif what == "simple" or id(value) in seen or (is_shared and what not in _SHARED):
                 continue
             elif what == "module" or depth <= (_FILE_DEPTH if what == "file" else _DEPTH):
                 seen.add(id(value))
-                todo = self._objects if what == "object" and not self._is_part else self._todo
+                todo = self.objects if what == "object" and not self._is_part else self._todo
                 todo.append((value, what, depth + 1, is_shared))
 
     def _read(self, value: Any, what: str, depth: int, is_shared: bool) -> None:
@@ -175,7 +146,7 @@ class Walk:
         elif what == "object":
             self._read_object(value, depth)
         elif what == "class":
-            self._add_classes(value)
+            self._read_classes(value)
         elif what in ("function", "helper"):
             self._read_function(value, depth, opens=what == "function")
         elif what == "bound":
@@ -183,33 +154,29 @@ class Walk:
             parts = (
                 (value.func, *value.args, *value.keywords.values()) if is_partial else (value.__self__, value.__func__)
             )
-            self._read_fixed(parts, "an argument of a partial function", depth)
+            self._meet(zip(repeat("an argument of a partial function"), parts), depth)
         elif what == "generator":
             if (generator := generator_of(value)) is not None:
-                self._generators.append((generator, generator.get()))
+                self.generators.append(generator)
         elif what == "array":
             if value.nbytes <= _MOST_BYTES:
-                self._arrays.append((value, value.copy()))
+                self.arrays.append(value)
         else:
             self.has_iterators = True
 
     def _read_container(self, value: Any, what: str, depth: int, is_shared: bool = False) -> None:
         if what == "dict":
-            content = value.copy() if type(value) is dict else dict(value.items())
-            # Keys of other types may be equal and not the same, as 1 and True.
-            found = self._dictionaries if _STRINGS.issuperset(map(type, content)) else self._others
-            found.append((DICTIONARY, value, content))
-            self._meet(content.items(), depth, is_shared)
-        elif what == "items":
-            items = list(value)
-            self._others.append((ITEMS, value, items))
-            self._meet(zip(repeat(f"an item of a {type(value).__name__}"), items), depth, is_shared)
-        else:
-            self._read_fixed(value, "an item of a tuple", depth, is_shared)
-
-    def _read_fixed(self, values: Any, name: str, depth: int, is_shared: bool = False) -> None:
-        self._fixed.append(values)
-        self._meet(zip(repeat(name), values), depth, is_shared)
+            if _STRINGS.issuperset(map(type, value)):
+                self.dictionaries.append((DICTIONARY, value))
+            else:
+                # Keys of other types may be equal and not the same, as 1 and True.
+                self.others.append((DICTIONARY, value, dict(value.items())))
+            self._meet(value.items(), depth, is_shared)
+            return
+        if what == "items":
+            self.items.append((ITEMS, value))
+        if type(value) is not bytearray:
+            self._meet(zip(repeat(f"an item of a {type(value).__name__}"), value), depth, is_shared)
 
     # Modules.
 
@@ -217,64 +184,62 @@ class Walk:
         kind = type(module)
         if id(kind) not in self._seen:
             if self._is_part:
-                self._add_classes(kind)
+                self._read_classes(kind)
             else:
                 self._seen.add(id(kind))
-                self._classes.append(kind)
+                self.classes.append((kind, "class", 0, True))
+        self.owners.append((MODULE, module))
         attributes = module.__dict__
-        layout = layout_of(tuple(attributes))
-        values = layout.get(attributes)
-        self._modules.append((module, layout, values))
         parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
-        if not parameters:
-            self._empty.append(parameters)
-        elif type(parameters) in _DICTS:
+        if type(parameters) in _DICTS:
             self._read_parameters(parameters)
-        if not buffers:
-            self._empty.append(buffers)
-        elif type(buffers) in _DICTS:
+        if type(buffers) in _DICTS:
             self._read_buffers(buffers)
-        if not children:
-            self._empty.append(children)
-        elif type(children) in _DICTS:
-            self._read_container(children, "dict", 0)
-        else:
+        if type(children) not in _DICTS:
             # Submodules of a scripted module.
-            self._read_fixed([*children.values()], "a module", 0)
-        if not _SIMPLE.issuperset(map(type, values)):
-            self._meet(zip(layout.names, values, strict=True), 1)
-        if layout.has_max_norm and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
+            self._meet(zip(repeat("a module"), [*children.values()]), 0)
+        elif children:
+            self.dictionaries.append((DICTIONARY, children))
+            self._meet(children.items(), 0)
+        else:
+            self.empty.append(children)
+        names = attributes.keys() - INTERNAL
+        if more := [(name, value) for name in names if type(value := attributes[name]) not in _SIMPLE]:
+            self._meet(more, 1)
+        if "max_norm" in attributes and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.writes_parameters = True
 
     def _read_parameters(self, parameters: Any) -> None:
-        content = parameters.copy()
-        if not are_plain(content.values()):
-            self.is_lazy = self.is_lazy or any(map(is_lazy, content.values()))
-            return
-        self._dictionaries.append((PARAMETERS, parameters, content))
-        for pair in content.items():
-            if pair[1] is not None:
-                self._tensors.append(pair)
-                self._parameters.append(pair[1])
+        if not parameters:
+            self.empty.append(parameters)
+        elif are_plain(parameters.values()):
+            self.dictionaries.append((PARAMETERS, parameters))
+            found = [pair for pair in parameters.items() if pair[1] is not None]
+            self.tensors += found
+            self.parameters += [each for _, each in found]
+        else:
+            self.is_lazy = self.is_lazy or any(map(is_lazy, parameters.values()))
 
     def _read_buffers(self, buffers: Any) -> None:
+        if not buffers:
+            self.empty.append(buffers)
+            return
         self._read_container(buffers, "dict", 1)
-        self._of_buffers.append(buffers)
-        for buffer in [*buffers.values()]:
+        for buffer in buffers.values():
             if type(buffer) in (torch.Tensor, Parameter):
-                self._buffers.append(buffer)
+                self.buffers.append(buffer)
             elif is_lazy(buffer):
                 self.is_lazy = True
 
-    def _add_classes(self, kind: type) -> None:
+    def _read_classes(self, kind: type) -> None:
         """Read ``forward`` of a class and its bases, and containers that all objects share."""
         for base in kind.__mro__:
             if id(base) in self._seen:
                 continue
             self._seen.add(id(base))
             if _facts_of(base)[2]:
-                content = vars(base).copy()
-                self._owners.append((CLASS, base, content))
+                content = vars(base)
+                self.owners.append((CLASS, base))
                 if not _CODE.issuperset(map(type, content.values())):
                     self._meet([pair for pair in content.items() if pair[0][:2] != "__"], 1, is_shared=True)
                 forward = content.get("forward")
@@ -284,27 +249,25 @@ class Walk:
     # Objects and functions.
 
     def _read_object(self, value: Any, depth: int) -> None:
-        self._add_classes(type(value))
+        self._read_classes(type(value))
         if type(attributes := getattr(value, "__dict__", None)) is dict:
-            content = attributes.copy()
-            self._owners.append((ATTRIBUTES, value, content))
-            self._meet(content.items(), depth)
+            self.owners.append((ATTRIBUTES, value))
+            self._meet(attributes.items(), depth)
         if names := _facts_of(type(value))[1]:
-            in_slots = SLOTS.copy(value, names)
-            self._others.append((SLOTS, value, in_slots))
-            self._meet(in_slots.items(), depth)
+            self._add_other(SLOTS, value, SLOTS.copy(value, names), depth)
 
     def _read_function(self, function: types.FunctionType, depth: int, *, opens: bool) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            content = CELL.copy(cell, (name,))
-            self._others.append((CELL, cell, content))
-            self._meet(content.items(), depth)
+            self._add_other(CELL, cell, CELL.copy(cell, (name,)), depth)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        self._read_fixed(defaults, "a default of an argument", depth)
+        self._meet(zip(repeat("a default of an argument"), defaults), depth)
         self._add_globals(function, opens=opens)
-        attributes = vars(function).copy()
-        self._owners.append((ATTRIBUTES, function, attributes))
-        self._meet(attributes.items(), depth)
+        self.owners.append((ATTRIBUTES, function))
+        self._meet(vars(function).items(), depth)
+
+    def _add_other(self, kind: Container, thing: Any, content: dict[str, Any], depth: int) -> None:
+        self.others.append((kind, thing, content))
+        self._meet(content.items(), depth)
 
     def _add_globals(self, function: types.FunctionType, *, opens: bool) -> None:
         """Read globals that a function's code names: its state and, if it ``opens``, functions with their own state."""
@@ -326,7 +289,7 @@ class Walk:
         self._seen.update(map(id, new))
         self._todo += [(each, "helper", 1, False) for each in new]
         if state or helpers:
-            self._others.append((GLOBALS, now, state | helpers))
+            self.others.append((GLOBALS, now, state | helpers))
 
 
 _known: dict[int, tuple[str, tuple[str, ...], bool, weakref.ref[type]]] = {}

@@ -8,29 +8,22 @@ functions write a buffer now and then only, and batch-norm kernels write without
 are held until backward, since a later call may have written statistics so.
 
 If forward has written any, the replay starts from the copies. After the replay, contents and versions are those from
-before it. If only modules refer to a buffer, the modules get a copy of it during the replay. Other tensors are written
-twice: before the replay, and after it.
+before it. So if a replay saves a buffer, backward reads the buffer's content of that moment, as in plain PyTorch: batch
+norm without training does so with its statistics.
 
 If forward has written a tensor without a copy (a large one, for the first time), it cannot be put back. In a call that
 is compared in full, the comparison decides whether that matters. In another call the replay is refused if it reads it.
 
-NOTE [ Saved buffers ]
-
-Autograd saves a buffer by reference. Batch norm without training reads its statistics in backward as they are then: a
-later call in training has updated them, without a new version. So if a replay saves a copy that stands for a buffer,
-autograd gets the buffer.
-
 NOTE [ Tensors written since forward ]
 
-A replay must not read a tensor that was written after forward. Only a dispatch mode sees the reads of operators, and
-under a mode torch takes other kernels for some operators. So stand-ins take the place of such tensors in containers of
-Python state during the replay. A stand-in tells its shape and type, and raises an error if its content is read.
+A replay must not read a tensor that was written after forward. A dispatch mode sees the reads of operators. Under a
+mode torch takes other kernels for a few operators (NOTE [ Recording ] in ``recorder.py``). If the replay runs one of
+them, it is refused, too.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -38,16 +31,13 @@ import torch
 
 from spillway._torch import (
     copy_many,
-    disable_function,
-    disable_subclass_function,
     preserve_versions,
     storage_key,
-    tree_leaves,
     version_of,
 )
 from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.checks import has_content_of
-from spillway.checkpointing.schema import facts_of
+from spillway.checkpointing.schema import facts_of, is_chosen_under_a_mode
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, below_modes, has_bits, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
@@ -55,8 +45,6 @@ from spillway.runtime.bytes import over
 if TYPE_CHECKING:
     from spillway.checkpointing.learned import LearnedCalls
 
-Copies = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Copies that modules have in place of their buffers, with the buffers, by the keys of the copies' storages."""
 _MOST_OBSERVED, _MOST_COPIED = 64 << 20, 1 << 20
 """Most bytes of a tensor that is copied in case the function writes it, in observed calls and in others."""
 _MOST_HELD = 64 << 10
@@ -117,11 +105,6 @@ class ReachedTensors:
             if place not in wrote
         ]
 
-    @property
-    def may_be_written(self) -> bool:
-        """Whether the function may write any of them."""
-        return bool(self._copied or self._lost)
-
     def tensors(self) -> list[torch.Tensor]:
         """All of them."""
         found = {id(tensor): tensor for tensor, _ in (*self._unwritten, *self._before)}
@@ -139,7 +122,7 @@ class ReachedTensors:
         return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
 
     def protected(self) -> list[torch.Tensor]:
-        """Tensors whose current content is restored after a replay, or that are replaced by a copy during it."""
+        """Tensors whose current content is restored after a replay."""
         return [*self._copied, *self._lost]
 
     def storages(self) -> set[int]:
@@ -147,41 +130,28 @@ class ReachedTensors:
         return {storage_key(each.untyped_storage()) for each in self.protected() if is_strided(each)}
 
     @contextmanager
-    def as_before(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+    def as_before(self, has_run: Callable[[], object]) -> Iterator[None]:
         """A context in which tensors have their contents from before forward. It restores the current ones.
 
-        Yields copies that modules get in place of their ``sole`` buffers, to which only they refer, by ids.
+        Before that, it calls ``has_run``: contents are compared first.
         """
-        protected = self.protected()
-        if not protected:
-            yield {}
-            return
-        with below_modes(self._subclass):
-            # A tensor that other code has written since is refused, not put back: autograd would raise an error.
-            changed = {id(tensor) for tensor, _ in self.changed()}
-            before = {id(tensor): copy for tensor, copy in self._before if id(tensor) not in changed}
-            alone = self._alone(sole - changed, inputs)
-            others = [tensor for tensor in protected if id(tensor) not in alone]
-            contents = [before.get(id(tensor), tensor) for tensor in alone.values()]
-            swapped = dict(zip(alone, copies_of(contents), strict=True)) if alone else {}
-            now = list(zip(others, copies_of(others), strict=True)) if others else []
-            write_back([(tensor, before[id(tensor)]) for tensor in others if id(tensor) in before])
+        protected, now = self.protected(), []
+        if protected:
+            with below_modes(self._subclass):
+                # A tensor that other code has written since is refused, not put back: autograd would raise an error.
+                changed = {id(tensor) for tensor, _ in self.changed()}
+                # Aliases, since the function may give a tensor other memory or strides.
+                now = list(zip([each.detach() for each in protected], copies_of(protected), strict=True))
+                write_back([pair for pair in self._before if id(pair[0]) not in changed])
         try:
-            with preserve_versions(tuple(others)) if others else nullcontext():
-                yield swapped
+            with preserve_versions(tuple(protected)) if protected else nullcontext():
+                try:
+                    yield
+                finally:
+                    has_run()
         finally:
             with below_modes(self._subclass):
                 write_back(now)
-
-    def _alone(self, sole: Set[int], inputs: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Copied tensors that share no memory with other reached tensors, by ids."""
-        plain = (each for each in (*self.tensors(), *inputs) if type(each) in PLAIN and is_strided(each))
-        storages = Counter(storage_key(each.untyped_storage()) for each in plain)
-        return {
-            id(each): each
-            for each in self._copied
-            if id(each) in sole and type(each) is torch.Tensor and storages[storage_key(each.untyped_storage())] == 1
-        }
 
 
 def may_be_written(tensor: torch.Tensor, most: int) -> bool:
@@ -230,16 +200,6 @@ def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return copies
 
 
-def buffer_of(tensor: torch.Tensor, copies: Copies) -> torch.Tensor | None:
-    """The same part of the buffer, if a saved tensor is a part of its copy. See NOTE [ Saved buffers ]."""
-    pair = copies.get(storage_key(tensor.untyped_storage())) if is_strided(tensor) else None
-    if pair is None or tensor.dtype is not pair[0].dtype:
-        return None
-    copy, buffer = pair
-    start = int(tensor.storage_offset() - copy.storage_offset() + buffer.storage_offset())
-    return over(buffer.untyped_storage(), tensor.dtype, start, tensor.shape, tensor.stride())
-
-
 def write_back(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
     """Give tensors their earlier content, without a new version."""
     if pairs:
@@ -269,40 +229,6 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     return not (tensor.is_neg() or tensor.is_conj())
 
 
-_METADATA = frozenset(
-    ("__get__", "size", "dim", "ndimension", "numel", "stride", "is_contiguous", "__len__", "element_size")
-)
-"""Functions of tensors that return a tensor only if they read its content."""
-
-
-class RefusedTensor(torch.Tensor):
-    """Stands for a tensor. See NOTE [ Tensors written since forward ]."""
-
-    _refuse: Callable[[], NoReturn]
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor, refuse: Callable[[], NoReturn]) -> RefusedTensor:
-        """Stand for a tensor. If its content is read, ``refuse`` is called."""
-        with below_modes(), disable_function(), torch.no_grad():
-            memory = torch.empty((), dtype=tensor.dtype, device=tensor.device)
-            stand_in: RefusedTensor = memory.expand(tensor.shape).as_subclass(cls)
-            if tensor.requires_grad:
-                stand_in.requires_grad_()
-        stand_in._refuse = refuse
-        return stand_in
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if getattr(func, "__name__", "") in _METADATA:
-            with disable_subclass_function():
-                result = func(*args, **(kwargs or {}))
-            if not isinstance(result, torch.Tensor):
-                return result
-        return next(each for each in tree_leaves((args, kwargs)) if isinstance(each, RefusedTensor))._refuse()
-
-
 def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
     """Raise the error of a tensor that was written after the function had read it.
 
@@ -317,20 +243,35 @@ def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
 
 
 class ReadMode(OperatorMode):  # type: ignore[no-untyped-call]
-    """Calls a function with the key of a tensor before an operator reads it."""
+    """Refuses reads of tensors that were written since forward. See NOTE [ Tensors written since forward ].
 
-    def __init__(self, tensors: Iterable[tuple[torch.Tensor, Any]], reads: Callable[[Any], object]) -> None:
+    ``changed`` are these tensors, with their versions in forward.
+    """
+
+    def __init__(self, changed: Iterable[tuple[torch.Tensor, int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._keys = {storage_key(each.untyped_storage()): key for each, key in tensors if is_strided(each)}
-        self._reads = reads
+        self._changed = {storage_key(pair[0].untyped_storage()): pair for pair in changed if is_strided(pair[0])}
+        self.read: tuple[torch.Tensor, int] | None = None
+        """The first one that was read. The function may catch the error."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._changed and is_chosen_under_a_mode(func, args):
+            self.read = next(iter(self._changed.values()))
+            raise RecomputeError(
+                f"A tensor of shape {list(self.read[0].shape)} was written in place after a checkpointed function had "
+                f"run. Spillway cannot find out whether the function reads it, since {func} takes another kernel when "
+                f"its reads are observed. Write after backward, or into a copy."
+            )
         if not facts_of(func).is_view:
             for tensor in tensors_in((*args, *kwargs.values())):
-                key = self._keys.get(storage_key(tensor.untyped_storage())) if is_strided(tensor) else None
-                if key is not None:
-                    self._reads(key)
+                known = self._changed.get(storage_key(tensor.untyped_storage())) if is_strided(tensor) else None
+                if known is not None:
+                    self._refuse(known)
         return func(*args, **kwargs)
+
+    def _refuse(self, changed: tuple[torch.Tensor, int]) -> NoReturn:
+        self.read = self.read or changed
+        refuse_written(*changed)

@@ -44,7 +44,7 @@ from spillway._torch import (
 )
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
-from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call
+from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
@@ -56,23 +56,6 @@ _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "Vie
 """Views of a cast weight that a matrix product may save."""
 _OFFSET = 8
 """Bytes of a generator's state before its offset, on devices whose generators have one."""
-
-
-_POOL = torch.ops.aten.max_pool2d_with_indices.default
-_FACTORS = frozenset(
-    (torch.ops.aten._linalg_eigh.default, torch.ops.aten._linalg_svd.default, torch.ops.aten.linalg_eig.default)
-)
-
-
-def _chosen_under_a_mode(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether torch may have chosen this operator only because a mode is active. See NOTE [ Recording ].
-
-    Without gradients and modes, functions of eigenvalues and singular values (also norms and condition numbers) compute
-    no vectors, and ``max_pool1d`` has a kernel of its own. Found by running torch's database of operators both ways.
-    """
-    if func not in _FACTORS and not (func is _POOL and args[1][0] == 1):
-        return False
-    return not args[0].requires_grad
 
 
 class Recorder(OperatorMode):
@@ -193,7 +176,7 @@ class Recorder(OperatorMode):
             for part in tensors_in((output,)):
                 self.casts.add(self._value(part, is_input=True))
             return output
-        if _chosen_under_a_mode(func, args):
+        if is_chosen_under_a_mode(func, args):
             self.values.opaque = f"torch may run another kernel than {func} without a dispatch mode"
         node = next_node()
         operator = Operator(func, facts, tuple([self._value(each) for each in tensors_in((*args, *kwargs.values()))]))

@@ -2,40 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
-from itertools import chain
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from spillway._torch import storage_key, top_hooks, version_of
+from spillway._torch import top_hooks, version_of
 from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
-from spillway.checkpointing.checks import PendingChecks, difference_error, fingerprints_of, has_content_of
+from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
 from spillway.checkpointing.reached import (
-    Copies,
     ReachedTensors,
     ReadMode,
-    RefusedTensor,
     copy_of,
     overlap,
     refuse_written,
 )
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
+from spillway.checkpointing.tensors import PLAIN, below_modes
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.hooks import ForwardScope
 from spillway.types import Decision
 
 _KEEP = Decision.KEEP
 Result = TypeVar("Result")
-HasRun = Callable[[Iterable[torch.Tensor], Copies], None]
-Within = Callable[[HasRun], AbstractContextManager[None]]
-"""Makes the context around the function's code in a replay. Its argument is called after that code, with the tensors
-that the code may have written, and copies of buffers, before reached tensors get their current content back."""
 
 
 class CallSetup(NamedTuple):
@@ -48,7 +40,6 @@ class CallSetup(NamedTuple):
     """The forward scope that the call belongs to: counts bytes, and offloads inputs if asked to."""
     inputs: Decision | None
     """The decision about tensors among the arguments; ``None``: that of the hooks around the call."""
-    pending_checks: PendingChecks
     draws: bool
     """Whether the replay draws the random numbers of forward."""
     compares: bool = False
@@ -64,7 +55,7 @@ class ReplayableCall:
 
     def __init__(self, setup: CallSetup) -> None:
         self._function, self._learned, self._scope, self._inputs = setup[:4]
-        self._pending_checks, self._draws, compares, self._is_captured, self._partition = setup[4:]
+        self._draws, compares, self._is_captured, self._partition = setup[4:]
         self._state, self._label = setup.function.state, setup.function.label
         learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
@@ -92,10 +83,7 @@ class ReplayableCall:
     # Forward.
 
     def _may_begin(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether the call can be replayed. Results of earlier comparisons are read."""
-        if not self._is_captured:
-            self._pending_checks.send()
-            self._pending_checks.read()
+        """Whether the call can be replayed."""
         written = self._learned.written_inputs
         if not (written and overlap(tensors, written)):
             return True
@@ -199,7 +187,7 @@ class ReplayableCall:
                 return replay()
             except Exception as error:
                 # On another state than that of forward, anything may be missing.
-                raise difference_error([self._label]) from error
+                raise difference_error(self._label) from error
 
     def _inputs_back(self) -> list[torch.Tensor]:
         """The tensors among the arguments. A replay unpacks them once, though it may run the function more often.
@@ -214,54 +202,19 @@ class ReplayableCall:
         self._unpacked = []
 
     @contextmanager
-    def _as_of_forward(
-        self, tensors: Sequence[torch.Tensor], changed: Sequence[tuple[torch.Tensor, int]]
-    ) -> Iterator[Within]:
+    def _as_of_forward(self, changed: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
         """A context with the settings and random generators of forward, for a replay.
 
-        If the function has read a tensor that was changed since forward, the context raises an error at its end.
+        If the function reads a tensor that was ``changed`` since forward, the context raises an error.
         """
-        touched: list[tuple[torch.Tensor, int]] = []
-
-        def refuse(written: tuple[torch.Tensor, int]) -> NoReturn:
-            # The function may catch the error.
-            touched.append(written)
-            refuse_written(*written)
-
-        may_go = self._state.replaceable() if changed else set()
-        refused = {
-            id(pair[0]): RefusedTensor.of(pair[0], partial(refuse, pair))
-            for pair in changed
-            if id(pair[0]) in may_go and type(pair[0]) in PLAIN and is_strided(pair[0])
-        }
-        others = [(pair[0], pair) for pair in changed if id(pair[0]) not in refused]
+        reads = ReadMode(changed) if changed else None
         with replay_lock:
             now = states_of(generators_of(self._devices)) if self._draws else []
             try:
                 put_states(self._states)
-                with (
-                    self._ambient.in_force(),
-                    torch.enable_grad(),
-                    ReadMode(others, refuse) if others else nullcontext(),
-                ):
-                    yield partial(self._as_before, tensors, refused)
+                with self._ambient.in_force(), torch.enable_grad(), nullcontext() if reads is None else reads:
+                    yield
             finally:
                 put_states(now)
-        if touched:
-            refuse_written(*touched[0])
-
-    @contextmanager
-    def _as_before(
-        self, tensors: Sequence[torch.Tensor], refused: dict[int, RefusedTensor], has_run: HasRun
-    ) -> Iterator[None]:
-        """A context around the function's code, in which reached tensors have their content from before forward."""
-        state, reached = self._state, self._reached
-        sole = state.sole_buffers() if reached.may_be_written else set()
-        with reached.as_before(sole, tensors) as others, state.swapped(others), state.replaced(refused):
-            try:
-                yield
-            finally:
-                # Saved tensors are compared before their content is put back.
-                buffers = {id(tensor): tensor for tensor in reached.protected()} if others else {}
-                copies = {storage_key(copy.untyped_storage()): (copy, buffers[key]) for key, copy in others.items()}
-                has_run(chain(others.values(), reached.protected()), copies)
+        if reads is not None and reads.read is not None:
+            refuse_written(*reads.read)

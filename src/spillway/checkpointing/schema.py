@@ -57,6 +57,11 @@ _QUERIES = {"aten::_nested_tensor_size", "aten::_nested_tensor_storage_offsets",
 
 _KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]", "number", "bool", "int", "float"}
 
+_POOL = torch.ops.aten.max_pool2d_with_indices.default
+_FACTORS = frozenset(
+    (torch.ops.aten._linalg_eigh.default, torch.ops.aten._linalg_svd.default, torch.ops.aten.linalg_eig.default)
+)
+
 _known: dict[int, tuple[Any, OperatorFacts]] = {}
 """Facts by the identity of the operator. The operator is held, so that its address is not used again."""
 
@@ -119,6 +124,17 @@ def _read(operator: Any) -> OperatorFacts:
         is_random=torch.Tag.nondeterministic_seeded in tags,
         is_data_dependent=bool(tags & _DATA_DEPENDENT_TAGS) or schema.name in _DATA_DEPENDENT,
     )
+
+
+def is_chosen_under_a_mode(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether torch may have chosen this operator only because a mode is active: NOTE [ Recording ] in ``recorder.py``.
+
+    Without gradients and modes, functions of eigenvalues and singular values (also norms and condition numbers) compute
+    no vectors, and ``max_pool1d`` has a kernel of its own. Found by running torch's database of operators both ways.
+    """
+    if func not in _FACTORS and not (func is _POOL and args[1][0] == 1):
+        return False
+    return not args[0].requires_grad
 
 
 def argument(args: tuple[Any, ...], kwargs: dict[str, Any], key: Key) -> Any:
