@@ -98,7 +98,7 @@ class PlanController:
         self.profile: Profile | None = None
         """The profile that the plan was made of."""
         self.measured: Point | None = None
-        """Of the validated step."""
+        """Peak and seconds of the validated step."""
         self.notes = collector.notes
         self.losses = collector.losses
         self._memory = DeviceMemory(collector.device)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -170,10 +170,8 @@ def _kind_of(path: str | os.PathLike[str]) -> str:
     return f"it is {kinds.get(stat.S_IFMT(os.stat(path).st_mode), 'a device')}"
 
 
-@cache
-def _adapter(record: type[Any]) -> TypeAdapter[Any]:
-    """Making one takes longer than reading a file."""
-    return TypeAdapter(record)
+_adapter: Callable[[type[Any]], TypeAdapter[Any]] = cache(TypeAdapter)  # type: ignore[assignment]
+"""Making one takes longer than reading a file."""
 
 
 class _Version(BaseModel, extra="ignore", strict=True):

@@ -99,7 +99,7 @@ class Level:
 
     seconds: float
     holders: Holders
-    """Of the GPU's bytes."""
+    """Holders of the GPU's bytes."""
     host: int
     disk: int
 
