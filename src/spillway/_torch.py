@@ -496,8 +496,6 @@ function_mode_stack: Callable[[], list[Any]] = torch.overrides._get_current_func
 """The active function modes, from the outermost."""
 disable_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 """A context without ``__torch_function__``, of modes and of subclasses."""
-disable_subclass_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
-"""A context without ``__torch_function__`` of subclasses."""
 preserve_versions: Callable[..., AbstractContextManager[object]] = _unsafe_preserve_version_counter
 """A context after which these tensors (a tuple) have their versions from before it."""
 copy_many: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
