@@ -126,8 +126,6 @@ function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 """The active function modes, from the outermost."""
 disable_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 """A context without ``__torch_function__``, of modes and of subclasses."""
-disable_subclass_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunctionSubclass
-"""A context without ``__torch_function__`` of subclasses."""
 
 
 def has_function_modes() -> bool:

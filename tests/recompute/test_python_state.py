@@ -13,7 +13,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -952,3 +952,35 @@ def test_parameters_of_a_functional_call_are_those_of_forward(regions: Regions, 
             assert all(each.grad is None for each in model.parameters())
 
     regions(step)
+
+
+@pytest.mark.filterwarnings("ignore")  # TorchScript is deprecated
+@pytest.mark.parametrize("kind", ["scripted", "traced"])
+def test_a_scripted_module_inside(regions: Regions, kind: str) -> None:
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            inner = nn.Linear(8, 8)
+            self.inner: Any = torch.jit.script(inner) if kind == "scripted" else torch.jit.trace(inner, torch.ones(8))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return cast("Tensor", self.inner(x.sin())).exp()
+
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Around()
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            block.zero_grad()
+            call(block, x * 1).sum().backward()
+            yield from gradients(x, block)
+
+    regions(step)
+    block = Around()
+    y = spillway.recompute(block, torch.randn(4, 8, requires_grad=True) * 1, session=regions.session)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.mul_(2)
+    with pytest.raises(spillway.RecomputeError, match="written in place"):
+        y.sum().backward()
+    torch.ones(1, requires_grad=True).sum().backward()

@@ -411,6 +411,8 @@ class CheckpointedCall(ReplayableCall):
                 pass
             except Exception:
                 # The function may have raised another error after ours.
+                if collector.refused:
+                    raise RecomputeError(collector.refused) from None
                 if not collector.has_ended:
                     raise
             finally:

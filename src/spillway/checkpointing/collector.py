@@ -20,7 +20,7 @@ import torch
 
 from spillway._torch import dispatch_modes, next_node, storage_key, tree_leaves, version_of
 from spillway.checkpointing.checks import Fingerprints, difference_error, fingerprints_of
-from spillway.checkpointing.reached import refuse_written
+from spillway.checkpointing.reached import why_refused
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import carry_attributes
@@ -77,6 +77,8 @@ class Collector:
         """Wanted tensors that this node has saved."""
         self.other = ""
         """How the saved tensors differ from those of forward, apart from values."""
+        self.refused = ""
+        """Why a saved tensor is refused. The function may make another error of it."""
         self.has_ended = False
         self._is_simple = self.saves is None and self.fingerprints is None and not (self.written or self.changed)
         """Whether saved tensors are only held."""
@@ -161,7 +163,8 @@ class Collector:
                     and is_strided(alias)
                     and (known := self.changed.get(storage_key(alias.untyped_storage())))
                 ):
-                    refuse_written(*known)
+                    self.refused = why_refused(*known)
+                    raise RecomputeError(self.refused)
                 self._values[number] = alias, self._version_of(alias)
                 self._saving.append(tensor)
 

@@ -190,19 +190,20 @@ class Walk:
                 self.classes.append((kind, "class", 0, True))
         self.owners.append((MODULE, module))
         attributes = module.__dict__
-        parameters, buffers, children = attributes["_parameters"], attributes["_buffers"], attributes["_modules"]
-        if type(parameters) in _DICTS:
-            self._read_parameters(parameters)
-        if type(buffers) in _DICTS:
-            self._read_buffers(buffers)
-        if type(children) not in _DICTS:
-            # Submodules of a scripted module.
-            self._meet(zip(repeat("a module"), [*children.values()]), 0)
-        elif children:
-            self.dictionaries.append((DICTIONARY, children))
-            self._meet(children.items(), 0)
+        parameters, buffers, children = map(attributes.get, ("_parameters", "_buffers", "_modules"))
+        if type(parameters) not in _DICTS:
+            # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
+            for each in (parameters, buffers, children) if parameters is not None else ():
+                self._meet(each.items(), 0)
         else:
-            self.empty.append(children)
+            self.empty += [each for each in (parameters, buffers, children) if not each]
+            if parameters:
+                self._read_parameters(parameters)
+            if buffers:
+                self._read_buffers(buffers)
+            if children:
+                self.dictionaries.append((DICTIONARY, children))
+                self._meet(children.items(), 0)
         names = attributes.keys() - INTERNAL
         if more := [(name, value) for name in names if type(value := attributes[name]) not in _SIMPLE]:
             self._meet(more, 1)
@@ -210,9 +211,7 @@ class Walk:
             self.writes_parameters = True
 
     def _read_parameters(self, parameters: Any) -> None:
-        if not parameters:
-            self.empty.append(parameters)
-        elif are_plain(parameters.values()):
+        if are_plain(parameters.values()):
             self.dictionaries.append((PARAMETERS, parameters))
             found = [pair for pair in parameters.items() if pair[1] is not None]
             self.tensors += found
@@ -221,9 +220,6 @@ class Walk:
             self.is_lazy = self.is_lazy or any(map(is_lazy, parameters.values()))
 
     def _read_buffers(self, buffers: Any) -> None:
-        if not buffers:
-            self.empty.append(buffers)
-            return
         self._read_container(buffers, "dict", 1)
         for buffer in buffers.values():
             if type(buffer) in (torch.Tensor, Parameter):

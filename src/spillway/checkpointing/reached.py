@@ -229,13 +229,9 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     return not (tensor.is_neg() or tensor.is_conj())
 
 
-def refuse_written(tensor: torch.Tensor, version: int) -> NoReturn:
-    """Raise the error of a tensor that was written after the function had read it.
-
-    Raises:
-        RecomputeError: always.
-    """
-    raise RecomputeError(
+def why_refused(tensor: torch.Tensor, version: int) -> str:
+    """The message for a tensor that was written after the function had read it."""
+    return (
         f"A tensor of shape {list(tensor.shape)} and dtype {tensor.dtype} was written in place (version "
         f"{version_of(tensor)}, expected {version}) after a checkpointed function had read it. The function cannot be "
         f"recomputed from the new content. Write into a copy, or save or offload the outputs that depend on it."
@@ -251,27 +247,27 @@ class ReadMode(OperatorMode):  # type: ignore[no-untyped-call]
     def __init__(self, changed: Iterable[tuple[torch.Tensor, int]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._changed = {storage_key(pair[0].untyped_storage()): pair for pair in changed if is_strided(pair[0])}
-        self.read: tuple[torch.Tensor, int] | None = None
-        """The first one that was read. The function may catch the error."""
+        self.refused = ""
+        """Why the replay is refused. The function may catch the error, or make another one of it."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         if self._changed and is_chosen_under_a_mode(func, args):
-            self.read = next(iter(self._changed.values()))
-            raise RecomputeError(
-                f"A tensor of shape {list(self.read[0].shape)} was written in place after a checkpointed function had "
-                f"run. Spillway cannot find out whether the function reads it, since {func} takes another kernel when "
-                f"its reads are observed. Write after backward, or into a copy."
+            tensor, _ = next(iter(self._changed.values()))
+            self._refuse(
+                f"A tensor of shape {list(tensor.shape)} was written in place after a checkpointed function had run. "
+                f"Spillway cannot find out whether the function reads it, since {func} takes another kernel when its "
+                f"reads are observed. Write after backward, or into a copy."
             )
         if not facts_of(func).is_view:
             for tensor in tensors_in((*args, *kwargs.values())):
                 known = self._changed.get(storage_key(tensor.untyped_storage())) if is_strided(tensor) else None
                 if known is not None:
-                    self._refuse(known)
+                    self._refuse(why_refused(*known))
         return func(*args, **kwargs)
 
-    def _refuse(self, changed: tuple[torch.Tensor, int]) -> NoReturn:
-        self.read = self.read or changed
-        refuse_written(*changed)
+    def _refuse(self, why: str) -> NoReturn:
+        self.refused = self.refused or why
+        raise RecomputeError(why)

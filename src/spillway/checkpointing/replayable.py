@@ -20,9 +20,9 @@ from spillway.checkpointing.reached import (
     ReadMode,
     copy_of,
     overlap,
-    refuse_written,
 )
 from spillway.checkpointing.tensors import PLAIN, below_modes
+from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.hooks import ForwardScope
 from spillway.types import Decision
@@ -217,5 +217,5 @@ class ReplayableCall:
                     yield
             finally:
                 put_states(now)
-        if reads is not None and reads.read is not None:
-            refuse_written(*reads.read)
+                if reads is not None and reads.refused:
+                    raise RecomputeError(reads.refused)
