@@ -14,7 +14,7 @@ from spillway.planner.hardware import Hardware
 from spillway.planner.planner import planning_rates, problem_of
 from spillway.planner.profile import Profile
 from spillway.planner.tasks import Phase, Problem, Program, Rates, Sent, Task
-from spillway.planner.timeline import Holders, Timeline, settled, simulate_program
+from spillway.planner.timeline import Holders, settled, simulate_program
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=100, database=None)
 NOTHING = Holders(static=10)
@@ -32,7 +32,7 @@ def test_each_byte_is_told_by_what_holds_it_at_every_place_of_a_step() -> None:
         Task("b", Phase.BACKWARD, 1, 8, -4, takes=(1, 0), drops=(1, 0), gradient_bytes=2, recomputed_bytes=-5),
     )
     timeline = simulate_program(Program(10, tasks), SLOW, spans=True)
-    assert held_in(timeline) == [
+    assert timeline.holders == (
         NOTHING,
         Holders(10, working=9),
         Holders(10, kept=7),
@@ -49,17 +49,13 @@ def test_each_byte_is_told_by_what_holds_it_at_every_place_of_a_step() -> None:
         Holders(10, gradients=2, outside=2, kept=3, returned=3),
         Holders(10, gradients=2, outside=2, returned=3),
         Holders(10, gradients=2, outside=2),
-    ]
+    )
 
 
 def test_what_is_dropped_on_its_way_out_is_held_by_nobody() -> None:
     timeline = simulate_program(Program(10, (task("f", 1, Sent(0, 3)), task("g", 1, drops=(0,)))), SLOW, spans=True)
-    assert Holders(10, leaving=3) in held_in(timeline)
-    assert held_in(timeline)[-1] == NOTHING
-
-
-def held_in(timeline: Timeline) -> list[Holders]:
-    return [level.holders for level in timeline.levels]
+    assert Holders(10, leaving=3) in timeline.holders
+    assert timeline.holders[-1] == NOTHING
 
 
 @SETTINGS
@@ -68,7 +64,7 @@ def test_holders_add_up_to_what_the_device_has_at_every_level(program: Program, 
     timeline = simulate_program(program, rates, spans=True)
     # The peak is counted without holders, and in tasks alone.
     assert max(level.device for level in timeline.levels) >= timeline.peak_bytes
-    for held in held_in(timeline):
+    for held in timeline.holders:
         assert min(held.leaving, held.returning, held.returned, held.working) >= 0
         assert held.returning <= max(rates.window, *(sent.nbytes for each in program.tasks for sent in each.sends), 0)
 
@@ -89,7 +85,7 @@ def test_a_step_of_blocks_ends_with_its_gradients_and_what_is_outside_of_blocks(
     chosen = [data.draw(st.integers(0, len(options) - 1)) for options in given_problem.options]
     timeline = simulate_program(given_problem.program(chosen), given_problem.rates, spans=True)
     assert max(level.device for level in timeline.levels) == timeline.peak_bytes
-    end = held_in(timeline)[-1]
+    end = timeline.holders[-1]
     assert end.leaving == end.returning == end.returned == end.recomputed == end.working == 0
     assert end.gradients == 4 * LLAMA.kinds[0].backward_change_bytes
     assert end.outside == sum(part.change_bytes for part in (LLAMA.before, LLAMA.middle, LLAMA.after))

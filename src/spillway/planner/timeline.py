@@ -92,6 +92,11 @@ class Holders:
     working: int = 0
     """The most that the running task allocates."""
 
+    @property
+    def total(self) -> int:
+        """All bytes on the GPU."""
+        return sum(astuple(self))
+
 
 @dataclass(frozen=True, slots=True)
 class Level:
@@ -106,7 +111,7 @@ class Level:
     @property
     def device(self) -> int:
         """All bytes on the GPU."""
-        return sum(astuple(self.holders))
+        return self.holders.total
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +134,11 @@ class Timeline:
     spans: tuple[Span, ...] = ()
     """Work of all streams, by its start. Only on request, as the next."""
     levels: tuple[Level, ...] = ()
+
+    @property
+    def holders(self) -> tuple[Holders, ...]:
+        """Holders of the GPU's bytes at each of ``levels``."""
+        return tuple(level.holders for level in self.levels)
 
     @property
     def wait_seconds(self) -> float:
