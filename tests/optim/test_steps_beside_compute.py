@@ -578,3 +578,30 @@ def test_a_gradient_that_is_written_while_the_step_reads_it_is_an_error(late: sp
     gradient.zero_()
     model(torch.randn(8, 33))
     optimizer.close()
+
+
+def test_an_interrupt_in_a_wait_loses_no_wait(late: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, plain = net(), net()
+    optimizer = offloaded(model, AdamW, late, lr=1e-2, fused=True)
+    reference = AdamW(plain.parameters(), lr=1e-2, fused=True)
+    batch = torch.randn(8, 33)
+    for one in (model, plain):
+        one(batch).square().mean().backward()
+    optimizer.step()
+    reference.step()
+    last = optimizer._placement.held[list(model.parameters())[-1]].updated
+    wait, asked = transfers.Transfers.wait, [0]
+
+    def interrupted(self: transfers.Transfers, event: Any) -> None:
+        asked[0] += event is last
+        if event is last and asked[0] == 1:
+            raise KeyboardInterrupt
+        wait(self, event)
+
+    monkeypatch.setattr(transfers.Transfers, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        model(batch)
+    assert asked == [2]
+    assert not optimizer._steps.pending
+    assert same(model, plain)
+    optimizer.close()
