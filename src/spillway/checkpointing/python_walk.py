@@ -189,7 +189,7 @@ class Walk:
                 self._seen.add(id(kind))
                 self.classes.append((kind, "class", 0, True))
         self.owners.append((MODULE, module))
-        attributes = module.__dict__
+        attributes: Any = module.__dict__
         parameters, buffers, children = map(attributes.get, ("_parameters", "_buffers", "_modules"))
         if type(parameters) not in _DICTS:
             # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
