@@ -531,7 +531,7 @@ def test_a_master_weight_follows_its_parameter_whatever_its_bits(start: int, cou
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-@pytest.mark.parametrize("clears", ["to none", "to zeros", "the model's to zeros", "never"])
+@pytest.mark.parametrize("clears", ["to none", "to zeros", "the model's to zeros", "by data", "never"])
 @pytest.mark.parametrize("reads", [False, True])
 def test_gradients_that_stay_on_the_gpu_are_waited_for_where_they_are_used(
     late: spillway.Session, clears: str, reads: bool
@@ -550,8 +550,11 @@ def test_gradients_that_stay_on_the_gpu_are_waited_for_where_they_are_used(
                 seen.append([parameter.grad.clone() for parameter in one.parameters()])  # type: ignore[union-attr]
             if clears in ("to none", "to zeros"):
                 its.zero_grad(set_to_none=clears == "to none")
-            elif clears != "never":
+            elif clears == "the model's to zeros":
                 one.zero_grad(set_to_none=False)
+            elif clears == "by data":
+                for parameter in one.parameters():
+                    parameter.grad.data.mul_(0.5)  # type: ignore[union-attr]
         for mine, expected in zip(*seen, strict=True) if reads else ():
             assert torch.equal(mine, expected)
     optimizer.synchronize()
@@ -607,3 +610,31 @@ def test_an_interrupt_in_a_wait_loses_no_wait(late: spillway.Session, monkeypatc
     assert not optimizer._steps.pending
     assert same(model, plain)
     optimizer.close()
+
+
+@pytest.mark.parametrize("window", [0, 6000])
+def test_gradients_that_are_stepped_in_backward_stay_within_the_limit(
+    monkeypatch: pytest.MonkeyPatch, window: int
+) -> None:
+    small_pieces(monkeypatch)
+    adversary = AdversaryBackend()
+    with spillway.Session(backend=adversary.serve, window=window) as session:
+        model, plain = net(), net()
+        optimizer = offloaded(model, AdamW, session, lr=1e-2, fused=True, step_in_backward=True)
+        lent = optimizer._steps.lent
+        seen: list[int] = []
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda _: seen.append(sum(lent.nbytes.values())))
+        # Those of a chunk wait for one another.
+        store: Any = optimizer._placement.store
+        store._form_chunks()
+        every = [chunk for some in store._chunks.values() for chunk in some]
+        together = max(sum(part.nbytes for part in chunk.parts) for chunk in every)
+        Loop(steps=3).run(model, optimizer)
+        optimizer.synchronize()
+        assert sum(parameter.nbytes for parameter in model.parameters()) > window + together
+        assert 0 < max(seen) <= window + together
+        assert sum(lent.nbytes.values()) == 0
+        Loop(steps=3).run(plain, AdamW(plain.parameters(), lr=1e-2, fused=True))
+        assert same(model, plain)
+        optimizer.close()

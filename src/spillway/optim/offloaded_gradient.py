@@ -4,20 +4,16 @@
 the CPU. The operators of training loops become operations on the CPU: autograd adds to it, ``clip_grad_norm_`` takes
 its norm and scales it, ``GradScaler`` searches it for infinities and unscales it, ``zero_grad`` clears it. Any other
 operator reloads the gradient, and offloads it again after a write. Views are refused: writes to them would be lost.
-
-A :class:`GradientInUse` stands for a gradient that stays on the GPU, while a step beside the next forward reads it.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spillway._torch import foreach_norm, make_wrapper, schema_of, tree_leaves, tree_map_only, version_of
+from spillway._torch import foreach_norm, schema_of, tree_leaves, tree_map_only
 from spillway.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -81,73 +77,6 @@ class OffloadedGradient(torch.Tensor):
         if (function in _SCALE and _is_factor(args[1])) or function in _ZERO or function is _CHECK:
             return _apply_to_each(function, args)
         return _run_on_reloaded(function, args, kwargs)
-
-
-class GradientInUse(torch.Tensor):
-    """A gradient on the GPU while a step that runs on another stream reads it.
-
-    The first operator on it lets compute wait for the step. Code that writes to the gradient by another name is found
-    by its version.
-    """
-
-    _inner: torch.Tensor
-    _wait: Callable[[], object] | None
-    _before: int
-
-    @staticmethod
-    def of(gradient: torch.Tensor, wait: Callable[[], object]) -> GradientInUse:
-        """Stands for a plain tensor. ``wait`` lets compute wait for the step."""
-        made: GradientInUse = make_wrapper(
-            GradientInUse,
-            gradient.shape,
-            dtype=gradient.dtype,
-            device=gradient.device,
-            strides=gradient.stride(),
-        )
-        made._inner, made._wait, made._before = gradient, wait, version_of(gradient)
-        return made
-
-    def plain(self) -> torch.Tensor:
-        """The gradient, after compute was made to wait."""
-        self.check()
-        wait, self._wait = self._wait, None
-        if wait is not None:
-            wait()
-        return self._inner
-
-    def check(self) -> None:
-        """Raise a ``UsageError`` if the gradient was written while the step read it."""
-        if self._wait is not None and version_of(self._inner) != self._before:
-            self._wait = None
-            raise UsageError(
-                "A gradient was written between step() and the next forward of its block, by a reference to the tensor "
-                "that p.grad was before step(). The step may have read either value. Write to p.grad itself, or call "
-                "synchronize() before."
-            )
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self.plain())
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        return copy.deepcopy(self.plain(), memo)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        standing: dict[int, GradientInUse] = {}
-
-        def open_(one: GradientInUse) -> torch.Tensor:
-            standing[id(one._inner)] = one
-            return one.plain()
-
-        # detach() and alias() wait, too: what they give can be written.
-        opened = tree_map_only(GradientInUse, open_, (args, kwargs or {}))
-        found = function(*opened[0], **opened[1])
-        return tree_map_only(torch.Tensor, lambda one: standing.get(id(one), one), found)
 
 
 def _apply_to_each(function: Any, args: tuple[Any, ...]) -> Any:

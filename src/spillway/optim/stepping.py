@@ -8,7 +8,6 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from spillway._torch import set_local_part
 from spillway.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.offloaded_gradient import GradientInUse, OffloadedGradient
+from spillway.optim.lent_gradients import LentGradients, put_gradient
+from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.optimizer_class import settings_of
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost
@@ -51,10 +50,7 @@ class StepQueue:
         self._forward_hooks: list[RemovableHandle] = []
         self._covered: set[Tensor] = set()
         """The parameters that a hook waits for."""
-        self._on_device: dict[HostParameter, Tensor] = {}
-        """Gradients that the GPU reads on another stream. Compute waits for their steps before they are dropped."""
-        self._in_use: dict[HostParameter, GradientInUse] = {}
-        """The tensors in ``p.grad`` that stand for such gradients."""
+        self.lent = LentGradients()
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -97,7 +93,7 @@ class StepQueue:
             for parameter in self._placement.device:
                 self._views.show(parameter)
             # The user may write plain gradients as soon as this returns.
-            plain = {step.held for step in steps if step.on_device is not None and not self._lend_gradient(step)}
+            plain = {step.held for step in steps if step.on_device is not None and not self._lend(step)}
             here = [one for one in self.pending if one.parameter not in self._covered or one in plain]
             with contextlib.ExitStack() as stack:
                 if len(here) == len(self.pending):
@@ -130,10 +126,10 @@ class StepQueue:
         """Reload a parameter's gradient to the GPU, where it is a plain tensor."""
         if held in self.early.stepped:
             # Another optimizer would step by it again.
-            _put_gradient(held, None)
+            put_gradient(held, None)
         elif held.gradient.is_current():
             # A parameter that was resized cannot have the gradient.
-            _put_gradient(held, held.gradient.restore() if held.is_unchanged() else None)
+            put_gradient(held, held.gradient.restore() if held.is_unchanged() else None)
 
     def close(self) -> None:
         for hook in self._forward_hooks:
@@ -154,9 +150,9 @@ class StepQueue:
         self.early.check(held)
         _offload_gradient(held, gradient)
         if self._placement.store.steps_on_device:
-            self._on_device[held] = with_strides_of(local_of(gradient), held.local())
+            self.lent.lend(held, with_strides_of(local_of(gradient), held.local()))
         self.early.arrived(held, self._groups())
-        self._drop_gradients(held.context)
+        self._wait_for_oldest(held.context)
 
     def _step_early(self, held: Sequence[HostParameter]) -> None:
         """Step parameters during backward, and note those that were queued, also on an error."""
@@ -168,40 +164,39 @@ class StepQueue:
             before = {one: one.updated for one in held}
             self._placement.store.prepare(held)
             try:
-                steps = [one.gradient.snapshot(self._on_device.get(one)) for one in held]
+                steps = [one.gradient.snapshot(self.lent.get(one)) for one in held]
                 self._placement.store.step(steps, self.now, overlapped=False)
             finally:
                 queued = [one for one in held if one.updated is not before[one]]
                 stepped.update(queued)
                 self.pending.update(queued)
 
-    def _lend_gradient(self, step: Snapshot) -> bool:
-        """Let users of a plain gradient wait for the step that reads it. If not, compute has to wait now."""
+    def _lend(self, step: Snapshot) -> bool:
+        """Lend a step a plain gradient, so that its users wait. If it cannot be lent, compute has to wait now."""
         held, gradient, read = step.held, step.held.parameter.grad, step.on_device
         if held.parameter not in self._covered or gradient is None or gradient.requires_grad or read is None:
             return False
-        assert held.updated is not None
-        self._on_device[held] = read
-        self._in_use[held] = GradientInUse.of(local_of(gradient), partial(held.context.transfers.wait, held.updated))
-        _put_gradient(held, self._in_use[held])
+        self.lent.lend_in_place(held, read)
         return True
 
-    def _drop_gradients(self, context: DeviceContext) -> None:
+    def _wait_for_oldest(self, context: DeviceContext) -> None:
         """Let compute wait for the oldest steps during backward, if their gradients exceed the in-flight limit."""
-        some = [one for one in self._on_device if one.context is context]
-        excess = sum(self._on_device[one].nbytes for one in some) - context.transfers.window
-        for one in some:
-            if excess <= 0:
-                return
-            if one in self.early.stepped and one.updated is not None:
+        if self.lent.nbytes[context] <= context.transfers.window:
+            return
+        for one in self.lent:
+            if one.context is context and one in self.early.stepped and one.updated is not None:
                 with on_error(self._end_failed_step):
                     context.transfers.wait(one.updated)
-                excess -= self._on_device.pop(one).nbytes
+                self.lent.take_back(one)
+                if self.lent.nbytes[context] <= context.transfers.window:
+                    return
 
     def _queue(self) -> list[Snapshot]:
         store, contexts = self._placement.store, self._placement.contexts.values()
         stepped = self.early.end(self._groups())
-        self._on_device = {held: gradient for held, gradient in self._on_device.items() if held in stepped}
+        for held in self.lent:
+            if held not in stepped:
+                self.lent.take_back(held)
         store.settle(self.now)
         left = [held for held in self._placement.held.values() if held not in stepped]
         store.prepare(held for held in left if held.parameter.grad is not None)
@@ -231,7 +226,7 @@ class StepQueue:
             if isinstance(local, OffloadedGradient):
                 stands = held.adopt(local)
                 if stands is not local:
-                    _put_gradient(held, stands)
+                    put_gradient(held, stands)
             elif on_device:
                 held.fresh_gradient()
             elif offloads and not gradient.requires_grad:
@@ -250,7 +245,7 @@ class StepQueue:
         with on_error(self._end_failed_step), contextlib.ExitStack() as stack:
             # All of them, also those behind one that failed.
             for one in arriving:
-                stack.callback(self._take_gradient_back, one)
+                stack.callback(self.lent.take_back, one)
             for (event, context), of_event in reversed(waits.items()):
                 stack.callback(self._wait_once, event, context, of_event)
         for one in arriving:
@@ -269,15 +264,6 @@ class StepQueue:
             self.pending.difference_update(held)
             raise
         self.pending.difference_update(held)
-
-    def _take_gradient_back(self, held: HostParameter) -> None:
-        self._on_device.pop(held, None)
-        in_use = self._in_use.pop(held, None)
-        if in_use is not None:
-            gradient = held.parameter.grad
-            if gradient is not None and local_of(gradient) is in_use:
-                _put_gradient(held, in_use._inner)
-            in_use.check()
 
     def _end_failed_step(self) -> None:
         """If one parameter has failed, the others of its step end, too: the error is raised once."""
@@ -302,15 +288,7 @@ def _offload_gradient(held: HostParameter, gradient: Tensor) -> None:
     local = local_of(gradient)
     home = held.fresh_gradient()
     home.begin(local)
-    _put_gradient(held, home.stand_in(local))
-
-
-def _put_gradient(held: HostParameter, local: Tensor | None) -> None:
-    gradient = held.parameter.grad
-    if local is not None and gradient is not None and is_distributed(gradient):
-        set_local_part(gradient, local)
-    else:
-        held.parameter.grad = local
+    put_gradient(held, home.stand_in(local))
 
 
 class BackwardSteps:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import functools
+import logging
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,9 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
     models = observer.models
     if not quiet and rank == 0:
         models.tell = _tell_at_once
+    check, late = functools.partial(_check_met, options, models, quiet=quiet), threading.Event()
+    # Exit handlers run from the last to the first, so this one runs after the result is printed.
+    atexit.register(_check_late, os.getpid(), late, check)
     finish = functools.partial(_finish, os.getpid(), observer, files, rank, quiet)
     atexit.register(finish)
     try:
@@ -94,10 +98,28 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
     if models.fatal is not None:
         # The script caught the error, and trained on without its budget.
         raise models.fatal
-    # Threads that are alive may train. Python joins them when this function has returned.
-    others = [each for each in threading.enumerate() if each is not threading.current_thread() and not each.daemon]
-    if options.option and not best_effort and not others:
-        _check_met(options, models, quiet=quiet)
+    if best_effort or not options.option:
+        return
+    if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
+        # They may train. Python joins them when this function has returned.
+        late.set()
+    else:
+        check()
+
+
+def _check_late(process: int, late: threading.Event, check: Callable[[], None]) -> None:
+    """Set the exit code of a process whose threads were alive after the script: an exit handler has no other way."""
+    if not late.is_set() or os.getpid() != process:
+        return
+    try:
+        check()
+    except UnmetError as error:
+        _print_error(f"error: {error}\n")
+        for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+            if stream is not None:
+                stream.flush()
+        logging.shutdown()
+        os._exit(UNMET_CODE)
 
 
 def _check_met(options: RunOptions, models: ModelRegistry, *, quiet: bool) -> None:
