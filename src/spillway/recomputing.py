@@ -264,7 +264,7 @@ def _call_checkpointed(
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    again = ReplayedFunction(function, arguments)
+    again = ReplayedFunction(function, arguments, known.walk)
     kept = again.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
         scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")

@@ -12,6 +12,7 @@ import torch
 
 from spillway._torch import tree_flatten, tree_unflatten
 from spillway.checkpointing.python_state import PythonState
+from spillway.checkpointing.python_walk import WalkMemory
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -88,8 +89,8 @@ _NOTHING = nullcontext()
 class ReplayedFunction:
     """Calls a function again, with the Python state of its first call."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
-        self.state = PythonState(function, arguments.objects())
+    def __init__(self, function: Callable[..., Any], arguments: Arguments, memory: WalkMemory | None = None) -> None:
+        self.state = PythonState(function, arguments.objects(), memory)
         self.label = label_of(function)
         self._function, self._arguments = function, arguments
         self._keeps_state = False

@@ -25,8 +25,9 @@ Other state (C extensions) is not seen. There the checks of the replay decide: e
 or a :class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
-Nothing is held between calls. The contents of all containers are one list of names and one of values, which are
-compared at once. Only if they differ, containers are compared one by one.
+The contents of all containers are one list of names and one of values, which are compared at once. Only if they differ,
+containers are compared one by one. Between calls, only :class:`~spillway.checkpointing.python_walk.WalkMemory` stays,
+which holds no module and no tensor.
 
 NOTE [ Parts of a state ]
 
@@ -42,14 +43,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 from torch.nn import Module
 
-from spillway._torch import disable_dispatch, disable_function
+from spillway._torch import disable_function
 from spillway.checkpointing.python_containers import DICTIONARY, ITEMS, Container, global_generators, identities
-from spillway.checkpointing.python_walk import Entry, Walk
+from spillway.checkpointing.python_walk import Content, Entry, Walk, WalkMemory
+from spillway.checkpointing.tensors import below_modes
+
+_values_of, _requires_grad, _dtype = methodcaller("values"), attrgetter("requires_grad"), attrgetter("dtype")
 
 
 class PythonState:
@@ -58,27 +63,34 @@ class PythonState:
     Args:
         function: the function, method or module.
         objects: objects among its arguments: generators, modules and others whose state it may change.
+        memory: of the walk in an earlier call of the function.
     """
 
-    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
+    def __init__(self, function: Any, objects: Sequence[Any] = (), memory: WalkMemory | None = None) -> None:
         # Function modes must not see this.
         with disable_function():
-            walk = Walk((*_roots_of(function), *objects))
-            walk.generators += global_generators()
-            self._copies = [_Copy(walk)]
+            roots = (*_roots_of(function), *objects)
+            own, generators = None, global_generators()
+            if memory is not None and (walk := memory.walk(roots)) is not None:
+                walk.generators = generators
+                own = _Copy(walk)
+                own = own if memory.holds(own.content) else None
+            if own is None:
+                walk = Walk(roots)
+                has_own = bool(walk.generators)
+                walk.generators += generators
+                own = _Copy(walk)
+                if memory is not None and not has_own:
+                    memory.keep(roots, walk, own.content)
+            walk = own.walk
+            self._copies = [own]
             if walk.classes:
                 self._copies.append(_part_of(walk.classes))
             self._copies += [_part_of([each]) for each in walk.objects]
 
     def why_kept(self) -> str | None:
         """Why the function cannot be replayed, if it cannot."""
-        walks = [each.walk for each in self._copies]
-        if any(walk.has_iterators for walk in walks):
-            return "has an iterator, or a file, whose state cannot be copied for a second run"
-        if any(walk.is_lazy for walk in walks):
-            return "has a lazy layer, which makes its parameters in this call"
-        is_writer = any(walk.writes_parameters for walk in walks)
-        return "has an embedding with max_norm, whose forward writes its weight" if is_writer else None
+        return next((why for each in self._copies if (why := each.walk.why_kept) is not None), None)
 
     def reachable(self) -> list[tuple[str, torch.Tensor]]:
         """The tensors and plain parameters that the function can reach, each once, with its name.
@@ -103,16 +115,20 @@ class PythonState:
         """A context with the copied state. Afterwards the state from before the context is put back."""
         # Function modes must not see this.
         with disable_function():
-            before = [each if each.is_current() else _Copy(each.walk) for each in self._copies]
-            for copy, current in zip(self._copies, before, strict=True):
-                if current is not copy:
-                    copy.put_back()
+            before = []
+            for each in self._copies:
+                if each.is_current():
+                    before.append(each)
+                else:
+                    before.append(_Copy(each.walk))
+                    each.put_back()
         try:
             yield
         finally:
             with disable_function():
                 for current in before:
-                    current.put_back()
+                    if not current.is_current():
+                        current.put_back()
 
 
 class _Copy:
@@ -120,37 +136,48 @@ class _Copy:
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
-        self._lengths, self._names, self._values = self._flat()
-        self._identities = identities(self._values)
+        self.content, self._values = self._flat()
+        """Of all containers, one after the other."""
         self._others = [(kind, thing, kind.copy(thing, content)) for kind, thing, content in walk.others]
         self._empty = walk.empty
         if any(walk.empty):
             self._empty = [each for each in walk.empty if not each]
             self._others += [(DICTIONARY, each, dict(each)) for each in walk.empty if each]
-        with disable_dispatch():
-            self._flags = [(each, each.requires_grad) for each in walk.parameters]
-            each_with_memory = (*walk.parameters, *walk.buffers)
-            self._memory = [(each, each.data) for each in each_with_memory if each.layout is torch.strided]
+        with below_modes():
+            self._flags = [*map(_requires_grad, walk.parameters)]
+            self._holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
+            self._memory = [each.data for each in self._holders]
+            self._dtypes = [*map(_dtype, self._memory)]
         self._arrays = [(array, array.copy()) for array in walk.arrays]
         self._generators = [(generator, generator.get()) for generator in walk.generators]
 
-    def _flat(self) -> tuple[list[int], list[str], tuple[Any, ...]]:
-        """Lengths, names and values of all containers, one after the other."""
+    def _flat(self) -> tuple[Content, tuple[Any, ...]]:
+        """Content and values of all containers, one after the other."""
         walk = self.walk
-        maps = [thing.__dict__ for _, thing in walk.owners]
-        maps += [thing for _, thing in walk.dictionaries]
+        maps = [*[thing.__dict__ for _, thing in walk.owners], *[thing for _, thing in walk.dictionaries]]
         items = [thing for _, thing in walk.items]
-        values = chain.from_iterable([*[each.values() for each in maps], *items])
-        return [*map(len, (*maps, *items))], [*chain.from_iterable(maps)], tuple(values)
+        values = tuple(chain(chain.from_iterable(map(_values_of, maps)), chain.from_iterable(items)))
+        return ([*map(len, maps), *map(len, items)], [*chain.from_iterable(maps)], identities(values)), values
 
-    def _contents(self) -> Iterator[tuple[Container, Any, Any]]:
-        """All containers with their contents."""
-        names, values, walk = iter(self._names), iter(self._values), self.walk
-        for (kind, thing), length in zip((*walk.owners, *walk.dictionaries, *walk.items), self._lengths, strict=True):
-            own = [*islice(values, length)]
-            yield kind, thing, own if kind is ITEMS else dict(zip(islice(names, length), own, strict=True))
+    def _changed(self) -> Iterator[tuple[Container, Any, Any]]:
+        """Containers that may have other names or values now, with their contents."""
+        now, now_values = self._flat()
+        before, after = map(self._parts, (self.content, now), (self._values, now_values))
+        for (kind, thing), (names, own), (other_names, others) in zip(self._containers, before, after, strict=True):
+            if names != other_names or len(own) != len(others) or not all(map(is_, own, others)):
+                yield kind, thing, own if kind is ITEMS else dict(zip(names, own, strict=True))
         yield from self._others
         yield from ((DICTIONARY, each, {}) for each in self._empty)
+
+    def _parts(self, content: Content, values: tuple[Any, ...]) -> Iterator[tuple[list[str], list[Any]]]:
+        """Names and values of each container. Those of items have no names."""
+        lengths, names, all_values = content[0], iter(content[1]), iter(values)
+        for (kind, _), length in zip(self._containers, lengths, strict=True):
+            yield [] if kind is ITEMS else [*islice(names, length)], [*islice(all_values, length)]
+
+    @property
+    def _containers(self) -> list[tuple[Container, Any]]:
+        return [*self.walk.owners, *self.walk.dictionaries, *self.walk.items]
 
     def is_current(self) -> bool:
         """Whether nothing has changed."""
@@ -158,61 +185,50 @@ class _Copy:
 
     def has_same_contents(self) -> bool:
         """Whether all containers have the same names and values, in the same order."""
-        lengths, names, values = self._flat()
-        return (
-            not any(self._empty)
-            and lengths == self._lengths
-            and names == self._names
-            and identities(values) == self._identities
-            and not any(kind.changes(thing, content) for kind, thing, content in self._others)
-        )
+        if any(self._empty) or self._flat()[0] != self.content:
+            return False
+        return not any([kind.changes(thing, content) for kind, thing, content in self._others])
 
     def changed_names(self) -> list[str]:
         """Names of changed values in containers."""
         if self.has_same_contents():
             return []
-        return [str(name) for kind, thing, content in self._contents() for name in kind.changes(thing, content)]
+        return [str(name) for kind, thing, content in self._changed() for name in kind.changes(thing, content)]
 
     def changed_values(self) -> list[str]:
         """Descriptions of changes besides the content of containers."""
         found = []
-        if self._flags and any(tensor.requires_grad is not flag for tensor, flag in self._flags):
+        if [*map(_requires_grad, self.walk.parameters)] != self._flags:
             found.append("whether a parameter requires grad")
-        if self._arrays and any(array.tobytes() != content.tobytes() for array, content in self._arrays):
+        if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
             found.append("an array")
-        if self._memory and self._with_other_memory():
+        if self._has_other_memory():
             found.append("the memory of a parameter or buffer")
-        if self._generators and any(generator.get() != state for generator, state in self._generators):
+        if any([generator.get() != state for generator, state in self._generators]):
             found.append("the state of a Python or NumPy random generator")
         return found
 
-    def _with_other_memory(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Tensors whose ``.data`` got other memory, or another shape, strides or type."""
-        with disable_dispatch():
-            return [
-                (a, b)
-                for a, b in self._memory
-                # Other devices need not have that operator.
-                if a.dtype is not b.dtype or not (a.is_set_to(b) if a.is_cpu or a.is_cuda else _are_set_alike(a, b))
-            ]
+    def _has_other_memory(self) -> bool:
+        """Whether a tensor's ``.data`` got other memory, or another shape, strides or type."""
+        with below_modes():
+            return [*map(_dtype, self._holders)] != self._dtypes or not all(map(_is_set_to, self._holders, self._memory))
 
     def put_back(self) -> None:
         """Set everything to this content."""
-        if self.is_current():
-            return
-        if not self.has_same_contents():
-            for kind, thing, content in self._contents():
-                kind.put_back(thing, content)
-        for tensor, flag in self._flags:
+        for kind, thing, content in self._changed():
+            kind.put_back(thing, content)
+        for tensor, flag in zip(self.walk.parameters, self._flags, strict=True):
             if tensor.requires_grad is not flag:
                 tensor.requires_grad_(flag)
         for array, content in self._arrays:
             if array.tobytes() != content.tobytes():
                 array[...] = content
-        for each, alias in self._with_other_memory():
-            # FSDP frees the memory of a parameter: there is none to put back.
-            if alias.untyped_storage().nbytes():
-                each.data = alias
+        with below_modes():
+            for each, alias in zip(self._holders, self._memory, strict=True):
+                is_other = each.dtype is not alias.dtype or not _is_set_to(each, alias)
+                # FSDP frees the memory of a parameter: there is none to put back.
+                if is_other and alias.untyped_storage().nbytes():
+                    each.data = alias
         for generator, state in self._generators:
             if generator.get() != state:
                 generator.put(state)
@@ -240,7 +256,10 @@ def _roots_of(function: Any) -> list[Any]:
     return [owner, function.__func__] if isinstance(function, types.MethodType) else [owner]
 
 
-def _are_set_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors have the same memory, shape and strides."""
+def _is_set_to(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one type have the same memory, shape and strides."""
+    if a.is_cpu or a.is_cuda:
+        return a.is_set_to(b)
+    # Other devices need not have that operator.
     same = a.untyped_storage() is b.untyped_storage() and a.storage_offset() == b.storage_offset()
     return same and a.shape == b.shape and a.stride() == b.stride()

@@ -9,7 +9,7 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -64,6 +64,12 @@ _STRINGS = frozenset((str,))
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Objects that are read in classes. Classes also have registries of functions and other objects."""
 
+_HELD = frozenset((list, tuple, set, frozenset))
+_MOST_WALKS = 4
+"""Walks of one function that are remembered, one after the other."""
+
+Content = tuple[list[int], list[str], bytes | list[int]]
+"""Of all containers of a walk: the number of names of each, their names, and identities of their values."""
 Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
 Entry = tuple[Any, str, int, bool]
@@ -116,6 +122,15 @@ class Walk:
                 self._read(value, what, depth, is_shared)
         self._seen.clear()
         self._todo.clear()
+
+    @property
+    def why_kept(self) -> str | None:
+        """Why the function cannot be replayed, if it cannot."""
+        if self.has_iterators:
+            return "has an iterator, or a file, whose state cannot be copied for a second run"
+        if self.is_lazy:
+            return "has a lazy layer, which makes its parameters in this call"
+        return "has an embedding with max_norm, whose forward writes its weight" if self.writes_parameters else None
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
         """Take values with their names, and queue containers among them.
@@ -286,6 +301,108 @@ class Walk:
         self._todo += [(each, "helper", 1, False) for each in new]
         if state or helpers:
             self.others.append((GLOBALS, now, state | helpers))
+
+
+class WalkMemory:
+    """What a walk found in an earlier call of a function. The next call need not search again.
+
+    NOTE [ Remembered walks ]
+
+    A walk is remembered if all that it found are modules with their parameters and buffers, objects, and lists and
+    tuples of numbers. It holds again if all containers have the same names and values. Values are compared by identity,
+    and an object that is gone may leave its address to another one. So numbers, lists and tuples are held, and the rest
+    is known by weak references: with the first one that dies, the walk is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._content: Content | None = None
+        """Lengths, names and identities of values; ``None``: no walk is remembered."""
+        self._kept = 0
+
+    def walk(self, roots: Sequence[Any]) -> Walk | None:
+        """The walk from these roots, if one is remembered. :meth:`holds` tells whether it is still right."""
+        if self._content is None or self._dead or len(roots) != 1:
+            return None
+        owners = [(kind, reference()) for kind, reference in self._owners]
+        if owners[0][1] is not roots[0]:
+            return None
+        walk = Walk(())
+        walk.owners, walk.items = owners, self._items
+        walk.dictionaries = [(kind, owners[place][1].__dict__[name]) for kind, place, name in self._dictionaries]
+        walk.empty = [owners[place][1].__dict__[name] for place, name in self._empty]
+        walk.tensors = [(name, reference()) for name, reference in self._tensors]
+        walk.parameters = [reference() for reference in self._parameters]
+        walk.buffers = [reference() for reference in self._buffers]
+        walk.classes = [(reference(), *rest) for reference, *rest in self._classes]
+        walk.objects = [(reference(), *rest) for reference, *rest in self._objects]
+        return walk
+
+    def holds(self, content: Content) -> bool:
+        """Whether the containers of the remembered walk have this content."""
+        if content != self._content or self._dead:
+            self._content = None
+        return self._content is not None
+
+    def keep(self, roots: Sequence[Any], walk: Walk, content: Content) -> None:
+        """Remember a walk, if it may be remembered."""
+        self._kept += 1
+        self._dead: list[object] = []
+        # State that changes with each call would be kept each time.
+        if self._kept > _MOST_WALKS or len(roots) != 1 or not isinstance(roots[0], Module):
+            return
+        if walk.others or walk.arrays or walk.why_kept is not None:
+            return
+        try:
+            self._fill(walk)
+        except _NotRemembered:
+            return
+        self._content = content
+
+    def _fill(self, walk: Walk) -> None:
+        refer = functools.partial(_reference, dead=self._dead)
+        places: dict[int, tuple[int, str]] = {}
+        values = [value for _, each in (*walk.dictionaries, *walk.items) for value in _values_in(each)]
+        for place, (kind, owner) in enumerate(walk.owners):
+            for name, value in owner.__dict__.items():
+                if type(value) in _DICTS:
+                    places[id(value)] = place, name
+                if kind is not MODULE or name not in INTERNAL:
+                    values.append(value)
+        if not places.keys() >= {id(each) for each in (*(each for _, each in walk.dictionaries), *walk.empty)}:
+            raise _NotRemembered
+        tensors = {id(each) for each in (*walk.parameters, *walk.buffers)}
+        if not tensors >= {id(each) for _, each in walk.tensors}:
+            # It would be held by nothing else.
+            raise _NotRemembered
+        self._owners = [(kind, refer(owner)) for kind, owner in walk.owners]
+        self._dictionaries = [(kind, *places[id(each)]) for kind, each in walk.dictionaries]
+        self._empty = [places[id(each)] for each in walk.empty]
+        self._items = walk.items
+        self._tensors = [(name, refer(each)) for name, each in walk.tensors]
+        self._parameters, self._buffers = [*map(refer, walk.parameters)], [*map(refer, walk.buffers)]
+        self._classes = [(refer(each), *rest) for each, *rest in walk.classes]
+        self._objects = [(refer(each), *rest) for each, *rest in walk.objects]
+        self._held = [value if _is_simple(value) else refer(value) for value in values]
+
+
+class _NotRemembered(Exception):
+    """A walk has found something that is known by neither its value nor a weak reference."""
+
+
+def _reference(value: Any, *, dead: list[object]) -> weakref.ref[Any]:
+    try:
+        return weakref.ref(value, dead.append)
+    except TypeError:
+        raise _NotRemembered from None
+
+
+def _values_in(container: Any) -> Iterable[Any]:
+    return container.values() if isinstance(container, dict) else container
+
+
+def _is_simple(value: Any) -> bool:
+    """Whether it can be held: a number or a string, or a list, tuple or set of such."""
+    return type(value) in _SIMPLE or (type(value) in _HELD and all(map(_is_simple, value)))
 
 
 _known: dict[int, tuple[str, tuple[str, ...], bool, weakref.ref[type]]] = {}
