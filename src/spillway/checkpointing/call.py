@@ -109,7 +109,7 @@ class CheckpointedCall(ReplayableCall):
         if self._selection is not None:
             self._select(self._selection, tensors)
         self._forward_begins(tensors)
-        if self._decisions is not None:
+        if self._decisions is not None and self._decisions.preserves:
             arguments = self._tensors if self._partition is None else ()
             reached = self._reached.constants()
             self._preserved = PreservedTensors(self._decisions, self._scope, tensors, arguments, reached)
@@ -290,10 +290,11 @@ class CheckpointedCall(ReplayableCall):
         if self._records:
             return self._record()
         preserved = self._preserved
+        if self._decisions is not None:
+            self._scope.ledger.note_unused(self._decisions.unused)
         if preserved is None or self._has_dropped_outputs():
             return None
         decisions, given = preserved.decisions, preserved.take()
-        self._scope.ledger.note_unused(decisions.unused)
         if given is None:
             return None
 

@@ -252,6 +252,8 @@ class Decisions:
     def __init__(self, program: Program, preserved: Mapping[int, Decision]) -> None:
         self.program = program
         self.saved = [self._saved(each, preserved) for each in program.saved]
+        self.preserves = any(isinstance(how, (Preserved, list)) for how in self.saved)
+        """Whether a saved tensor is preserved besides the function's inputs."""
         self._recomputed: set[int] = set()
         wanted: list[tuple[int, int]] = []
         last = -1
@@ -284,7 +286,7 @@ class Decisions:
         self.until: int = max([last, *(first_of[value] for value in self.handed)])
         """The saved tensor with which a replay may end."""
         reach = program.saved[self.until].place if self.until >= 0 else 0
-        self.leaves_out = bool(preserved) and any(act is not Act.RUN for act in self.acts[:reach])
+        self.leaves_out = self.preserves and any(act is not Act.RUN for act in self.acts[:reach])
         """Whether a replay leaves out an operator before it ends."""
         self.is_new = self.leaves_out
         """Whether a replay must be compared in full before others are trusted."""

@@ -26,8 +26,8 @@ or a :class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
 The contents of all containers are one list of names and one of values, which are compared at once. Only if they differ,
-containers are compared one by one. Between calls, only :class:`~spillway.checkpointing.python_walk.WalkMemory` stays,
-which holds no module and no tensor.
+containers are compared one by one. Between calls, only :class:`~spillway.checkpointing.python_walk.WalkMemory`
+stays, which holds no module and no tensor.
 
 NOTE [ Parts of a state ]
 
@@ -42,7 +42,7 @@ import types
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from operator import attrgetter, is_, methodcaller
 from typing import Any
 
@@ -50,11 +50,21 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import disable_function
-from spillway.checkpointing.python_containers import DICTIONARY, ITEMS, Container, global_generators, identities
+from spillway.checkpointing.python_containers import (
+    DICTIONARY,
+    GLOBALS,
+    ITEMS,
+    MISSING,
+    Container,
+    global_generators,
+    identities,
+)
 from spillway.checkpointing.python_walk import Content, Entry, Walk, WalkMemory
 from spillway.checkpointing.tensors import below_modes
 
 _values_of, _requires_grad, _dtype = methodcaller("values"), attrgetter("requires_grad"), attrgetter("dtype")
+# Without an object's own ``__getattribute__``.
+_attribute_of = object.__getattribute__
 
 
 class PythonState:
@@ -71,16 +81,18 @@ class PythonState:
         with disable_function():
             roots = (*_roots_of(function), *objects)
             own, generators = None, global_generators()
-            if memory is not None and (walk := memory.walk(roots)) is not None:
+            found = None if memory is None else memory.find(roots)
+            if found is not None:
+                remembered, walk = found
                 walk.generators = generators
                 own = _Copy(walk)
-                own = own if memory.holds(own.content) else None
+                own = own if remembered.is_right(own.content) else None
             if own is None:
                 walk = Walk(roots)
-                has_own = bool(walk.generators)
+                has_own_generators = bool(walk.generators)
                 walk.generators += generators
                 own = _Copy(walk)
-                if memory is not None and not has_own:
+                if memory is not None and not has_own_generators:
                     memory.keep(roots, walk, own.content)
             walk = own.walk
             self._copies = [own]
@@ -136,6 +148,9 @@ class _Copy:
 
     def __init__(self, walk: Walk) -> None:
         self.walk = walk
+        self._owners = [thing for _, thing in walk.owners]
+        self._dictionaries = [thing for _, thing in walk.dictionaries]
+        self._items = [thing for _, thing in walk.items]
         self.content, self._values = self._flat()
         """Of all containers, one after the other."""
         self._others = [(kind, thing, kind.copy(thing, content)) for kind, thing, content in walk.others]
@@ -153,31 +168,39 @@ class _Copy:
 
     def _flat(self) -> tuple[Content, tuple[Any, ...]]:
         """Content and values of all containers, one after the other."""
-        walk = self.walk
-        maps = [*[thing.__dict__ for _, thing in walk.owners], *[thing for _, thing in walk.dictionaries]]
-        items = [thing for _, thing in walk.items]
-        values = tuple(chain(chain.from_iterable(map(_values_of, maps)), chain.from_iterable(items)))
-        return ([*map(len, maps), *map(len, items)], [*chain.from_iterable(maps)], identities(values)), values
+        maps = [*map(_attribute_of, self._owners, repeat("__dict__")), *self._dictionaries]
+        parts = [
+            *map(_values_of, maps),
+            *self._items,
+            *[[*map(function.__globals__.get, names, repeat(MISSING))] for function, names in self.walk.globals],
+        ]
+        values = tuple(chain.from_iterable(parts))
+        return ([*map(len, parts)], [*chain.from_iterable(maps)], identities(values)), values
 
     def _changed(self) -> Iterator[tuple[Container, Any, Any]]:
         """Containers that may have other names or values now, with their contents."""
         now, now_values = self._flat()
         before, after = map(self._parts, (self.content, now), (self._values, now_values))
         for (kind, thing), (names, own), (other_names, others) in zip(self._containers, before, after, strict=True):
-            if names != other_names or len(own) != len(others) or not all(map(is_, own, others)):
+            if names == other_names and len(own) == len(others) and all(map(is_, own, others)):
+                continue
+            if kind is GLOBALS:
+                yield kind, thing[0].__globals__, dict(zip(thing[1], own, strict=True))
+            else:
                 yield kind, thing, own if kind is ITEMS else dict(zip(names, own, strict=True))
         yield from self._others
         yield from ((DICTIONARY, each, {}) for each in self._empty)
 
     def _parts(self, content: Content, values: tuple[Any, ...]) -> Iterator[tuple[list[str], list[Any]]]:
-        """Names and values of each container. Those of items have no names."""
+        """Names and values of each container. Those of items and globals have no names."""
         lengths, names, all_values = content[0], iter(content[1]), iter(values)
         for (kind, _), length in zip(self._containers, lengths, strict=True):
-            yield [] if kind is ITEMS else [*islice(names, length)], [*islice(all_values, length)]
+            yield [] if kind in (ITEMS, GLOBALS) else [*islice(names, length)], [*islice(all_values, length)]
 
     @property
     def _containers(self) -> list[tuple[Container, Any]]:
-        return [*self.walk.owners, *self.walk.dictionaries, *self.walk.items]
+        walk = self.walk
+        return [*walk.owners, *walk.dictionaries, *walk.items, *((GLOBALS, each) for each in walk.globals)]
 
     def is_current(self) -> bool:
         """Whether nothing has changed."""
@@ -187,7 +210,7 @@ class _Copy:
         """Whether all containers have the same names and values, in the same order."""
         if any(self._empty) or self._flat()[0] != self.content:
             return False
-        return not any([kind.changes(thing, content) for kind, thing, content in self._others])
+        return not any(kind.changes(thing, content) for kind, thing, content in self._others)
 
     def changed_names(self) -> list[str]:
         """Names of changed values in containers."""
@@ -204,14 +227,15 @@ class _Copy:
             found.append("an array")
         if self._has_other_memory():
             found.append("the memory of a parameter or buffer")
-        if any([generator.get() != state for generator, state in self._generators]):
+        if any(generator.get() != state for generator, state in self._generators):
             found.append("the state of a Python or NumPy random generator")
         return found
 
     def _has_other_memory(self) -> bool:
         """Whether a tensor's ``.data`` got other memory, or another shape, strides or type."""
         with below_modes():
-            return [*map(_dtype, self._holders)] != self._dtypes or not all(map(_is_set_to, self._holders, self._memory))
+            has_types = [*map(_dtype, self._holders)] == self._dtypes
+            return not (has_types and all(map(_is_set_to, self._holders, self._memory)))
 
     def put_back(self) -> None:
         """Set everything to this content."""

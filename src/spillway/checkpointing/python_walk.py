@@ -9,7 +9,8 @@ import sys
 import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from itertools import repeat
 from typing import Any
 
@@ -22,7 +23,6 @@ from spillway.checkpointing.python_containers import (
     CELL,
     CLASS,
     DICTIONARY,
-    GLOBALS,
     INTERNAL,
     ITEMS,
     MISSING,
@@ -96,8 +96,10 @@ class Walk:
         self.dictionaries: list[tuple[Container, Any]] = []
         self.items: list[tuple[Container, Any]] = []
         """Lists, sets and others whose values have no names."""
+        self.globals: list[tuple[types.FunctionType, tuple[str, ...]]] = []
+        """Functions with the globals that their code names."""
         self.others: Contents = []
-        """Cells, globals and slots, of which certain names are state, and dictionaries whose names are no strings."""
+        """Cells and slots, of which certain names are state, and dictionaries whose names are no strings."""
         self.empty: list[dict[str, Any]] = []
         """Empty dictionaries of modules: most have two."""
         self.tensors: list[tuple[str, torch.Tensor]] = []
@@ -284,7 +286,9 @@ class Walk:
         """Read globals that a function's code names: its state and, if it ``opens``, functions with their own state."""
         if _root_of(function) in _OPAQUE_ROOTS:
             return
-        state, helpers, now = {}, {}, function.__globals__
+        state: dict[str, Any] = {}
+        helpers: dict[str, types.FunctionType] = {}
+        now = function.__globals__
         for name, is_written in _globals_in(function.__code__).items():
             value = now.get(name, MISSING)
             if value is MISSING:
@@ -300,104 +304,129 @@ class Walk:
         self._seen.update(map(id, new))
         self._todo += [(each, "helper", 1, False) for each in new]
         if state or helpers:
-            self.others.append((GLOBALS, now, state | helpers))
+            self.globals.append((function, (*state, *helpers)))
 
 
-class WalkMemory:
-    """What a walk found in an earlier call of a function. The next call need not search again.
+Reference = Callable[[], Any]
+
+
+class RememberedWalk:
+    """What a walk found in an earlier call of a module. The next call need not search again.
 
     NOTE [ Remembered walks ]
 
-    A walk is remembered if all that it found are modules with their parameters and buffers, objects, and lists and
-    tuples of numbers. It holds again if all containers have the same names and values. Values are compared by identity,
-    and an object that is gone may leave its address to another one. So numbers, lists and tuples are held, and the rest
-    is known by weak references: with the first one that dies, the walk is forgotten.
+    A walk is remembered if all that it found are modules with plain parameters and buffers, objects, and lists and
+    tuples of numbers. It is right again if all containers have the same names and values. Values are compared by
+    identity, and an object that is gone may leave its address to another one. So numbers, lists and tuples are held,
+    and the rest is known by weak references: with the first one that dies, the walk is forgotten.
+
+    Raises:
+        NotRememberedError: for a walk that has found anything else.
     """
 
-    def __init__(self) -> None:
-        self._content: Content | None = None
-        """Lengths, names and identities of values; ``None``: no walk is remembered."""
-        self._kept = 0
-
-    def walk(self, roots: Sequence[Any]) -> Walk | None:
-        """The walk from these roots, if one is remembered. :meth:`holds` tells whether it is still right."""
-        if self._content is None or self._dead or len(roots) != 1:
-            return None
-        owners = [(kind, reference()) for kind, reference in self._owners]
-        if owners[0][1] is not roots[0]:
-            return None
-        walk = Walk(())
-        walk.owners, walk.items = owners, self._items
-        walk.dictionaries = [(kind, owners[place][1].__dict__[name]) for kind, place, name in self._dictionaries]
-        walk.empty = [owners[place][1].__dict__[name] for place, name in self._empty]
-        walk.tensors = [(name, reference()) for name, reference in self._tensors]
-        walk.parameters = [reference() for reference in self._parameters]
-        walk.buffers = [reference() for reference in self._buffers]
-        walk.classes = [(reference(), *rest) for reference, *rest in self._classes]
-        walk.objects = [(reference(), *rest) for reference, *rest in self._objects]
-        return walk
-
-    def holds(self, content: Content) -> bool:
-        """Whether the containers of the remembered walk have this content."""
-        if content != self._content or self._dead:
-            self._content = None
-        return self._content is not None
-
-    def keep(self, roots: Sequence[Any], walk: Walk, content: Content) -> None:
-        """Remember a walk, if it may be remembered."""
-        self._kept += 1
-        self._dead: list[object] = []
-        # State that changes with each call would be kept each time.
-        if self._kept > _MOST_WALKS or len(roots) != 1 or not isinstance(roots[0], Module):
-            return
-        if walk.others or walk.arrays or walk.why_kept is not None:
-            return
-        try:
-            self._fill(walk)
-        except _NotRemembered:
-            return
+    def __init__(self, walk: Walk, content: Content) -> None:
         self._content = content
-
-    def _fill(self, walk: Walk) -> None:
-        refer = functools.partial(_reference, dead=self._dead)
-        places: dict[int, tuple[int, str]] = {}
-        values = [value for _, each in (*walk.dictionaries, *walk.items) for value in _values_in(each)]
-        for place, (kind, owner) in enumerate(walk.owners):
-            for name, value in owner.__dict__.items():
-                if type(value) in _DICTS:
-                    places[id(value)] = place, name
-                if kind is not MODULE or name not in INTERNAL:
-                    values.append(value)
-        if not places.keys() >= {id(each) for each in (*(each for _, each in walk.dictionaries), *walk.empty)}:
-            raise _NotRemembered
+        self._dead: list[object] = []
+        """References to what has died since."""
+        modules = [thing for kind, thing in walk.owners if kind is MODULE]
+        places = {
+            id(value): (place, name)
+            for place, module in enumerate(modules)
+            for name, value in module.__dict__.items()
+            if type(value) in _DICTS
+        }
+        containers = {id(each) for _, each in walk.dictionaries}
         tensors = {id(each) for each in (*walk.parameters, *walk.buffers)}
-        if not tensors >= {id(each) for _, each in walk.tensors}:
-            # It would be held by nothing else.
-            raise _NotRemembered
-        self._owners = [(kind, refer(owner)) for kind, owner in walk.owners]
+        if (
+            (walk.others or walk.globals or walk.arrays or walk.why_kept is not None)
+            or len(modules) != len(walk.owners)
+            or not places.keys() >= {*containers, *map(id, walk.empty)}
+            # Parameters that FSDP has exchanged are not among them.
+            or not containers >= {id(own) for each in modules if (own := each.__dict__.get("_parameters"))}
+            or not tensors >= {id(each) for _, each in walk.tensors}
+            or not all(_is_simple(each) for _, each in walk.items)
+        ):
+            raise NotRememberedError
+        self._modules = [*map(self._refer, modules)]
+        self._classes = [*map(id, map(type, modules))]
         self._dictionaries = [(kind, *places[id(each)]) for kind, each in walk.dictionaries]
         self._empty = [places[id(each)] for each in walk.empty]
         self._items = walk.items
-        self._tensors = [(name, refer(each)) for name, each in walk.tensors]
-        self._parameters, self._buffers = [*map(refer, walk.parameters)], [*map(refer, walk.buffers)]
-        self._classes = [(refer(each), *rest) for each, *rest in walk.classes]
-        self._objects = [(refer(each), *rest) for each, *rest in walk.objects]
-        self._held = [value if _is_simple(value) else refer(value) for value in values]
+        self._tensors = [(name, self._refer(each)) for name, each in walk.tensors]
+        self._parameters = [*map(self._refer, walk.parameters)]
+        self._buffers = [*map(self._refer, walk.buffers)]
+        self._entries = [
+            [(self._refer(each), what, depth, is_shared) for each, what, depth, is_shared in entries]
+            for entries in (walk.classes, walk.objects)
+        ]
+        values = [value for each in modules for name, value in each.__dict__.items() if name not in INTERNAL]
+        values += [value for _, each in walk.dictionaries for value in each.values()]
+        # Dictionaries are found by their names, and compared by their contents.
+        values = [*(value for value in values if id(value) not in containers), *map(type, modules)]
+        self._held = [value if _is_simple(value) else self._refer(value) for value in values]
+
+    def _refer(self, value: Any) -> Reference:
+        if isinstance(value, functools.partial):
+            raise NotRememberedError
+        try:
+            return weakref.ref(value, self._dead.append)
+        except TypeError:
+            raise NotRememberedError from None
+
+    def walk(self, root: Any) -> Walk | None:
+        """The walk from this root; ``None`` if it is another one now. :meth:`is_right` tells the rest."""
+        if self._dead:
+            return None
+        modules = [reference() for reference in self._modules]
+        if modules[0] is not root or [*map(id, map(type, modules))] != self._classes:
+            return None
+        attributes = [module.__dict__ for module in modules]
+        dictionaries = [(kind, attributes[place].get(name)) for kind, place, name in self._dictionaries]
+        empty = [attributes[place].get(name) for place, name in self._empty]
+        if any(empty) or not all(type(each) in _DICTS for _, each in dictionaries):
+            return None
+        walk = Walk(())
+        walk.owners = [(MODULE, module) for module in modules]
+        walk.dictionaries, walk.empty, walk.items = dictionaries, empty, self._items
+        walk.tensors = [(name, reference()) for name, reference in self._tensors]
+        walk.parameters = [reference() for reference in self._parameters]
+        walk.buffers = [reference() for reference in self._buffers]
+        walk.classes, walk.objects = (
+            [(reference(), what, depth, is_shared) for reference, what, depth, is_shared in entries]
+            for entries in self._entries
+        )
+        return walk
+
+    def is_right(self, content: Content) -> bool:
+        """Whether all containers have the content of the earlier call."""
+        return content == self._content and not self._dead
 
 
-class _NotRemembered(Exception):
+class NotRememberedError(Exception):
     """A walk has found something that is known by neither its value nor a weak reference."""
 
 
-def _reference(value: Any, *, dead: list[object]) -> weakref.ref[Any]:
-    try:
-        return weakref.ref(value, dead.append)
-    except TypeError:
-        raise _NotRemembered from None
+class WalkMemory:
+    """The walk of a function's last call."""
 
+    def __init__(self) -> None:
+        self._known: RememberedWalk | None = None
+        self._count = 0
 
-def _values_in(container: Any) -> Iterable[Any]:
-    return container.values() if isinstance(container, dict) else container
+    def find(self, roots: Sequence[Any]) -> tuple[RememberedWalk, Walk] | None:
+        """The remembered walk, and the same walk from these roots."""
+        known = self._known
+        walk = None if known is None or len(roots) != 1 else known.walk(roots[0])
+        return None if known is None or walk is None else (known, walk)
+
+    def keep(self, roots: Sequence[Any], walk: Walk, content: Content) -> None:
+        """Remember a walk, if it can be remembered."""
+        self._known = None
+        # State that changes with each call would be remembered each time.
+        self._count += 1
+        if self._count <= _MOST_WALKS and len(roots) == 1:
+            with suppress(NotRememberedError):
+                self._known = RememberedWalk(walk, content)
 
 
 def _is_simple(value: Any) -> bool:
