@@ -339,6 +339,7 @@ class RememberedWalk:
         tensors = {id(each) for each in (*walk.parameters, *walk.buffers)}
         if (
             (walk.others or walk.globals or walk.arrays or walk.why_kept is not None)
+            or not modules
             or len(modules) != len(walk.owners)
             or not places.keys() >= {*containers, *map(id, walk.empty)}
             # Parameters that FSDP has exchanged are not among them.
