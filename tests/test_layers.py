@@ -12,7 +12,7 @@ PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "types"}
 PURE = {"policies", "selectors", "blocks", "planner"}
-ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing", "losses"}
+ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing"}
 SERVICES = ENGINE | {
     "offloading",
     "recomputing",
@@ -38,7 +38,6 @@ ALLOWED: dict[str, set[str]] = {
     "session": WORDS | {"_torch", "runtime"},
     "saved_tensors": WORDS | {"_torch", "policies", "runtime", "session"},
     "checkpointing": WORDS | {"_torch", "selectors", "runtime", "saved_tensors"},
-    "losses": WORDS | {"_torch"},
     "testing": WORDS | {"runtime"},
     "offloading": ENGINE,
     "recomputing": ENGINE,

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from spillway import policies
     from spillway.accumulate import AccumulationStep, Accumulator, DeviceNumber, split_equals_whole
     from spillway.attaching import Attached, attach
-    from spillway.losses import cross_entropy
+    from spillway.checkpointing.losses import cross_entropy
     from spillway.offloading import group, keep, keep_tensor, offload, offload_tensor
     from spillway.optim.optimizer import OffloadedOptimizer
     from spillway.planner.hardware import Hardware
@@ -129,7 +129,7 @@ __all__ = [
 _MODULES = {
     "accumulate": "AccumulationStep Accumulator DeviceNumber split_equals_whole",
     "attaching": "Attached attach",
-    "losses": "cross_entropy",
+    "checkpointing.losses": "cross_entropy",
     "offloading": "group keep keep_tensor offload offload_tensor",
     "optim.optimizer": "OffloadedOptimizer",
     "planner.hardware": "Hardware",

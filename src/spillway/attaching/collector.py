@@ -40,8 +40,8 @@ from spillway._torch import tree_leaves
 from spillway.attaching.ranks import RankGroup, shared_profile
 from spillway.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
+from spillway.checkpointing.losses import own_losses
 from spillway.errors import UsageError
-from spillway.losses import own_losses
 from spillway.planner.plan import BlockPlan, Plan
 from spillway.planner.profile import OptimizerProfile, Profile, Static
 from spillway.planner.scaling import enlarged, risen

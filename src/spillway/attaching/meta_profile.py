@@ -32,10 +32,10 @@ from spillway.attaching.collector import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
 from spillway.blocks import Named
+from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.errors import UsageError
-from spillway.losses import own_losses
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile
