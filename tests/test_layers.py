@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "types"}
-PURE = {"policies", "selectors", "blocks", "planner"}
+PURE = {"policies", "blocks", "planner"}
 ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing"}
 SERVICES = ENGINE | {
     "offloading",
@@ -31,13 +31,12 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors", "units"},
     "_torch": {"errors"},
     "policies": WORDS,
-    "selectors": WORDS | {"_torch"},
     "blocks": WORDS | {"_torch"},
     "planner": WORDS,
     "runtime": WORDS | {"_torch"},
     "session": WORDS | {"_torch", "runtime"},
     "saved_tensors": WORDS | {"_torch", "policies", "runtime", "session"},
-    "checkpointing": WORDS | {"_torch", "selectors", "runtime", "saved_tensors"},
+    "checkpointing": WORDS | {"_torch", "runtime", "saved_tensors"},
     "testing": WORDS | {"runtime"},
     "offloading": ENGINE,
     "recomputing": ENGINE,

@@ -35,6 +35,7 @@ from spillway.blocks import Named
 from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.selectors import Choices
 from spillway.errors import UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
@@ -46,7 +47,6 @@ from spillway.profiler.step_trace import StepTracer
 from spillway.profiler.target_kernels import first_attention, kernels_of, standing_workspace
 from spillway.runtime.bytes import over
 from spillway.saved_tensors.identity import is_parameter
-from spillway.selectors import Choices
 from spillway.session import MIN_BYTES
 
 _DEVICES = ("cuda", "cpu")
