@@ -11,7 +11,7 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "types"}
-PURE = {"policies", "blocks", "planner"}
+PURE = {"policies", "planner"}
 ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing"}
 SERVICES = ENGINE | {
     "offloading",
@@ -31,7 +31,6 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors", "units"},
     "_torch": {"errors"},
     "policies": WORDS,
-    "blocks": WORDS | {"_torch"},
     "planner": WORDS,
     "runtime": WORDS | {"_torch"},
     "session": WORDS | {"_torch", "runtime"},

@@ -38,7 +38,7 @@ from torch.nn import Module
 
 from spillway._torch import tree_leaves
 from spillway.attaching.ranks import RankGroup, shared_profile
-from spillway.blocks import signature
+from spillway.checkpointing.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.selectors import Planned

@@ -31,7 +31,7 @@ from spillway.attaching import attach
 from spillway.attaching.collector import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
-from spillway.blocks import Named
+from spillway.checkpointing.blocks import Named
 from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder

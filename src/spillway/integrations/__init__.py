@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, attach, policy_named
 from spillway.attaching.call import ModuleCall
-from spillway.blocks import Named, perhaps
+from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
 from spillway.recomputing import Recompute
 

@@ -26,7 +26,7 @@ from torch.nn import Module
 from spillway._torch import own_call, tree_leaves
 from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
-from spillway.blocks import Named, find_blocks, is_called, walk
+from spillway.checkpointing.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.integrations import AttachOptions, FirstCall
 from spillway.profiler.machine import known_hardware

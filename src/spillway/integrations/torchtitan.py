@@ -15,7 +15,7 @@ from torchtitan.distributed.activation_checkpoint import (  # type: ignore[impor
 )
 
 from spillway.attaching import Attached, attach
-from spillway.blocks import Named
+from spillway.checkpointing.blocks import Named
 from spillway.errors import UsageError
 from spillway.integrations import FirstCall
 from spillway.planner.plan import Plan

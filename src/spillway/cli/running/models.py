@@ -63,7 +63,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from spillway._torch import call_code, in_backward, own_call
 from spillway.attaching import Attached
 from spillway.attaching.call import PLACE, ModuleCall, is_attached, is_compiled_around, is_traced
-from spillway.blocks import built_in, find_blocks, is_compiled
+from spillway.checkpointing.blocks import built_in, find_blocks, is_compiled
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
 NO_BLOCKS = (
