@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -252,16 +252,12 @@ def keep(hardware: Hardware, file: Path | None) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Made with mode 0600, and beside the file: only within a file system, replacing is atomic.
-        handle, draft = tempfile.mkstemp(prefix=".hardware-", dir=file.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as writing:
-                writing.write(hardware.to_json())
+        # Beside the file: only within a file system, replacing is atomic.
+        with tempfile.TemporaryDirectory(prefix=".hardware-", dir=file.parent) as folder:
+            draft = Path(folder, file.name)
+            draft.touch(mode=0o600)
+            draft.write_text(hardware.to_json(), encoding="utf-8")
             os.replace(draft, file)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(draft)
-            raise
     except OSError as error:
         _warn(str(error))
 
