@@ -18,7 +18,7 @@ import weakref
 from typing import Any
 
 from torch.nn import Module
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from spillway.attaching import Attached, attached_to
 from spillway.errors import UsageError
@@ -62,9 +62,7 @@ class SpillwayCallback(TrainerCallback):
         self.attached: Attached | None = None
         """The result of :func:`spillway.attach` in the current or the last training; ``None`` before."""
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         model: Module = kwargs["model"]
         _refuse(args, recomputes=self._options.recomputes)
         if self._log and args.report_to:
@@ -80,9 +78,7 @@ class SpillwayCallback(TrainerCallback):
         self.attached = self._options.attach(model)
         _by_callbacks.add(self.attached)
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_substep_end(self, *_: Any, **kwargs: Any) -> None:
         if self.attached is not None and not self.attached.passes:
             raise UsageError(
                 "the trainer never called the model in this step, but its forward or a part of it, which bypasses "
@@ -91,7 +87,7 @@ class SpillwayCallback(TrainerCallback):
 
     on_step_end = on_substep_end
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs: dict[str, float] = kwargs["logs"]
         # Only logs of training steps have this loss.
         if self._log and self.attached is not None and "loss" in logs:
@@ -100,9 +96,7 @@ class SpillwayCallback(TrainerCallback):
             # The trainer has already appended a copy.
             state.log_history[-1].update(numbers)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
         if self.attached is not None:
             self.attached.remove()
 

@@ -54,9 +54,6 @@ _SHORTEST = 1e-9
 """Seconds. A clock may say 0."""
 
 _SMALLEST_WIDTH, _LARGEST_WIDTH = 512, 8192
-_TRIES = 4
-_HARDER = 8
-"""Time of a product of twice the width, relative to one."""
 
 _MOST_PIECES = 64
 """More than any disk has in flight at once, and a GiB."""
@@ -365,11 +362,8 @@ def measure_products(backend: Backend, seconds: float) -> float:
         _wait_for_compute(backend)
         return time.perf_counter() - start
 
-    while width < _LARGEST_WIDTH:
-        # The first one of a shape loads its kernel, and any may have been disturbed.
-        took = min(once() for _ in range(_TRIES))
-        if took >= LONG_ENOUGH or took * _HARDER > (end - time.perf_counter()) / 2:
-            break
+    # The first one of a shape loads its kernel, and any may have been disturbed.
+    while width < _LARGEST_WIDTH and min(once() for _ in range(4)) < LONG_ENOUGH and time.perf_counter() < end:
         width *= 2
         left, right = _matrices(backend, width)
     queue, wait = partial(torch.matmul, left, right), partial(_wait_for_compute, backend)
