@@ -18,7 +18,7 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, attach
 from spillway.attaching.collector import ProfileCollector
-from spillway.cli.running.models import ManagedModel, Rejected, ScriptObserver
+from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.cli.running.options import RunOptions
 from spillway.cli.running.result import result_of, wrapped
 from spillway.cli.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
@@ -82,7 +82,10 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
     observer = ScriptObserver(options.attach)
     models = observer.models
     if not quiet and rank == 0:
-        models.tell = _tell_at_once
+        # Not only at the end, which may be days later.
+        models.tell = lambda each: _print_error(
+            f"spillway: {printable(f'{each.kind} is not attached: {each.reason}')}\n"
+        )
     check, late = functools.partial(_check_met, options, observer, quiet=quiet), threading.Event()
     # Exit handlers run from the last to the first, so this one runs after the result is printed.
     atexit.register(_check_late, os.getpid(), late, check)
@@ -135,11 +138,6 @@ def _check_met(options: RunOptions, observer: ScriptObserver, *, quiet: bool) ->
         f"{options.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
         f"all the same."
     )
-
-
-def _tell_at_once(rejected: Rejected) -> None:
-    """Not only at the end, which may be days later."""
-    _print_error(f"spillway: {printable(f'{rejected.kind} is not attached: {rejected.reason}')}\n")
 
 
 def _print_error(text: str) -> None:

@@ -256,7 +256,9 @@ class ModelRegistry:
 
     def _is_attached_now(self, model: Module) -> bool:
         """Attach to a model, or reject it."""
-        blocks = _count_blocks(model)
+        blocks = 0
+        with suppress(UsageError):
+            blocks = len(find_blocks(model, None))
         if not blocks:
             self.reject(model, f"{NO_BLOCKS}{built_in(model.modules())}")
             return False
@@ -411,13 +413,6 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def alive(kind: type[Any]) -> list[Any]:
     """All objects of a class. Neither modules nor optimizers that were not called yet are known to torch otherwise."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-def _count_blocks(model: Module) -> int:
-    try:
-        return len(find_blocks(model, None))
-    except UsageError:
-        return 0
 
 
 def _frames() -> Iterator[FrameType]:
