@@ -453,6 +453,10 @@ def test_a_trainer_that_goes_past_the_models_call_is_refused(tmp_path: Path, acc
 def test_options_are_those_of_attach() -> None:
     with pytest.raises(UsageError, match=r"perhaps 'budget' is meant"):
         SpillwayCallback(bugdet="40GiB")
+    with pytest.raises(UsageError, match="beside a budget or a plan"):
+        SpillwayCallback(budget="40GiB", policy="keep")
+    with pytest.raises(UsageError, match="got host_budget without a budget"):
+        SpillwayCallback(host_budget="40GiB")
     assert SpillwayCallback(budget="40GiB").attached is None
 
 
