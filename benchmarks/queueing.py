@@ -37,7 +37,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from _llama import Shape, Stack
-from spillway.selectors import Planned
+from spillway.checkpointing.selectors import Planned
 from spillway.types import Decision
 
 LAYERS, TOKENS = 16, 8

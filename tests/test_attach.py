@@ -19,7 +19,7 @@ import spillway
 from spillway import Recompute, Session, UsageError
 from spillway.attaching import attached_to
 from spillway.attaching.attached import NAMED
-from spillway.blocks import find_blocks, signature
+from spillway.checkpointing.blocks import find_blocks, signature
 from spillway.cli.running.options import POLICIES
 from spillway.integrations import AttachOptions
 from spillway.policies import Keep, Offload

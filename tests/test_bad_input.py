@@ -65,7 +65,7 @@ ARGUMENTS = [
     ),
     sized("size in parsecs", lambda: offload(min_bytes="12 parsecs"), "min_bytes: got '12 parsecs'"),
     sized("size a float", lambda: offload(min_bytes=1.5), "min_bytes: got 1.5"),  # type: ignore[arg-type]
-    sized("size none", lambda: MinBytes(None), "min_bytes: got None"),  # type: ignore[arg-type]
+    sized("size none", lambda: MinBytes(None), "nbytes: got None"),  # type: ignore[arg-type]
     sized("window", lambda: offload(window="wide"), "window: got 'wide'"),
     sized("session window", lambda: Session(window="wide"), "window: got 'wide'"),
     sized("host budget", lambda: Session(host_budget="12 parsecs"), "host_budget: got '12 parsecs'"),

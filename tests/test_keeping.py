@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from spillway.checkpointing.selectors import Planned
 from spillway.recomputing import call_checkpointed
 from spillway.saved_tensors.hooks import current_scope
 from spillway.saved_tensors.identity import ViewRecipe
-from spillway.selectors import Planned
 from spillway.testing import AdversaryBackend
 from spillway.types import Decision
 

@@ -11,8 +11,8 @@ SOURCE = Path(__file__).parent.parent / "src"
 PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "types"}
-PURE = {"policies", "selectors", "blocks", "planner"}
-ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing", "losses"}
+PURE = {"policies", "planner"}
+ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing"}
 SERVICES = ENGINE | {
     "offloading",
     "recomputing",
@@ -31,14 +31,11 @@ ALLOWED: dict[str, set[str]] = {
     "types": {"errors", "units"},
     "_torch": {"errors"},
     "policies": WORDS,
-    "selectors": WORDS | {"_torch"},
-    "blocks": WORDS | {"_torch"},
     "planner": WORDS,
     "runtime": WORDS | {"_torch"},
     "session": WORDS | {"_torch", "runtime"},
     "saved_tensors": WORDS | {"_torch", "policies", "runtime", "session"},
-    "checkpointing": WORDS | {"_torch", "selectors", "runtime", "saved_tensors"},
-    "losses": WORDS | {"_torch"},
+    "checkpointing": WORDS | {"_torch", "runtime", "saved_tensors"},
     "testing": WORDS | {"runtime"},
     "offloading": ENGINE,
     "recomputing": ENGINE,

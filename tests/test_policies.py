@@ -99,7 +99,7 @@ def test_min_bytes() -> None:
     assert policy(saved(1023)) is Decision.KEEP
     assert policy(saved(1024)) is Decision.OFFLOAD
     assert policy == MinBytes(1024)
-    with pytest.raises(SizeError, match="min_bytes"):
+    with pytest.raises(SizeError, match="nbytes"):
         MinBytes("12 parsecs")
 
 

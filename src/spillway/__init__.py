@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from spillway import policies
     from spillway.accumulate import AccumulationStep, Accumulator, DeviceNumber, split_equals_whole
     from spillway.attaching import Attached, attach
-    from spillway.losses import cross_entropy
+    from spillway.checkpointing.losses import cross_entropy
+    from spillway.checkpointing.selectors import OperatorCall, saved_by, within
     from spillway.offloading import group, keep, keep_tensor, offload, offload_tensor
     from spillway.optim.optimizer import OffloadedOptimizer
     from spillway.planner.hardware import Hardware
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from spillway.runtime.binding import Affinity, bind_to_device
     from spillway.saved_tensors.decide import list_saved_tensors
     from spillway.saved_tensors.groups import Groups
-    from spillway.selectors import OperatorCall, saved_by, within
     from spillway.session import Session
     from spillway.summarizing import Summary, SummaryRow, summary
     from spillway.types import (
@@ -129,7 +129,8 @@ __all__ = [
 _MODULES = {
     "accumulate": "AccumulationStep Accumulator DeviceNumber split_equals_whole",
     "attaching": "Attached attach",
-    "losses": "cross_entropy",
+    "checkpointing.losses": "cross_entropy",
+    "checkpointing.selectors": "OperatorCall saved_by within",
     "offloading": "group keep keep_tensor offload offload_tensor",
     "optim.optimizer": "OffloadedOptimizer",
     "planner.hardware": "Hardware",
@@ -141,7 +142,6 @@ _MODULES = {
     "runtime.binding": "Affinity bind_to_device",
     "saved_tensors.decide": "list_saved_tensors",
     "saved_tensors.groups": "Groups",
-    "selectors": "OperatorCall saved_by within",
     "session": "Session",
     "summarizing": "Summary SummaryRow summary",
     "types": "Decision Event EventKind EventList GroupStats OptimizerStats SavedTensor SavedTensorReport StepStats",

@@ -20,6 +20,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar
 
 from spillway.errors import UsageError
 from spillway.types import Decision, SavedTensor
@@ -101,63 +102,71 @@ class Ratio:
 
 
 @dataclass(frozen=True)
-class FirstBytes:
+class _Bytes:
+    nbytes: int | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", parse_bytes(self.nbytes, what="nbytes"))
+
+    @property
+    def _limit(self) -> int:
+        assert isinstance(self.nbytes, int)
+        return self.nbytes
+
+
+class FirstBytes(_Bytes):
     """Offload the first tensors of a forward pass, up to so many bytes. Unlike :class:`Ratio`, it counts no pass first.
 
     Args:
         nbytes: bytes, or a size like ``"256MiB"``.
     """
 
-    nbytes: int | str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", parse_bytes(self.nbytes, what="nbytes"))
-
     def __call__(self, saved: SavedTensor) -> Decision:
-        assert isinstance(self.nbytes, int)
-        fits = saved.offloaded_bytes + saved.nbytes <= self.nbytes
-        return Decision.OFFLOAD if fits else Decision.KEEP
+        return Decision.OFFLOAD if saved.offloaded_bytes + saved.nbytes <= self._limit else Decision.KEEP
 
 
-@dataclass(frozen=True)
-class MinBytes:
+class MinBytes(_Bytes):
     """Offload tensors of at least so many bytes.
 
     Args:
         nbytes: bytes, or a size like ``"1MiB"``.
     """
 
-    nbytes: int | str
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "nbytes", parse_bytes(self.nbytes, what="min_bytes"))
-
     def __call__(self, saved: SavedTensor) -> Decision:
-        assert isinstance(self.nbytes, int)
-        return Decision.OFFLOAD if saved.nbytes >= self.nbytes else Decision.KEEP
+        return Decision.OFFLOAD if saved.nbytes >= self._limit else Decision.KEEP
+
+
+class _Composed:
+    """A policy of others. It wants to know what one of them does."""
+
+    def _inner(self) -> tuple[Policy, ...]:
+        raise NotImplementedError
+
+    @property
+    def wants_modules(self) -> bool:
+        return any(map(wants_modules, self._inner()))
+
+    @property
+    def wants_operators(self) -> bool:
+        return any(map(wants_operators, self._inner()))
 
 
 @dataclass(frozen=True)
-class _Matching:
+class _Matching(_Composed):
     """One policy for tensors whose name matches a pattern, another for the rest."""
 
     pattern: str
     then: Policy = Offload()
     otherwise: Policy = Keep()
 
-    @property
-    def wants_modules(self) -> bool:
-        return wants_modules(self.then) or wants_modules(self.otherwise)
+    _fact: ClassVar[str]
+    """The fact of a saved tensor that is matched."""
 
-    @property
-    def wants_operators(self) -> bool:
-        return wants_operators(self.then) or wants_operators(self.otherwise)
-
-    def name(self, saved: SavedTensor) -> str:
-        raise NotImplementedError
+    def _inner(self) -> tuple[Policy, ...]:
+        return self.then, self.otherwise
 
     def __call__(self, saved: SavedTensor) -> Decision:
-        matches = fnmatch.fnmatchcase(self.name(saved), self.pattern)
+        matches = fnmatch.fnmatchcase(str(getattr(saved, self._fact) or ""), self.pattern)
         return self.then(saved) if matches else self.otherwise(saved)
 
 
@@ -171,9 +180,7 @@ class Modules(_Matching):
     """
 
     wants_modules = True
-
-    def name(self, saved: SavedTensor) -> str:
-        return saved.module or ""
+    _fact = "module"
 
 
 class Operators(_Matching):
@@ -186,9 +193,7 @@ class Operators(_Matching):
     """
 
     wants_operators = True
-
-    def name(self, saved: SavedTensor) -> str:
-        return saved.operator or ""
+    _fact = "operator"
 
 
 class Devices(_Matching):
@@ -202,11 +207,10 @@ class Devices(_Matching):
         otherwise: for the others.
     """
 
-    def name(self, saved: SavedTensor) -> str:
-        return str(saved.device)
+    _fact = "device"
 
 
-class _Combined:
+class _Combined(_Composed):
     """Several policies asked one after the other, until one keeps, or until one offloads."""
 
     _ends_at_keep: bool
@@ -219,13 +223,8 @@ class _Combined:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(map(repr, self.policies))})"
 
-    @property
-    def wants_modules(self) -> bool:
-        return any(map(wants_modules, self.policies))
-
-    @property
-    def wants_operators(self) -> bool:
-        return any(map(wants_operators, self.policies))
+    def _inner(self) -> tuple[Policy, ...]:
+        return self.policies
 
     def __call__(self, saved: SavedTensor) -> Decision:
         decision = Decision.KEEP

@@ -30,12 +30,12 @@ from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.replayable import CallSetup
+from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
 from spillway.saved_tensors.hooks import ForwardScope, SavedState, current_scope
 from spillway.saved_tensors.kept import see_again
-from spillway.selectors import Choices, Planned, Selector
 from spillway.session import Session
 from spillway.types import Decision
 
@@ -148,8 +148,8 @@ def recompute(
             with options or without).
         *args: its arguments. Tensors in lists, tuples and dictionaries are found. Hooks around the call save them: an
             ``offload`` context offloads them, and so does ``offload=["inputs"]``.
-        save: selectors of tensors to keep: see :mod:`spillway.selectors`. A tensor that both name is kept.
-            :class:`saved_by` comes last.
+        save: selectors of tensors to keep: see :mod:`spillway.checkpointing.selectors`. A tensor that both name is
+            kept. :class:`saved_by` comes last.
         offload: selectors of tensors to offload to CPU memory. CPU tensors are offloaded to disk.
         policy: a policy function of ``torch.utils.checkpoint.create_selective_checkpoint_contexts``, instead of
             ``save`` and ``offload``. All six ``CheckpointPolicy`` values are supported.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import spillway
 from integrations.llama import BUDGET, HARDWARE, llama, same, sentences, weights
-from spillway import losses as room
-from spillway.losses import own_losses
+from spillway.checkpointing import losses as room
+from spillway.checkpointing.losses import own_losses
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

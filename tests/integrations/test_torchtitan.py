@@ -151,9 +151,8 @@ def test_its_configuration_says_what_is_attached(tmp_path: Path) -> None:
     from spillway.integrations.torchtitan import SpillwayAC
 
     for options, match in (
-        ({"budget": "1GiB", "plan": "plan.json"}, "budget and plan: each decides"),
-        ({"budget": "1GiB", "save": ["attention"]}, "budget and save and offload: each decides"),
-        ({"host_budget": "1GiB"}, "give a budget too"),
+        ({"budget": "1GiB", "save": ["attention"]}, "got a policy, .* beside a budget or a plan"),
+        ({"host_budget": "1GiB"}, "got host_budget without a budget"),
         ({"debug": True}, "say debug=False"),
         ({"offload": ["nothing"]}, "nothing"),
         ({"determinism_check": "some"}, "determinism_check"),

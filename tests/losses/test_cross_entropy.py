@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn import functional
 
 import spillway
-from spillway import losses as room
+from spillway.checkpointing import losses as room
 from support import pairwise
 
 ROWS, CLASSES = 333, 97

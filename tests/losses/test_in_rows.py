@@ -14,9 +14,9 @@ from torch.nn import functional
 
 import spillway
 from allocations import count_exactly
-from spillway import losses as room
 from spillway.attaching.call import PLACE
-from spillway.losses import loss_in_rows, own_losses
+from spillway.checkpointing import losses as room
+from spillway.checkpointing.losses import loss_in_rows, own_losses
 
 ROWS, WORDS = 140, 53
 

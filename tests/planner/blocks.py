@@ -17,11 +17,11 @@ from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.program import Decisions
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.schema import facts_of
+from spillway.checkpointing.selectors import full_name
 from spillway.planner.profile import BlockCall, BlockProfile, OperatorProfile, Outside, Profile, ReplayRule, Value
 from spillway.profiler.probe import CallObserver, Probe
 from spillway.recomputing import Recompute, call_checkpointed
 from spillway.saved_tensors.handles import in_replay
-from spillway.selectors import full_name
 from spillway.types import Decision
 
 KEEP, HOST, DISK, AGAIN = Decision.KEEP, Decision.OFFLOAD_HOST, Decision.OFFLOAD_DISK, Decision.RECOMPUTE

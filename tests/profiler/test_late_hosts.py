@@ -9,8 +9,8 @@ import torch
 
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.selectors import Choices
 from spillway.profiler.probe import Probe
-from spillway.selectors import Choices
 
 
 class Work:

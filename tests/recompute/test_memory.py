@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from recompute.regions import HiddenAttribute, HiddenList
+from spillway.checkpointing.selectors import Planned
 from spillway.recomputing import call_checkpointed
-from spillway.selectors import Planned
 from spillway.testing import AdversaryBackend
 from spillway.types import Decision, EventKind, EventList
 

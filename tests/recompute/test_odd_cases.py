@@ -14,8 +14,8 @@ from torch.nn import functional
 
 import spillway
 from recompute.regions import HiddenList, Regions, leaf, one_place
+from spillway.checkpointing.selectors import Planned
 from spillway.errors import RecomputeError
-from spillway.selectors import Planned
 from spillway.types import Decision
 from support import assert_identical, grads
 

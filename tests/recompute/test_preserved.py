@@ -35,9 +35,9 @@ from recompute.regions import (
     operators_of_backward,
 )
 from spillway.checkpointing.ambient import replay_lock
+from spillway.checkpointing.selectors import Planned, full_name
 from spillway.planner.plan import BlockPlan, OperatorPlan
 from spillway.saved_tensors.handles import in_replay
-from spillway.selectors import Planned, full_name
 from spillway.types import Decision
 from support import assert_identical, grads
 

@@ -18,8 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.attaching.call import PLACE, is_attached
-from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, UNSEEN
-from spillway.cli.running.observer import ScriptObserver
+from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, UNSEEN, ScriptObserver
 from spillway.cli.running.options import RunOptions
 from spillway.cli.running.result import WIDEST, RunResult, result_of
 from steps import Block

@@ -27,7 +27,7 @@ from spillway.accumulate.options import check_arguments, check_vertical, steps_i
 from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
 from spillway.accumulate.vertical import VerticalBackward
 from spillway.accumulate.wrappers import Wrappers
-from spillway.blocks import Blocks
+from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
 

@@ -96,7 +96,7 @@ class Factors:
     def __init__(self, total: Weight, divisor: Callable[[Parameter], float]) -> None:
         self._total = total
         self._divisor = divisor
-        self._made: dict[tuple[object, ...], Any] = {}
+        self._made: dict[tuple[float, torch.device, torch.dtype], Tensor] = {}
 
     def are_one(self, parameters: Iterable[Parameter]) -> bool:
         """Whether all factors are 1, as far as the CPU knows without a stall."""
@@ -120,14 +120,11 @@ class Factors:
 
     def _on_device(self, divisor: float, total: Tensor, gradient: Tensor) -> Tensor:
         dtype = torch.float64 if gradient.dtype in _DOUBLE else torch.float32
-        exact: Tensor | None = self._made.get((divisor,))
-        if exact is None:
-            exact = self._made[divisor,] = (divisor / total).masked_fill(total == 0, 0)
         key = divisor, gradient.device, dtype
         if key not in self._made:
-            self._made[key] = exact.to(dtype).to(gradient.device, non_blocking=gradient.device.type != "cpu")
-        factor: Tensor = self._made[key]
-        return factor
+            exact = (divisor / total).masked_fill(total == 0, 0).to(dtype)
+            self._made[key] = exact.to(gradient.device, non_blocking=gradient.device.type != "cpu")
+        return self._made[key]
 
 
 def clip(parameters: Sequence[Parameter], max_norm: float) -> Tensor:

@@ -108,24 +108,18 @@ def split_equals_whole(
 def splits_of(rows: int, count: int, seed: int) -> Iterator[Split]:
     """Ways to cut rows into more than one part: all of them for up to six rows, else at most ``count`` drawn ones.
 
-    Drawn ones begin with single rows (up to eight rows) and even halves, and do not repeat.
+    Drawn ones begin with even halves and single rows (up to eight rows), and do not repeat.
     """
     if rows <= _ALL_UP_TO:
-        for cuts in itertools.product((False, True), repeat=rows - 1):
-            if any(cuts):
-                yield _parts(rows, [place for place, is_cut in enumerate(cuts, 1) if is_cut])
+        for parts in range(2, rows + 1):
+            yield from (_parts(rows, cuts) for cuts in itertools.combinations(range(1, rows), parts - 1))
         return
     chance = random.Random(seed)
-    seen: set[Split] = set()
-    first = [_parts(rows, [rows // 2])] + ([(1,) * rows] if rows <= _MOST_PARTS else [])
+    splits = [_parts(rows, [rows // 2]), *([(1,) * rows] if rows <= _MOST_PARTS else [])]
     for _ in range(20 * count):
-        if len(seen) == count:
-            return
         parts = chance.randint(2, min(rows, _MOST_PARTS))
-        split = first.pop() if first else _parts(rows, sorted(chance.sample(range(1, rows), parts - 1)))
-        if split not in seen:
-            seen.add(split)
-            yield split
+        splits.append(_parts(rows, sorted(chance.sample(range(1, rows), parts - 1))))
+    yield from itertools.islice(dict.fromkeys(splits), count)
 
 
 def cut(batch: Any, split: Split) -> list[Any]:
@@ -141,7 +135,7 @@ def _checked(split: Sequence[int], rows: int) -> Split:
     return parts
 
 
-def _parts(rows: int, cuts: list[int]) -> Split:
+def _parts(rows: int, cuts: Sequence[int]) -> Split:
     return tuple(end - start for start, end in itertools.pairwise([0, *cuts, rows]))
 
 
@@ -224,17 +218,17 @@ class _Comparison:
     def difference(self, found: Gradients, split: Split) -> tuple[float, str | None]:
         """The largest relative difference, and an error message if one is above its tolerance."""
         compared = {name: self._compare(name, found.get(name)) for name in self._whole.keys() | found.keys()}
+        largest = max((relative for relative, *_ in compared.values()), default=0.0)
         wrong = [(relative, name, allowed) for name, (relative, allowed, is_wrong) in compared.items() if is_wrong]
-        message = None
-        if wrong:
-            relative, name, allowed = max(wrong)
-            how, hint = self._explained(name, found, split, relative, allowed)
-            message = (
-                f"gradients of {name!r}{f' and {len(wrong) - 1} others' if len(wrong) > 1 else ''} differ between "
-                f"micro-batches of {split} rows and the whole batch: {how}. {hint}. The tolerance is "
-                f"{f'{allowed:.2g}' if allowed else '0 (the same bits)'}"
-            )
-        return max((relative for relative, *_ in compared.values()), default=0.0), message
+        if not wrong:
+            return largest, None
+        relative, name, allowed = max(wrong)
+        how, hint = self._explained(name, found, split, relative, allowed)
+        return largest, (
+            f"gradients of {name!r}{f' and {len(wrong) - 1} others' if len(wrong) > 1 else ''} differ between "
+            f"micro-batches of {split} rows and the whole batch: {how}. {hint}. The tolerance is "
+            f"{f'{allowed:.2g}' if allowed else '0 (the same bits)'}"
+        )
 
     def _compare(self, name: str, found: Tensor | None) -> tuple[float, float, bool]:
         """The relative difference of one gradient, the tolerance, and whether it is wrong."""

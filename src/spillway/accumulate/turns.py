@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from spillway._torch import ACCUMULATE_GRAD, node_number
-from spillway.blocks import Blocks, find_blocks, inside_of
+from spillway.checkpointing.blocks import Blocks, find_blocks, inside_of
 from spillway.errors import UsageError
 
 

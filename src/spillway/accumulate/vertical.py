@@ -60,8 +60,8 @@ from spillway._torch import (
     version_of,
 )
 from spillway.accumulate.turns import Graph, Turns, own_parameters
-from spillway.blocks import Blocks
 from spillway.checkpointing.ambient import AmbientState, generators_of, states_of
+from spillway.checkpointing.blocks import Blocks
 from spillway.checkpointing.python_state import PythonState
 from spillway.errors import UnsupportedError, UsageError
 from spillway.saved_tensors.handles import in_replay

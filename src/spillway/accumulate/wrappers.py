@@ -34,7 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spillway import _torch
 from spillway.accumulate.gradients import HALF, Writer
-from spillway.blocks import is_a
+from spillway.checkpointing.blocks import is_a
 from spillway.errors import UnsupportedError, UsageError
 
 _FSDP = "torch.distributed.fsdp"

@@ -30,7 +30,7 @@ from spillway.attaching.validation import (
     refuse_modules,
     refuse_unmatched,
 )
-from spillway.blocks import Blocks, Named, above, find_blocks, walk
+from spillway.checkpointing.blocks import Blocks, Named, above, find_blocks, walk
 from spillway.errors import UsageError
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute

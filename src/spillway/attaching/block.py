@@ -23,7 +23,7 @@ from torch.nn.parameter import is_lazy
 from spillway._torch import global_pre_hooks, has_global_hook, hooks_of, own_call
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
-from spillway.blocks import Named
+from spillway.checkpointing.blocks import Named
 from spillway.checkpointing.recorder import Observer
 from spillway.errors import RecomputeError
 from spillway.recomputing import Recompute, call_checkpointed_untraced

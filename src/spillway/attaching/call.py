@@ -37,7 +37,7 @@ from torch.nn import Module
 
 from spillway._torch import CALLING, IS_REPLICA, callback, is_fx_tracing, own_call, tracing_state
 from spillway._torch import PLACE as PLACE
-from spillway.blocks import Named
+from spillway.checkpointing.blocks import Named
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
 from spillway.offloading import group, keep
 

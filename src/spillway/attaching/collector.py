@@ -38,10 +38,11 @@ from torch.nn import Module
 
 from spillway._torch import tree_leaves
 from spillway.attaching.ranks import RankGroup, shared_profile
-from spillway.blocks import signature
+from spillway.checkpointing.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
+from spillway.checkpointing.losses import own_losses
+from spillway.checkpointing.selectors import Planned
 from spillway.errors import UsageError
-from spillway.losses import own_losses
 from spillway.planner.plan import BlockPlan, Plan
 from spillway.planner.profile import OptimizerProfile, Profile, Static
 from spillway.planner.scaling import enlarged, risen
@@ -51,7 +52,6 @@ from spillway.profiler.probe import CallObserver, Probe
 from spillway.profiler.step_trace import StepTrace, StepTracer
 from spillway.recomputing import Recompute
 from spillway.runtime.mover import Mover
-from spillway.selectors import Planned
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
 from spillway.units import parse_bytes

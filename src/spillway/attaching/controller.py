@@ -43,7 +43,7 @@ from spillway.attaching.budget import BudgetTarget, Planner, Rival, is_same
 from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kinds_of, tensor_bytes
 from spillway.attaching.ranks import RankGroup, ranks_of
 from spillway.attaching.validation import refuse_nested
-from spillway.blocks import Named
+from spillway.checkpointing.blocks import Named
 from spillway.errors import BudgetError
 from spillway.planner.planner import Point, parse_budget
 from spillway.profiler.meter import DeviceMemory

@@ -31,11 +31,12 @@ from spillway.attaching import attach
 from spillway.attaching.collector import device_of, kind_of, tensors_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
-from spillway.blocks import Named
+from spillway.checkpointing.blocks import Named
+from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.selectors import Choices
 from spillway.errors import UsageError
-from spillway.losses import own_losses
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile
@@ -46,7 +47,6 @@ from spillway.profiler.step_trace import StepTracer
 from spillway.profiler.target_kernels import first_attention, kernels_of, standing_workspace
 from spillway.runtime.bytes import over
 from spillway.saved_tensors.identity import is_parameter
-from spillway.selectors import Choices
 from spillway.session import MIN_BYTES
 
 _DEVICES = ("cuda", "cpu")

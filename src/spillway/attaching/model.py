@@ -23,7 +23,7 @@ from spillway._torch import PLACE, children_of
 from spillway.attaching.block import BlockCall
 from spillway.attaching.call import REFUSALS, ModuleCall
 from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
-from spillway.blocks import Named
+from spillway.checkpointing.blocks import Named
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.recomputing import hooks_around

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.nn import Module
 
 from spillway._torch import active_ddp
-from spillway.blocks import is_a
+from spillway.checkpointing.blocks import is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.planner.profile import Outside, Profile
 

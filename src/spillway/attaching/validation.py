@@ -13,7 +13,7 @@ from torch.nn import Module
 
 from spillway._torch import CHECKPOINT_WRAPPER, PLACE, is_composed, own_call
 from spillway.attaching.call import is_attached
-from spillway.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
+from spillway.checkpointing.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
 from spillway.session import Session

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING
 from spillway.checkpointing.preserved import SavingOrder
 from spillway.checkpointing.program import Decisions, Program, Selection
 from spillway.checkpointing.python_walk import WalkMemory
+from spillway.checkpointing.selectors import Planned
 from spillway.errors import UnsupportedError
-from spillway.selectors import Planned
 
 if TYPE_CHECKING:
     from spillway.checkpointing.collector import Collector, Meta

@@ -30,12 +30,12 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import dispatch_modes, next_node, node_number
 from spillway.checkpointing.program import Decisions, Input, Preserved, Program, lies_within
+from spillway.checkpointing.selectors import Planned
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, unpack
 from spillway.saved_tensors.hooks import ForwardScope
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
-from spillway.selectors import Planned
 from spillway.types import Decision
 
 _KEEP = Decision.KEEP

@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 import torch
 
 from spillway.checkpointing.schema import OperatorFacts
+from spillway.checkpointing.selectors import Choices
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.identity import ViewRecipe
-from spillway.selectors import Choices
 from spillway.types import Decision
 
 

@@ -45,10 +45,10 @@ from spillway._torch import (
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
 from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
+from spillway.checkpointing.selectors import OperatorCall
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
-from spillway.selectors import OperatorCall
 from spillway.types import Decision
 
 _NUMBERS = (int, float, bool, complex, type(None))

@@ -229,7 +229,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
     """
     import torch
 
-    from spillway.cli.running.observer import ScriptObserver, StepClock
+    from spillway.cli.running.models import ScriptObserver, StepClock
     from spillway.cli.running.options import options_of_way
     from spillway.cli.running.result import result_of
     from spillway.runtime.process_memory import set_malloc

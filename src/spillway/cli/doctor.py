@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -52,7 +52,7 @@ def doctor(
     facts = read_facts(where, spill_directory)
     found = findings(facts)
     hardware = None
-    if not fast and not _stopped(found):
+    if not fast and not _stops(found):
         with working("looking", quiet=as_json) as tell:
             try:
                 hardware = known_hardware(
@@ -63,7 +63,7 @@ def doctor(
                     on_part=lambda part: tell(f"measuring {part}"),
                 )
             except (TierError, BackendError) as error:
-                facts = replace(facts, measuring_error=str(error))
+                facts.measuring_error = str(error)
         found = findings(facts, hardware)
     if as_json:
         typer.echo(to_json(facts, hardware, found))
@@ -72,14 +72,14 @@ def doctor(
         console.width = min(console.width, WIDEST)
         for part in shown(facts, hardware, found):
             console.print(part, highlight=False)
-    if _stopped(found):
+    if _stops(found):
         raise typer.Exit(1)
 
 
 def to_json(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...]) -> str:
     """All of it, for programs, in bytes, seconds, and bytes per second."""
     report = {
-        "works": not _stopped(found),
+        "works": not _stops(found),
         "findings": [asdict(finding) for finding in found],
         "hardware": None if hardware is None else json.loads(hardware.to_json()),
         "facts": asdict(facts),
@@ -99,15 +99,15 @@ def shown(facts: Facts, hardware: Hardware | None, found: tuple[Finding, ...]) -
             for finding in found
         )
     costs = sum(finding.severity == "costs" for finding in found)
-    stops = sum(finding.severity == "stops" for finding in found)
-    if stops:
+    if stops := _stops(found):
         yield f"[red]Spillway does not work here as it is: see what stops it ({stops}).[/]"
     else:
         yield f"Spillway works here.{f' Findings that cost time or memory: {costs}.' if costs else ''}"
 
 
-def _stopped(found: tuple[Finding, ...]) -> bool:
-    return any(finding.severity == "stops" for finding in found)
+def _stops(found: tuple[Finding, ...]) -> int:
+    """How many findings stop Spillway."""
+    return sum(finding.severity == "stops" for finding in found)
 
 
 def _table(rows: Iterable[tuple[str, str]]) -> Table:

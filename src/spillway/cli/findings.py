@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -66,7 +65,7 @@ class Finding:
 _stops, _costs, _note = (functools.partial(Finding, severity) for severity in Severity)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Facts:
     """Facts about the machine. Nothing is measured for them. Sizes are bytes."""
 
@@ -139,7 +138,8 @@ def read_facts(
     """Read the facts for a device and a directory to spill to, by default a session's. ``root`` has ``/dev``."""
     built_for = None if torch.version.cuda is None else f"CUDA {torch.version.cuda}"
     seen = [*sorted((root / "dev").glob("nvidia[0-9]*")), *(root / "dev").glob("kfd")]
-    return Facts(
+    memory = psutil.virtual_memory()
+    facts = Facts(
         torch=str(torch.__version__),
         built_for=built_for if torch.version.hip is None else f"ROCm {torch.version.hip}",
         system=platform.system(),
@@ -147,60 +147,59 @@ def read_facts(
         seen=str(seen[0]) if seen else None,
         malloc=malloc_setting(),
         device=device.type,
-        **_read_device(device),
-        **_read_memory(),
-        **_read_spill(spill_directory),
+        device_name=device.type,
+        machine_bytes=memory.total,
+        limit=memory_limit(),
+        available=memory.available,
+        spill_named=spill_directory is not None or bool(os.environ.get("SPILLWAY_DIR")),
     )
-
-
-def _read_device(device: torch.device) -> dict[str, Any]:
-    if device.type == "cpu":
-        return {"device_name": device_name(device)}
-    count = torch.accelerator.device_count()
-    # Torch raises RuntimeError for every error of a driver.
-    try:
-        with closing(backend_for(device)) as backend:
-            free, nbytes = backend.memory_info() or (0, 0)
-            facts = {"device_name": device_name(device), "device_count": count, "unified": backend.unified}
-            facts |= {"device_bytes": nbytes, "device_free": free}
-            try:
-                backend.host_slab(TRIED_BYTES)
-            except RuntimeError as error:
-                facts["pinned_error"] = str(error).partition("\n")[0]
-            return facts
-    except RuntimeError as error:
-        return {"device_name": device.type, "device_count": count, "device_error": str(error).partition("\n")[0]}
-
-
-def _read_memory() -> dict[str, Any]:
-    memory = psutil.virtual_memory()
-    facts: dict[str, Any] = {"machine_bytes": memory.total, "limit": memory_limit(), "available": memory.available}
     if sys.platform != "win32":
         import resource  # not at the top: Windows has none
 
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        facts["lockable"] = None if soft == resource.RLIM_INFINITY else soft
+        facts.lockable = None if soft == resource.RLIM_INFINITY else soft
     try:
-        facts["ranks"] = local_ranks()
+        facts.ranks = local_ranks()
     except UsageError as error:
-        facts["ranks_error"] = str(error)
+        facts.ranks_error = str(error)
+    # Torch raises RuntimeError for every error of a driver.
+    try:
+        if device.type != "cpu":
+            _read_device(facts, device)
+        facts.device_name = device_name(device)
+    except RuntimeError as error:
+        facts.device_error = _first_line(error)
+    _read_spill(facts, spill_directory)
     return facts
 
 
-def _read_spill(directory: str | os.PathLike[str] | None) -> dict[str, Any]:
-    facts: dict[str, Any] = {"spill_named": directory is not None or bool(os.environ.get("SPILLWAY_DIR"))}
+def _read_device(facts: Facts, device: torch.device) -> None:
+    facts.device_count = torch.accelerator.device_count()
+    with closing(backend_for(device)) as backend:
+        facts.unified = backend.unified
+        facts.device_free, facts.device_bytes = backend.memory_info() or (0, 0)
+        try:
+            backend.host_slab(TRIED_BYTES)
+        except RuntimeError as error:
+            facts.pinned_error = _first_line(error)
+
+
+def _read_spill(facts: Facts, directory: str | os.PathLike[str] | None) -> None:
     try:
         with closing(SpillFile(directory)) as file:
-            facts["spill_directory"], facts["spill_direct"] = str(file.directory), file.direct
-            facts["spill_kind"] = mount_of(file.directory, mounts()).kind
-            facts["spill_free"] = shutil.disk_usage(file.directory).free
+            facts.spill_directory, facts.spill_direct = str(file.directory), file.direct
+            facts.spill_kind = mount_of(file.directory, mounts()).kind
+            facts.spill_free = shutil.disk_usage(file.directory).free
     except TierError as error:
-        facts["spill_error"] = str(error)
+        facts.spill_error = str(error)
         # Whether it was refused only because its file system is in CPU memory.
         with suppress(SpillPathError):
             SpillFile(directory, allow_memory_filesystem=True).close()
-            facts["spill_in_memory"] = True
-    return facts
+            facts.spill_in_memory = True
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def findings(facts: Facts, hardware: Hardware | None = None) -> tuple[Finding, ...]:
@@ -209,8 +208,7 @@ def findings(facts: Facts, hardware: Hardware | None = None) -> tuple[Finding, .
     found = [finding for check in checks for finding in check(facts)]
     if hardware is not None:
         found += _bandwidths(facts, hardware)
-    order = list(Severity)
-    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))
+    return tuple(sorted(found, key=lambda finding: list(Severity).index(finding.severity)))
 
 
 def _accelerator(facts: Facts) -> Iterator[Finding]:

@@ -116,14 +116,14 @@ def notes_of(profile: Profile, hardware: Hardware, *, is_named: bool) -> tuple[s
 
 
 @contextlib.contextmanager
-def working(what: str, *, quiet: bool = False, stderr: bool = True) -> Iterator[Callable[[str], None]]:
+def working(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
     """Show on a terminal that something takes a while. Gives a function that shows its progress.
 
     Without a terminal, progress is a line each time, or nothing if ``quiet``.
     """
     from rich.console import Console
 
-    console = Console(stderr=stderr)
+    console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None if quiet else console.print(text, highlight=False)
         return

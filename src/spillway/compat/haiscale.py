@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -113,12 +112,10 @@ class CPUOffload:
     def __enter__(self) -> None:
         self.hook.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         info = TagInfo(self.tag)
         was_first = info.is_first_iter
-        self.hook.__exit__(kind, error, trace)
+        self.hook.__exit__(*error)
         if was_first and not info.is_first_iter:
             total = info.total_activations_memory
             _log.info("tag %r: a forward pass saves %d bytes (%s)", self.tag, total, format_bytes(total))

@@ -16,7 +16,8 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, attach, policy_named
 from spillway.attaching.call import ModuleCall
-from spillway.blocks import Named, perhaps
+from spillway.attaching.validation import check_limits, check_planned
+from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
 from spillway.recomputing import Recompute
 
@@ -28,7 +29,7 @@ class AttachOptions:
     """Options of :func:`spillway.attach`, by name.
 
     Raises:
-        UsageError: for an unknown option or policy.
+        UsageError: for an unknown option or policy, and for options that exclude each other.
     """
 
     options: dict[str, Any]
@@ -42,6 +43,13 @@ class AttachOptions:
                 )
         if isinstance(self.options.get("policy"), str):
             policy_named(self.options["policy"])
+        given: dict[str, Any] = {**dict.fromkeys(_KNOWN), **self.options}
+        is_planned = given["budget"] is not None or given["plan"] is not None
+        if is_planned:
+            takes_all = given["every"] in (None, 1) and given["first"] is None and not given["keep_last"]
+            check_planned(given["policy"], given["groups"], given["plan"], given["budget"], takes_all=takes_all)
+        limits = {name: given[name] for name in ("hardware", "host_budget", "disk_budget", "allow")}
+        check_limits(limits, given["optimizer"], is_planned=is_planned)
 
     @property
     def recomputes(self) -> bool:

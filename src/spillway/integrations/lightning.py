@@ -14,10 +14,8 @@ call is no model's forward, and may contain the backward. So it bypasses what is
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +24,7 @@ from torch.nn import Module
 from spillway._torch import own_call, tree_leaves
 from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
-from spillway.blocks import Named, find_blocks, is_called, walk
+from spillway.checkpointing.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.integrations import AttachOptions, FirstCall
 from spillway.profiler.machine import known_hardware
@@ -77,25 +75,20 @@ class SpillwayCallback(Callback):
         self._model = model
         self._options = AttachOptions(options)
         self._has_budget = options.get("budget") is not None
-        self._attached: dict[str, Attached] = {}
+        self.attached: dict[str, Attached] = {}
+        """Results of :func:`spillway.attach` in the current or last fit, by module name: plans and statistics."""
         self._refused: dict[str, str] = {}
         """Modules that were called but cannot be attached to, in the order of calls, and why."""
         self._calls: dict[int, ModuleCall] = {}
         """Calls that are taken over during a fit, by the ids of their modules."""
-        self._in_fit = False
         self._kind = ""
         self._forward: object = None
         """The root's own ``forward``, if it has one."""
         self._batches = 0
 
-    @property
-    def attached(self) -> Mapping[str, Attached]:
-        """Results of :func:`spillway.attach` in the current or last fit, by module name: plans and statistics."""
-        return MappingProxyType(self._attached)
-
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
-        self._attached, self._refused, self._batches = {}, {}, 0
+        self.attached, self._refused, self._batches = {}, {}, 0
         _refuse_others(self, trainer)
         if self._has_budget and self._options.options.get("hardware") is None:
             # Measure it now, not in the middle of the first step, which finds what was measured.
@@ -107,7 +100,6 @@ class SpillwayCallback(Callback):
         if name is not None and not wanted:
             known = ", ".join(repr(each.name) for each in modules[1 : _SHOWN + 1])
             raise UsageError(f"model: got {name!r}, expected the name of a module of {self._kind}: {known}, ...")
-        self._in_fit = True
         for each in wanted:
             self._calls.setdefault(id(each.module), FirstCall(each, partial(self._called, each.name)))
         for call in self._calls.values():
@@ -135,14 +127,12 @@ class SpillwayCallback(Callback):
 
     def _remove(self) -> None:
         """Restore all modules. A second call does nothing."""
-        if self._in_fit:
-            self._in_fit = False
-            with ExitStack() as every:
-                for attached in self._attached.values():
-                    every.callback(attached.remove)
-                for call in self._calls.values():
-                    every.callback(call.give_back)
-            self._calls.clear()
+        with ExitStack() as every:
+            every.callback(self._calls.clear)
+            for attached in self.attached.values():
+                every.callback(attached.remove)
+            for call in self._calls.values():
+                every.callback(call.give_back)
 
     def _called(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A module is called in training. Returns whether it is attached now."""
@@ -150,14 +140,14 @@ class SpillwayCallback(Callback):
             return False
         if self._model is None and not self._is_wanted(name, module, args, kwargs):
             return False
-        if self._attached and any(self._options.options.get(each) is not None for each in ("budget", "plan")):
-            first = next(iter(self._attached))
+        if self.attached and any(self._options.options.get(each) is not None for each in ("budget", "plan")):
+            first = next(iter(self.attached))
             raise UsageError(
                 f"the training_step of {self._kind} calls {first!r} and {name!r}, but a budget or a plan is for one "
                 f"model; say SpillwayCallback(model={first!r}, ...), or call both in the forward of one module"
             )
         self._give_back(module)
-        self._attached[name] = self._options.attach(module)
+        self.attached[name] = self._options.attach(module)
         if not name:
             self._calls[id(module)] = _Bypass(module, self._forward)
             self._calls[id(module)].take()
@@ -180,7 +170,7 @@ class SpillwayCallback(Callback):
 
     def _check(self) -> None:
         """Raise :class:`UsageError` if nothing was attached."""
-        if self._attached:
+        if self.attached:
             return
         if self._model is not None:
             raise UsageError(

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import GraphExecGroup
 from spillway._torch import exec_group
 from spillway.attaching import Attached, attach
 from spillway.attaching.model import ModelPass
-from spillway.blocks import Blocks
+from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import offload
 from spillway.policies import FirstBytes, Keep, Policy

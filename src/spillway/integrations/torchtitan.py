@@ -7,17 +7,16 @@ allocates their memory and loads them. So Spillway attaches when the model is fi
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from torch.nn import Module
 from torchtitan.distributed.activation_checkpoint import (  # type: ignore[import-not-found, unused-ignore]
     ActivationCheckpointing,
 )
 
-from spillway.attaching import Attached, attach
-from spillway.blocks import Named
+from spillway.attaching import Attached
+from spillway.checkpointing.blocks import Named
 from spillway.errors import UsageError
-from spillway.integrations import FirstCall
+from spillway.integrations import AttachOptions, FirstCall
 from spillway.planner.plan import Plan
 from spillway.recomputing import Recompute
 
@@ -80,29 +79,27 @@ class SpillwayAC(ActivationCheckpointing):  # type: ignore[misc, unused-ignore]
 
     def _attach(self, first: FirstCall, model: Module) -> bool:
         first.give_back()
-        self.attached = attach(model, blocks="layers.*", **self._options)
+        self.attached = self._options.attach(model)
         return True
 
 
-def _options_of(config: SpillwayAC.Config) -> dict[str, Any]:
-    ways = [name for name in ("budget", "plan") if getattr(config, name) is not None]
-    if config.save or config.offload:
-        ways.append("save and offload")
-    if len(ways) > 1:
-        raise UsageError(f"{' and '.join(ways)}: each decides for all layers; give one of them")
-    if config.host_budget is not None and config.budget is None:
-        raise UsageError("host_budget: it limits the plan for a budget; give a budget too")
+def _options_of(config: SpillwayAC.Config) -> AttachOptions:
     if config.debug:
         raise UsageError("debug: Spillway has no debug record of a recomputation; say debug=False")
-    options: dict[str, Any] = {"min_bytes": config.min_bytes}
-    if config.budget is not None:
-        return {**options, "budget": config.budget, "host_budget": config.host_budget}
-    if config.plan is not None:
-        return {**options, "plan": Plan.load(config.plan)}
     how = Recompute(
         save=config.save,
         offload=config.offload,
         preserve_rng_state=config.preserve_rng_state,
         determinism_check=config.determinism_check,
     )
-    return {**options, "policy": how}
+    is_planned = config.budget is not None or config.plan is not None
+    return AttachOptions(
+        {
+            "blocks": "layers.*",
+            "min_bytes": config.min_bytes,
+            "budget": config.budget,
+            "host_budget": config.host_budget,
+            "plan": None if config.plan is None else Plan.load(config.plan),
+            "policy": how if config.save or config.offload or not is_planned else None,
+        }
+    )

@@ -9,17 +9,16 @@ so bypass Spillway. So the end of each step checks that the model was called.
 NOTE [ A step that raises ]
 
 The trainer has no event for an exception. The model stays attached then, which does not affect evaluation. It is
-detached when training begins again with such a callback, by ``remove()``, or at the end of ``with callback:``.
+detached when training begins again with such a callback, or by ``callback.attached.remove()``.
 """
 
 from __future__ import annotations
 
 import weakref
-from contextlib import nullcontext, suppress
 from typing import Any
 
 from torch.nn import Module
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 
 from spillway.attaching import Attached, attached_to
 from spillway.errors import UsageError
@@ -28,8 +27,6 @@ from spillway.integrations.loggers import scalars
 
 __all__ = ["SpillwayCallback"]
 
-_SAME_OPTIONS = {"use_reentrant": False, "preserve_rng_state": True, "determinism_check": "default", "early_stop": True}
-"""Options that checkpointing and :class:`spillway.Recompute` share, with our defaults."""
 _by_callbacks: weakref.WeakSet[Attached] = weakref.WeakSet()
 """Only these may be removed by another callback."""
 
@@ -62,21 +59,10 @@ class SpillwayCallback(TrainerCallback):
     def __init__(self, *, log: bool = False, **options: Any) -> None:
         self._options = AttachOptions(options)
         self._log = log
-        self._attached: Attached | None = None
-
-    @property
-    def attached(self) -> Attached | None:
+        self.attached: Attached | None = None
         """The result of :func:`spillway.attach` in the current or the last training; ``None`` before."""
-        return self._attached
 
-    def remove(self) -> None:
-        """Detach from the model, after a step has raised. A second call does nothing."""
-        if self._attached is not None:
-            self._attached.remove()
-
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
         model: Module = kwargs["model"]
         _refuse(args, recomputes=self._options.recomputes)
         if self._log and args.report_to:
@@ -86,17 +72,14 @@ class SpillwayCallback(TrainerCallback):
                 f"callbacks=[SpillwayCallback(log=True), ...]"
             )
         # See NOTE [ A step that raises ].
-        self.remove()
-        left = attached_to(model)
-        if left is not None and left in _by_callbacks:
-            left.remove()
-        self._attached = self._options.attach(model)
-        _by_callbacks.add(self._attached)
+        for left in (self.attached, attached_to(model)):
+            if left is not None and left in _by_callbacks:
+                left.remove()
+        self.attached = self._options.attach(model)
+        _by_callbacks.add(self.attached)
 
-    def on_substep_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self._attached is not None and not self._attached.passes:
+    def on_substep_end(self, *_: Any, **kwargs: Any) -> None:
+        if self.attached is not None and not self.attached.passes:
             raise UsageError(
                 "the trainer never called the model in this step, but its forward or a part of it, which bypasses "
                 "Spillway; call model(**inputs) in compute_loss, or use spillway.offload there instead of this callback"
@@ -104,27 +87,18 @@ class SpillwayCallback(TrainerCallback):
 
     on_step_end = on_substep_end
 
-    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_log(self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any) -> None:
         logs: dict[str, float] = kwargs["logs"]
         # Only logs of training steps have this loss.
-        if self._log and self._attached is not None and "loss" in logs:
-            numbers = scalars(self._attached)
+        if self._log and self.attached is not None and "loss" in logs:
+            numbers = scalars(self.attached)
             logs.update(numbers)
             # The trainer has already appended a copy.
             state.log_history[-1].update(numbers)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.remove()
-
-    def __enter__(self) -> SpillwayCallback:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        # An exception from inside matters more.
-        with suppress(UsageError) if kind is not None else nullcontext():
-            self.remove()
+    def on_train_end(self, *_: Any, **kwargs: Any) -> None:
+        if self.attached is not None:
+            self.attached.remove()
 
 
 def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
@@ -150,21 +124,7 @@ def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
     if given:
         raise UsageError(
             f"the trainer's arguments have {' and '.join(given)}, so blocks would be recomputed twice; say "
-            f"gradient_checkpointing=False, which is not the default of TRL's trainers, and {_equivalent(args)} does "
-            f"the same, or give SpillwayCallback an offload policy, which recomputes nothing"
+            f"gradient_checkpointing=False, which is not the default of TRL's trainers. SpillwayCallback() recomputes "
+            f"all blocks, every=2 stands for every_n_layers=2, and policy=spillway.Recompute(offload='inputs') for "
+            f"offload=True; or give it an offload policy, which recomputes nothing"
         )
-
-
-def _equivalent(args: TrainingArguments) -> str:
-    """The callback that checkpoints like the trainer's arguments."""
-    names = ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs")
-    given: dict[str, Any] = next(
-        (each for name in names if isinstance(each := getattr(args, name, None), dict) and each), {}
-    )
-    every = given.get("every_n_layers", 1)
-    # "selective" is TRL's.
-    how = [how for name, how in (("offload", 'offload="inputs"'), ("selective", 'save="attention"')) if given.get(name)]
-    how += [f"{name}={given[name]!r}" for name, ours in _SAME_OPTIONS.items() if given.get(name, ours) != ours]
-    options = [f"every={every}"] if every != 1 else []
-    options += [f"policy=spillway.Recompute({', '.join(how)})"] if how else []
-    return f"SpillwayCallback({', '.join(options)})"

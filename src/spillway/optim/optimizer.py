@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.blocks import Blocks
+from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from spillway.blocks import Blocks, find_blocks
+from spillway.checkpointing.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter

@@ -19,7 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -54,9 +54,6 @@ _SHORTEST = 1e-9
 """Seconds. A clock may say 0."""
 
 _SMALLEST_WIDTH, _LARGEST_WIDTH = 512, 8192
-_TRIES = 4
-_HARDER = 8
-"""Time of a product of twice the width, relative to one."""
 
 _MOST_PIECES = 64
 """More than any disk has in flight at once, and a GiB."""
@@ -252,16 +249,12 @@ def keep(hardware: Hardware, file: Path | None) -> None:
         return
     try:
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        # Made with mode 0600, and beside the file: only within a file system, replacing is atomic.
-        handle, draft = tempfile.mkstemp(prefix=".hardware-", dir=file.parent)
-        try:
-            with open(handle, "w", encoding="utf-8") as writing:
-                writing.write(hardware.to_json())
+        # Beside the file: only within a file system, replacing is atomic.
+        with tempfile.TemporaryDirectory(prefix=".hardware-", dir=file.parent) as folder:
+            draft = Path(folder, file.name)
+            draft.touch(mode=0o600)
+            draft.write_text(hardware.to_json(), encoding="utf-8")
             os.replace(draft, file)
-        except OSError:
-            with suppress(OSError):
-                os.unlink(draft)
-            raise
     except OSError as error:
         _warn(str(error))
 
@@ -369,11 +362,8 @@ def measure_products(backend: Backend, seconds: float) -> float:
         _wait_for_compute(backend)
         return time.perf_counter() - start
 
-    while width < _LARGEST_WIDTH:
-        # The first one of a shape loads its kernel, and any may have been disturbed.
-        took = min(once() for _ in range(_TRIES))
-        if took >= LONG_ENOUGH or took * _HARDER > (end - time.perf_counter()) / 2:
-            break
+    # The first one of a shape loads its kernel, and any may have been disturbed.
+    while width < _LARGEST_WIDTH and min(once() for _ in range(4)) < LONG_ENOUGH and time.perf_counter() < end:
         width *= 2
         left, right = _matrices(backend, width)
     queue, wait = partial(torch.matmul, left, right), partial(_wait_for_compute, backend)

@@ -22,10 +22,10 @@ import torch
 from spillway._torch import disable_modes
 from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.selectors import full_name
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
 from spillway.planner.profile import OperatorProfile, ReplayRule, Value
 from spillway.profiler.meter import GRAIN, AcceleratorMeter, ClockMeter, Meter
-from spillway.selectors import full_name
 
 _WIDTH = 4096
 _ODD = 251

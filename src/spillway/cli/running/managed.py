@@ -18,10 +18,9 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, attach
 from spillway.attaching.collector import ProfileCollector
-from spillway.cli.running.models import ManagedModel, ModelRegistry, Rejected
-from spillway.cli.running.observer import ScriptObserver
+from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.cli.running.options import RunOptions
-from spillway.cli.running.result import NOTHING_CALLED, result_of, wrapped
+from spillway.cli.running.result import result_of, wrapped
 from spillway.cli.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
 from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planner.files import check_writable, write_file
@@ -83,8 +82,11 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
     observer = ScriptObserver(options.attach)
     models = observer.models
     if not quiet and rank == 0:
-        models.tell = _tell_at_once
-    check, late = functools.partial(_check_met, options, models, quiet=quiet), threading.Event()
+        # Not only at the end, which may be days later.
+        models.tell = lambda each: _print_error(
+            f"spillway: {printable(f'{each.kind} is not attached: {each.reason}')}\n"
+        )
+    check, late = functools.partial(_check_met, options, observer, quiet=quiet), threading.Event()
     # Exit handlers run from the last to the first, so this one runs after the result is printed.
     atexit.register(_check_late, os.getpid(), late, check)
     finish = functools.partial(_finish, os.getpid(), observer, files, rank, quiet)
@@ -122,26 +124,20 @@ def _check_late(process: int, late: threading.Event, check: Callable[[], None]) 
         os._exit(UNMET_CODE)
 
 
-def _check_met(options: RunOptions, models: ModelRegistry, *, quiet: bool) -> None:
+def _check_met(options: RunOptions, observer: ScriptObserver, *, quiet: bool) -> None:
     """Raise :class:`UnmetError` if nothing was attached, or no budget has a plan."""
-    managed = models.managed
+    managed = observer.models.managed
     if managed and (options.budget is None or any(model.attached.missing is None for model in managed)):
         return
     if managed:
         missing = ", ".join(f"{model.kind} takes {model.attached.missing}" for model in managed)
         why = f"the script ended before there was a plan ({missing})"
     else:
-        reasons = "; ".join(f"{each.kind} {each.reason}" for each in models.rejected) or NOTHING_CALLED
-        why = f"nothing was attached: {reasons if quiet else 'the table says why'}"
+        why = f"nothing was attached: {result_of(observer).reasons if quiet else 'the table says why'}"
     raise UnmetError(
         f"{options.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
         f"all the same."
     )
-
-
-def _tell_at_once(rejected: Rejected) -> None:
-    """Not only at the end, which may be days later."""
-    _print_error(f"spillway: {printable(f'{rejected.kind} is not attached: {rejected.reason}')}\n")
 
 
 def _print_error(text: str) -> None:

@@ -26,15 +26,27 @@ A module that cannot be attached is rejected: it trains on unchanged, the reason
 judged. If an attached model refuses a later call, Spillway is removed from it, and this call goes on without. The
 model is attached once more, since a changed model (``block.compile()``) may be fine to attach to. The second time it is
 rejected. Only a budget that no plan fits is an error for the script.
+
+NOTE [ Unobserved calls ]
+
+Calls of modules are observed until all parameters of all optimizers belong to a managed or a rejected model. From then
+on an optimizer's step costs a comparison, and a call nothing. Observing starts again when a new optimizer steps, or one
+with more parameters. If parameters with a gradient are in no observed call for two steps, their module is rejected (it
+is compiled, say), or they themselves are, if they are in no module.
 """
 
 from __future__ import annotations
 
 import enum
 import gc
+import itertools
+import os
+import statistics
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -45,11 +57,13 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from spillway._torch import call_code, in_backward, own_call
 from spillway.attaching import Attached
 from spillway.attaching.call import PLACE, ModuleCall, is_attached, is_compiled_around, is_traced
-from spillway.blocks import built_in, find_blocks, is_compiled
+from spillway.checkpointing.blocks import built_in, find_blocks, is_compiled
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
 NO_BLOCKS = (
@@ -59,6 +73,13 @@ NO_BLOCKS = (
 BY_HAND = "is run by model.forward(...), which bypasses everything that is attached; call model(...)"
 UNSEEN = "was not called as model(...) in training with gradients on, in this process"
 COMPILED = "is compiled as a whole, which bypasses everything that is attached; compile its blocks: block.compile()"
+IN_NO_MODULE = "in no module"
+
+_PATIENCE = 8
+"""Steps of an optimizer for which calls are observed because of parameters without a gradient."""
+_TRIES = 2
+"""Steps after which parameters with a gradient that are in no observed call are given up."""
+_MOST_TIMES = 32
 
 _ATTACHED_CALL = ModuleCall.__call__.__code__
 
@@ -91,10 +112,10 @@ class ManagedModel:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A module that nothing could be attached to."""
+    """A module that nothing could be attached to, or a parameter in no module."""
 
     kind: str
-    module: weakref.ref[Module]
+    module: weakref.ref[Module | Tensor]
     reason: str
 
 
@@ -136,9 +157,10 @@ class ModelRegistry:
 
     def parameters(self) -> set[int]:
         """Ids of the parameters of all managed and all rejected models."""
-        references = [*(each.module for each in self.managed), *(each.module for each in self.rejected)]
-        modules = [reference() for reference in references]
-        return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+        known: list[Any] = [*self.managed, *self.rejected]
+        owners = [owner for each in known if (owner := each.module()) is not None]
+        owned = (each.parameters() if isinstance(each, Module) else (each,) for each in owners)
+        return set(map(id, itertools.chain.from_iterable(owned)))
 
     def judge_again(self) -> None:
         """Forget which modules were passed: they may be trained by now."""
@@ -153,8 +175,8 @@ class ModelRegistry:
             self.tell(self.rejected[-1])
         return self._know(module, Role.OWNED)
 
-    def reject_unseen(self, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Reject the modules of parameters that were never seen in a call; gives the parameters in no module."""
+    def reject_unseen(self, parameters: Iterable[Tensor]) -> None:
+        """Reject the modules of parameters that were never seen in a call, and the parameters in no module."""
         left = {id(each): each for each in parameters}
         holding = [
             (module, ids)
@@ -168,7 +190,7 @@ class ModelRegistry:
                 self.reject(module, COMPILED if compiled else UNSEEN)
             for key in ids:
                 left.pop(key, None)
-        return list(left.values())
+        self.rejected += [Rejected("Parameter", weakref.ref(each), IN_NO_MODULE) for each in left.values()]
 
     def check(self) -> None:
         """Reject models that were compiled as a whole after attaching: that takes the place of what was attached."""
@@ -234,7 +256,9 @@ class ModelRegistry:
 
     def _is_attached_now(self, model: Module) -> bool:
         """Attach to a model, or reject it."""
-        blocks = _count_blocks(model)
+        blocks = 0
+        with suppress(UsageError):
+            blocks = len(find_blocks(model, None))
         if not blocks:
             self.reject(model, f"{NO_BLOCKS}{built_in(model.modules())}")
             return False
@@ -282,16 +306,113 @@ class ModelRegistry:
         return role
 
 
+class StepClock:
+    """Counts and times the steps of the optimizer that stepped first: of two that alternate, one defines a step.
+
+    ``told`` is called after each step, with their number.
+    """
+
+    def __init__(self, told: Callable[[int], None] | None = None) -> None:
+        self._told = told
+        self._first: weakref.ref[Optimizer] | None = None
+        self._times: deque[float] = deque(maxlen=_MOST_TIMES)
+        self._hook = register_optimizer_step_post_hook(self._stepped)
+        self.count = 0
+
+    @property
+    def seconds(self) -> float | None:
+        """Median of the time between the last steps; ``None`` before the second step."""
+        times = list(self._times)
+        return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
+
+    def end(self) -> None:
+        """Observe no more steps."""
+        self._hook.remove()
+
+    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        first = None if self._first is None else self._first()
+        if first is None:
+            self._first = weakref.ref(optimizer)
+        if first is None or first is optimizer:
+            self.count += 1
+            self._times.append(time.perf_counter())
+            if self._told is not None:
+                self._told(self.count)
+
+
+class ScriptObserver(StepClock):
+    """Observes from now on, in this process and not in forked children. See NOTE [ Unobserved calls ].
+
+    ``attach`` attaches to a model, and names the way. ``told`` is called after each step, with their number.
+    """
+
+    def __init__(
+        self, attach: Callable[[Module], tuple[Attached, str]], told: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(told)
+        self._lock = threading.RLock()
+        self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Steps of each optimizer for which calls were observed."""
+        self._settled: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
+        """Optimizers for which no calls need be observed, each with its number of parameters."""
+        self.models = ModelRegistry(attach, self._observe)
+        os.register_at_fork(after_in_child=self._stop)
+        self._observe()
+
+    def end(self) -> None:
+        """Observe no more. Attached models stay attached, and modules that were not seen are rejected."""
+        self._give_up(self._unowned(each for each in self._looks if each not in self._settled))
+        self._stop()
+
+    def _observe(self) -> None:
+        """Observe calls, whatever was known of the optimizers."""
+        with self._lock:
+            self._looks.clear()
+            self._settled.clear()
+            self.models.start()
+
+    def _stop(self) -> None:
+        super().end()
+        self.models.stop()
+
+    def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super()._stepped(optimizer, args, kwargs)
+        self.models.check()
+        if self._settled.get(optimizer) != sum(len(group["params"]) for group in optimizer.param_groups):
+            with self._lock:
+                self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        """Decide whether calls have to be observed because of this optimizer's parameters."""
+        looks = self._looks[optimizer] = self._looks.get(optimizer, 0) + 1
+        self._settled.pop(optimizer, None)
+        self.models.start()
+        if looks >= _TRIES:
+            self._give_up(each for each in self._unowned([optimizer]) if each.grad is not None)
+        # An optimizer that has not stepped yet may belong to a model that was not called yet.
+        if looks < _PATIENCE and self._unowned(alive(Optimizer)):
+            self.models.judge_again()
+            return
+        self._settled[optimizer] = len(_parameters(optimizer))
+        self.models.stop()
+
+    def _give_up(self, parameters: Iterable[Tensor]) -> None:
+        if unseen := list(parameters):
+            self.models.reject_unseen(unseen)
+
+    def _unowned(self, optimizers: Iterable[Optimizer]) -> list[Tensor]:
+        """Parameters that belong to no known model."""
+        owned = self.models.parameters()
+        return [each for optimizer in optimizers for each in _parameters(optimizer) if id(each) not in owned]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def alive(kind: type[Any]) -> list[Any]:
     """All objects of a class. Neither modules nor optimizers that were not called yet are known to torch otherwise."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-def _count_blocks(model: Module) -> int:
-    try:
-        return len(find_blocks(model, None))
-    except UsageError:
-        return 0
 
 
 def _frames() -> Iterator[FrameType]:

@@ -10,8 +10,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from spillway.cli.running.models import ManagedModel
-from spillway.cli.running.observer import ScriptObserver
+from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.errors import printable
 from spillway.types import StepStats
 from spillway.units import format_bytes, format_seconds
@@ -91,15 +90,12 @@ class RunResult:
 def result_of(observer: ScriptObserver, *, rank: int = 0) -> RunResult:
     """The result so far."""
     reasons = Counter((each.kind, each.reason) for each in observer.models.rejected)
-    not_attached = [NotAttached(kind, count, reason) for (kind, reason), count in reasons.items()]
-    if observer.parameters_in_no_module:
-        not_attached.append(NotAttached("Parameter", observer.parameters_in_no_module, "in no module"))
     return RunResult(
         rank=rank,
         steps=observer.count,
         seconds=observer.seconds,
         models=tuple(map(_model_result, observer.models.managed)),
-        not_attached=tuple(not_attached),
+        not_attached=tuple(NotAttached(kind, count, reason) for (kind, reason), count in reasons.items()),
     )
 
 

@@ -156,8 +156,9 @@ def _hide_frames(error: BaseException) -> None:
     """Show ``sys.excepthook`` an error without the frames of this package."""
     hook = sys.excepthook
     entries = _entries(error.__traceback__)
-    # An error that Spillway raised in the script is shown with all frames but those that started the script.
-    is_own = len(entries) > 1 and _is_ours(entries[-1])
+    # An error that Spillway raised in the script is shown with all frames but those that started the script. An
+    # interrupt may come anywhere.
+    is_own = isinstance(error, Exception) and len(entries) > 1 and _is_ours(entries[-1])
     kept = itertools.dropwhile(_is_ours, entries) if is_own else itertools.filterfalse(_is_ours, entries)
     shown: TracebackType | None = None
     for each in reversed(list(kept)):

@@ -11,7 +11,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -187,17 +186,12 @@ class FineGrainedActivationOffloadingInterface:
             self._entered.append((manager, group))
         return self.tensor
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None = None, *error: Any) -> None:
         if not self._entered:
             return
         manager, group = self._entered.pop()
         try:
-            manager.__exit__(kind, error, trace)
+            manager.__exit__(kind, *(error or (None, None)))
         finally:
             if kind is not None and group is not None and manager._forward is not None:
                 manager._forward._fail(group)
