@@ -46,16 +46,9 @@ class Rival:
 
 
 def is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two plans do the same, whatever they predict."""
-
-    def decisions(plan: Plan) -> object:
-        blocks = [
-            (each.name, each.plain, each.recomputes, each.inputs, [(op.place, op.decision) for op in each.operators])
-            for each in plan.blocks
-        ]
-        return blocks, plan.window, plan.ahead, plan.optimizer_fraction
-
-    return decisions(plan) == decisions(other)
+    """Whether two plans of one model do the same, whatever they predict."""
+    names = ("blocks", "window", "ahead", "optimizer_fraction")
+    return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 
 class BudgetTarget:

@@ -67,7 +67,7 @@ USABLE = 0.9
 MIN_WINDOW = 32 << 20
 POINTS = 8
 """Number of plans on a curve, unless given."""
-_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.35, 0.1, 0.6
+_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.5, 0.15, 0.8
 """Work of solving: for the first window, for each later one that begins at the best choice, and for the best one."""
 _AHEAD = (0.75, 0.5)
 """Limits for prefetching that are tried, relative to the window."""
@@ -147,12 +147,8 @@ def problem_of(
     check_allow(allow)
     kinds = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
     problem = problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget)
-    return replace(problem, host_budget=host, disk_budget=disk, late=late_of([profile]))
-
-
-def late_of(profiles: Iterable[Profile]) -> float:
-    """See NOTE [ A slower CPU ] in ``solve.py``."""
-    return LATE if any(kind.host is not None for profile in profiles for kind in profile.kinds) else 1.0
+    late = LATE if any(kind.host is not None for kind in profile.kinds) else 1.0
+    return replace(problem, host_budget=host, disk_budget=disk, late=late)
 
 
 def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
@@ -181,7 +177,7 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
 
 
 def refined(best: Solution) -> Solution:
-    """The best with fewer bytes prefetched, if that is better, searched once more and with a bound."""
+    """The best with fewer bytes prefetched, if that is better, searched once more."""
     recomputes = any(option.recompute_seconds for option in best.options)
     if any(option.sent_bytes for option in best.options) and (recomputes or best.timeline.stall_seconds):
         window = best.problem.rates.window
@@ -191,7 +187,7 @@ def refined(best: Solution) -> Solution:
                 best = min(best, found, key=lambda each: each.seconds)
     if best.method == "exact":
         return best
-    return solve(best.problem, seconds=_LAST_SECONDS, near=replace(best, shares=()))
+    return solve(best.problem, seconds=_LAST_SECONDS, near=best)
 
 
 def _with_window(problem: Problem, window: int, ahead: int | None = None) -> Problem:
