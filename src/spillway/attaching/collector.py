@@ -121,7 +121,6 @@ class ProfileCollector:
         min_bytes: smaller tensors are not offloaded. ``None``: 1 MiB.
         optimizer: the one whose state is offloaded, if there is one.
         stepped: an optimizer whose state the profile tells apart.
-        tells_apart: whether the profile tells weights, gradients and state apart.
         has_lead: whether the CPU can be ahead of the device when a step begins.
     """
 
@@ -136,7 +135,6 @@ class ProfileCollector:
         *,
         optimizer: DividedOptimizer | None = None,
         stepped: torch.optim.Optimizer | None = None,
-        tells_apart: bool = True,
         has_lead: bool = True,
     ) -> None:
         self.model = type(model).__name__
@@ -166,7 +164,6 @@ class ProfileCollector:
         self._module = weakref.ref(model)
         self._session = session
         self._stepped = stepped
-        self._tells_apart = tells_apart
         self._has_lead = has_lead
         self._blocks: Sequence[BlockCall] = ()
         self._probes: dict[Hashable, Probe] = {}
@@ -326,8 +323,8 @@ class ProfileCollector:
 
     def risen(self, profile: Profile, nbytes: int) -> Profile:
         """A profile for a step that begins with so many bytes more than the measured one."""
-        known = self._known()
-        more = 0 if known is None or self._statics is None else known.gradients - self._statics.gradients
+        assert self._statics is not None
+        more = self._known().gradients - self._statics.gradients
         return risen(profile, nbytes, has_gradients=2 * more > profile.gradient_bytes > 0)
 
     @property
@@ -366,12 +363,12 @@ class ProfileCollector:
             call.observer = CallObserver(probe, lambda *_: None, lambda _: None)
         return tracer, number
 
-    def _known(self) -> Static | None:
-        """Bytes of weights, gradients and state; ``None``: the profile does not tell them apart."""
+    def _known(self) -> Static:
+        """Bytes of weights, gradients and state."""
         model = self._module()
         # A call of the model is running.
         assert model is not None
-        return known_bytes(model, self.device, self._stepped) if self._tells_apart else None
+        return known_bytes(model, self.device, self._stepped)
 
     def _probe_of(self, kind: Hashable) -> Probe | None:
         """A new probe for a kind of block; ``None`` if one has measured it already."""
