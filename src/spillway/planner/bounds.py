@@ -237,16 +237,15 @@ class CostModel:
         has = {name for name, line in _LINES.items() if numpy.any(every[line])}
         self.has_host = not has.isdisjoint(("forward_host", "backward_host"))
         self.has_disk, self.lets_go = "to_disk" in has, "let_go" in has
-        self.largest = float(every[_LINES["largest"]].max())
-        self.window = max(problem.rates.window / MIB, self.largest)
+        self.window = max(problem.rates.window / MIB, float(every[_LINES["largest"]].max()))
         """Most MiB in flight: a storage that exceeds the limit is copied alone."""
 
-    def bounds(self, choices: Choices) -> Bounds:
-        """No simulation of these choices is below."""
+    def bounds(self, choices: Choices, *, slower: float = 0.0) -> Bounds:
+        """No simulation of these choices is below, with a CPU that takes so much more of the measured time."""
         parts = []
         for at in range(0, max(len(choices), 1), _AT_ONCE):
             side_by_side = _SideBySide(choices[at : at + _AT_ONCE])
-            times = (seconds / TICKS for seconds in _Recurrence(self, side_by_side).end())
+            times = (seconds / TICKS for seconds in _Recurrence(self, side_by_side, slower).end())
             most = side_by_side.most
             tiers = (numpy.maximum(0.0, most[tier] - self.window) * MIB for tier in ("host", "disk"))
             parts.append((*times, most["device"] * MIB, *tiers))
@@ -275,12 +274,12 @@ class _Recurrence:
     The way is a :class:`_SideBySide` or a :class:`LinearProgramme`: the numbers that are added up, and their limits.
     """
 
-    def __init__(self, model: CostModel, way: Any) -> None:
+    def __init__(self, model: CostModel, way: Any, slower: float = 0.0) -> None:
         problem, rates = model.problem, model.problem.rates
         self._model, self._problem, self._way, self._window = model, problem, way, model.window
         self._out, self._back = (rate / MIB / TICKS for rate in (rates.out, rates.back))
         self._write, self._read = (rate / MIB / TICKS for rate in (rates.disk_write, rates.disk_read))
-        self._lead = problem.lead * TICKS
+        self._lead, self._slower = problem.lead * TICKS, slower
         # The clocks of compute and of each stream.
         self._clock = self._out_free = self._disk_free = self._back_free = self._read_free = way.constant(0.0)
         self._queued = way.constant(-self._lead)
@@ -320,8 +319,8 @@ class _Recurrence:
                 begin + at("out_free_need") - window / out,
             ]
             if self._model.has_host:
-                ends.append(self._queued + at("forward_host_need"))
-                self._queued = way.latest(self._queued + at("forward_host"))
+                ends.append(self._queued + at("forward_host_need") + at("forward_host") * self._slower)
+                self._queued = way.latest(self._queued + at("forward_host") * (1 + self._slower))
             if self._model.has_disk:
                 ends.append(self._disk_free + at("disk_need") - (window / out + window / write))
                 self._disk_free = way.latest(self._disk_free + at("to_disk") * (1 / write), begin)
@@ -367,8 +366,8 @@ class _Recurrence:
             ]
             self._back_free = way.latest(self._back_free + at("taken") * (1 / back))
             if self._model.has_host:
-                ends.append(self._queued + at("backward_host_need"))
-                self._queued = way.latest(self._queued + at("backward_host"))
+                ends.append(self._queued + at("backward_host_need") + at("backward_host") * self._slower)
+                self._queued = way.latest(self._queued + at("backward_host") * (1 + self._slower))
             if self._model.has_disk:
                 ends += [self._read_free + at("read_need"), begin + at("read_need") - credit / read]
                 self._read_free = way.latest(self._read_free + at("from_disk") * (1 / read))

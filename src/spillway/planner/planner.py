@@ -67,7 +67,7 @@ USABLE = 0.9
 MIN_WINDOW = 32 << 20
 POINTS = 8
 """Number of plans on a curve, unless given."""
-_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.5, 0.15, 0.8
+_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.35, 0.1, 0.6
 """Work of solving: for the first window, for each later one that begins at the best choice, and for the best one."""
 _AHEAD = (0.75, 0.5)
 """Limits for prefetching that are tried, relative to the window."""
@@ -162,7 +162,8 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
     for window in windows:
         problem = _with_window(problem, window)
         try:
-            found = solve(problem, seconds=_SECONDS if best is None else _NEAR_SECONDS, near=best)
+            seconds = _SECONDS if best is None else _NEAR_SECONDS
+            found = solve(problem, seconds=seconds, near=best, is_bounded=best is None)
         except BudgetError as error:
             refused = error if refused is None or error.least < refused.least else refused
             continue
@@ -183,7 +184,8 @@ def refined(best: Solution) -> Solution:
         window = best.problem.rates.window
         for share in _AHEAD:
             with contextlib.suppress(BudgetError):
-                found = solve(_with_window(best.problem, window, int(share * window)), seconds=_NEAR_SECONDS, near=best)
+                problem = _with_window(best.problem, window, int(share * window))
+                found = solve(problem, seconds=_NEAR_SECONDS, near=best, is_bounded=False)
                 best = min(best, found, key=lambda each: each.seconds)
     if best.method == "exact":
         return best

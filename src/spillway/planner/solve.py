@@ -57,7 +57,7 @@ LATE = 1.2
 """See NOTE [ A slower CPU ]."""
 DIGITS = 9
 """Seconds are compared to a nanosecond: the same sum in another order is the same."""
-_TASKS_A_SECOND = 100_000
+_TASKS_A_SECOND = 150_000
 """Tasks that are simulated in about a second."""
 _CELLS_A_TASK = 150
 """Choices times blocks whose bounds take as long as the simulation of a task."""
@@ -95,13 +95,14 @@ class Solution:
         return [each[number] for each, number in zip(self.problem.options, self.chosen, strict=True)]
 
 
-def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None) -> Solution:
+def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None, is_bounded: bool = True) -> Solution:
     """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
 
     Args:
         problem: the step, and its blocks' options.
         seconds: about how long the search may take, counted as work, so that every rank has the same answer.
         near: a solution of the same blocks and options, as with another window. The search begins there, too.
+        is_bounded: whether to solve the linear programme, for a bound and for places to begin.
 
     Raises:
         spillway.BudgetError: no choice fits.
@@ -110,7 +111,7 @@ def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = Non
         >>> solution = solve(problem)  # doctest: +SKIP
         >>> [option.decisions for option in solution.options]  # doctest: +SKIP
     """
-    search = _Search(problem, seconds)
+    search = _Search(problem, seconds, is_bounded=is_bounded)
     found = search.run(near)
     if within(problem, found.timeline):
         return found
@@ -126,7 +127,7 @@ def smallest(problem: Problem, *, seconds: float = 3.0, near: Solution | None = 
     The choices within the budgets of CPU memory and the disk come first. The GPU's budget does not count. The arguments
     are those of :func:`solve`.
     """
-    return _Search(replace(problem, budget=0), seconds).run(near)
+    return _Search(replace(problem, budget=0), seconds, is_bounded=False).run(near)
 
 
 def within(problem: Problem, timeline: Timeline) -> bool:
@@ -137,8 +138,8 @@ def within(problem: Problem, timeline: Timeline) -> bool:
 class _Search:
     """Looks for the fastest choice that fits, or for the one nearest to that. See NOTE [ How a choice is found ]."""
 
-    def __init__(self, problem: Problem, seconds: float) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, seconds: float, *, is_bounded: bool) -> None:
+        self._problem, self._is_bounded = problem, is_bounded
         self._slower = replace(problem.rates, host=problem.rates.host * problem.late)
         self._model = CostModel(problem)
         self._work, self._most_work = 0.0, seconds * _TASKS_A_SECOND
@@ -157,7 +158,7 @@ class _Search:
                 # With a slower CPU, another choice may be the fastest.
                 fitting = (each.seconds for each in self._known.values() if within(self._problem, each))
                 return self._solution("exact", min(fitting, default=None))
-        shares = self._lowered()
+        shares = self._lowered() if self._is_bounded else []
         for start in self._starts(shares, near):
             self._polish(start)
         self._try(self._pure_ways(), most_work=math.inf)
@@ -265,9 +266,9 @@ class _Search:
         while on_the_way != here and not self._spent():
             on_the_way = here
             rows = self._neighbours(here)
-            found = self._model.bounds(numpy.array([here], dtype=numpy.int64))
+            found = self._ranked(numpy.array([here], dtype=numpy.int64))
             peak = self._timeline(here).peak_bytes
-            correction = self._seconds(here) - float(self._ranked(found)[0]), peak - float(found.peak_bytes[0])
+            correction = self._seconds(here) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
             for index in self._order(rows, correction)[:_TRIED]:
                 chosen = _numbers(rows[index])
                 if self._rank(chosen) < self._rank(here):
@@ -278,24 +279,27 @@ class _Search:
 
     def _order(self, rows: Choices, correction: Correction) -> NDArray[numpy.intp]:
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
-        found = self._model.bounds(rows)
-        return numpy.lexsort(self._keys(replace(found, seconds=self._ranked(found)), correction)[::-1])
+        return numpy.lexsort(self._keys(self._ranked(rows), correction)[::-1])
 
-    def _ranked(self, found: Bounds) -> NDArray[numpy.float64]:
-        return found.seconds + (TIE * found.compute_seconds if self._problem.lead else 0.0)
+    def _ranked(self, rows: Choices) -> Bounds:
+        """Bounds with the seconds that choices are ranked by. See NOTE [ A slower CPU ]."""
+        # The mean of two steps is about a step with the mean of two CPUs.
+        found = self._model.bounds(rows, slower=(self._problem.late - 1) / 2)
+        return replace(found, seconds=found.seconds + TIE * found.compute_seconds) if self._problem.lead else found
 
     def _neighbours(self, chosen: Chosen) -> Choices:
-        """One block changed, or a run of blocks of one kind with equal options."""
-        here = numpy.array(chosen, dtype=numpy.int64)
-        rows: list[Choices] = []
-        edges = [0, *(numpy.flatnonzero(numpy.diff(here)) + 1).tolist(), len(here)]
-        runs = [each for each in itertools.pairwise(edges) if len(set(self._kinds[slice(*each)])) == 1]
-        for first, last in sorted({*((block, block + 1) for block in range(len(here))), *runs}):
-            for number in range(len(self._problem.options[first])):
-                if number != here[first]:
-                    rows.append(here.copy())
-                    rows[-1][first:last] = number
-        return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(here))
+        """A run of blocks of one kind with equal options changed: all of it, a half, or one block."""
+        rows: list[list[int]] = []
+        last = 0
+        for (_, here), run in itertools.groupby(zip(self._kinds, chosen, strict=True)):
+            first, last = last, last + len(list(run))
+            middle = (first + last) // 2
+            parts = {(first, last), (first, max(middle, first + 1)), (middle, last)}
+            parts |= {(place, place + 1) for place in (*range(first, last, max(1, (last - first) // 8)), last - 1)}
+            for begin, end in sorted(parts):
+                others = set(range(len(self._problem.options[first]))) - {here}
+                rows += [[*chosen[:begin], *[number] * (end - begin), *chosen[end:]] for number in sorted(others)]
+        return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(chosen))
 
     def _perturbed(self, chosen: Chosen, random_: random.Random) -> Chosen:
         """Some blocks, up to a quarter, take another option, or change places with another of their kind."""
