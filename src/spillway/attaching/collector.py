@@ -37,7 +37,7 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import tree_leaves
-from spillway.attaching.ranks import RankGroup, shared_profile
+from spillway.attaching.ranks import ALONE, RankGroup, shared_profile
 from spillway.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.errors import UsageError
@@ -252,9 +252,8 @@ class ProfileCollector:
         self._is_cut = trace is None and cut is not None
         return cut if trace is None else trace
 
-    def advance(self, trace: StepTrace | None, ranks: RankGroup | None = None) -> bool:
+    def advance(self, trace: StepTrace | None, ranks: RankGroup = ALONE) -> bool:
         """A profiling step has ended; whether there is a profile. Ranks go through the stages in step."""
-        ranks = RankGroup() if ranks is None else ranks
         is_enough = trace is not None and self._shows_enough(trace)
         if not all(ranks.share(self.stage.value, lambda: is_enough)):
             return False
@@ -353,14 +352,11 @@ class ProfileCollector:
             return None
         kind = kind_of(module, tensors_of(args, kwargs))
         # New kinds of blocks are measured operator by operator.
-        probes = self._traced in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
-        probe = self._probe_of(kind) if probes else None
+        is_recorded = self._traced in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
+        probe = self._probe_of(kind) if is_recorded else None
         number = tracer.block_begins(call.name, kind, (args, kwargs))
-        if self._traced is Stage.PROFILING_MEMORY:
+        if is_recorded:
             call.observer = CallObserver(probe, partial(tracer.asked, number), tracer.casts)
-        elif probes:
-            # The call is recorded in any case.
-            call.observer = CallObserver(probe, lambda *_: None, lambda _: None)
         return tracer, number
 
     def _known(self) -> Static:

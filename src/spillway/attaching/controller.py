@@ -41,7 +41,7 @@ from torch.nn import Module
 
 from spillway.attaching.budget import BudgetTarget, Planner, Rival, is_same
 from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kinds_of, tensor_bytes
-from spillway.attaching.ranks import RankGroup, ranks_of
+from spillway.attaching.ranks import ALONE, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.blocks import Named
 from spillway.errors import BudgetError
@@ -110,7 +110,7 @@ class PlanController:
         self._is_given = plan is not None
         self._share = budget if isinstance(budget, float) else None
         self._target = BudgetTarget(budget) if isinstance(budget, int) else None
-        self._ranks = RankGroup()
+        self._ranks = ALONE
         self._was_called = False
         self._inputs = 0
         """Bytes of the largest inputs that the plan is for."""

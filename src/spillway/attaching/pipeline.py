@@ -25,7 +25,6 @@ from spillway.attaching.collector import PROFILING, Notes, ProfileCollector, Sta
 from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import ranks_of
 from spillway.errors import UnsupportedError, UsageError
-from spillway.planner.plan import Plan
 from spillway.planner.stages import StageProfile, covers, make_stage_plans
 from spillway.planner.tasks import Turn
 from spillway.session import Session
@@ -166,11 +165,6 @@ class PipelinePlanController(PlanController):
             stage.controller = self
 
     @property
-    def plans(self) -> dict[int, Plan]:
-        """By the places of their stages in the pipeline."""
-        return {stage.index: stage.plan for stage in self.stages if stage.plan is not None}
-
-    @property
     def is_plain(self) -> bool:
         return not self._has_outgrown and all(stage.is_plain for stage in self._planned)
 
@@ -197,10 +191,6 @@ class PipelinePlanController(PlanController):
         self._turns.clear()
         for stage in self.stages:
             stage.drop()
-
-    def explain(self) -> str:
-        """The plans, and the notes of the search."""
-        return "\n".join([*(f"stage {index}: {plan}" for index, plan in self.plans.items()), *self.notes])
 
     def grows(self, stage: StageCollector, before: int, now: int) -> None:
         """A chunk of a stage has larger inputs than any before."""
