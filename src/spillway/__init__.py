@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
+    from spillway.planner.report.summary import Summary, SummaryRow, summary
     from spillway.planner.timeline import Timeline
     from spillway.planning import longest, plan, profile, simulate
     from spillway.recomputing import Recompute, recompute
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from spillway.saved_tensors.decide import list_saved_tensors
     from spillway.saved_tensors.groups import Groups
     from spillway.session import Session
-    from spillway.summarizing import Summary, SummaryRow, summary
     from spillway.types import (
         Decision,
         Event,
@@ -136,6 +136,7 @@ _MODULES = {
     "planner.hardware": "Hardware",
     "planner.plan": "Plan",
     "planner.profile": "Profile",
+    "planner.report.summary": "Summary SummaryRow summary",
     "planner.timeline": "Timeline",
     "planning": "longest plan profile simulate",
     "recomputing": "Recompute recompute",
@@ -143,7 +144,6 @@ _MODULES = {
     "saved_tensors.decide": "list_saved_tensors",
     "saved_tensors.groups": "Groups",
     "session": "Session",
-    "summarizing": "Summary SummaryRow summary",
     "types": "Decision Event EventKind EventList GroupStats OptimizerStats SavedTensor SavedTensorReport StepStats",
 }
 """Public names by module. A module is imported when one of its names is first used, so that the command line can

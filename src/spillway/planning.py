@@ -422,29 +422,21 @@ class _SizeSearch:
 def _planned_with(
     profile: Profile, hardware: Hardware | str | None, window: int | str | None, allow: Collection[str] | None
 ) -> tuple[Hardware, dict[str, Any]]:
-    """The hardware and the other options of plans."""
+    """The hardware, given or that of this machine, and the other options of plans."""
     if not isinstance(profile, Profile):
         raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
-    device = torch.device(profile.device)
-    return _hardware_of(hardware, device), {
+    device, here = torch.device(profile.device), torch.accelerator.current_accelerator()
+    if hardware is None and device.type != "cpu" and (here is None or here.type != device.type):
+        raise UsageError(
+            f"hardware: the profile is for {device.type}, which this machine does not have. Give the hardware to plan "
+            f"for, such as hardware='h100', or the one that the profile was made for."
+        )
+    return known_hardware(device) if hardware is None else Hardware.of(hardware), {
         "window": _WINDOW if window is None else window,
         "may_grow": window is None,
         "allow": allowed(device, allow),
         "active": local_ranks(),
     }
-
-
-def _hardware_of(hardware: Hardware | str | None, device: torch.device) -> Hardware:
-    """The given hardware, or this machine as measured."""
-    if hardware is not None:
-        return Hardware.of(hardware)
-    here = torch.accelerator.current_accelerator()
-    if device.type != "cpu" and (here is None or here.type != device.type):
-        raise UsageError(
-            f"hardware: the profile is for {device.type}, which this machine does not have. Give the hardware to plan "
-            f"for, such as hardware='h100', or the one that the profile was made for."
-        )
-    return known_hardware(device)
 
 
 def _without_backward(model: Module) -> UnsupportedError:

@@ -34,8 +34,8 @@ from planner.instances import (
     random_problem,
 )
 from spillway import BudgetError
-from spillway.planner.bounds import TIE, CostModel
-from spillway.planner.solve import Solution, smallest, solve
+from spillway.planner.bounds import CostModel
+from spillway.planner.solve import TIE, Solution, smallest, solve
 from spillway.planner.tasks import Part, Phase, Problem, Program, Rates, counted_twice
 from spillway.planner.timeline import Timeline
 from spillway.planner.timeline import simulate_program as simulate
@@ -81,12 +81,17 @@ def check_against_all(seed: int, most: int, *, host: bool = False, chunks: bool 
     timelines = all_timelines(problem)
     late_ones = all_timelines(replace(problem, rates=replace(problem.rates, host=late)))
     problem = replace(problem, **budgets(seed, timelines))
+    tie = TIE if problem.lead else 0.0
+    seconds = {
+        each: (timeline.seconds + late_ones[each].seconds) / 2 + tie * (timeline.seconds - timeline.host_wait_seconds)
+        for each, timeline in timelines.items()
+    }
     least = min(
         timelines,
         key=lambda each: (
             excess(problem, timelines[each]),
             timelines[each].peak_bytes,
-            round(timelines[each].seconds, 9),
+            round(seconds[each], 9),
             each,
         ),
     )
@@ -98,11 +103,6 @@ def check_against_all(seed: int, most: int, *, host: bool = False, chunks: bool 
             solve(problem)
         assert (raised.value.budget, raised.value.least) == (problem.budget, timelines[least].peak_bytes)
         return "none fits"
-    tie = TIE if problem.lead else 0.0
-    seconds = {
-        each: (timeline.seconds + late_ones[each].seconds) / 2 + tie * (timeline.seconds - timeline.host_wait_seconds)
-        for each, timeline in fitting.items()
-    }
     best = min(fitting, key=lambda each: (round(seconds[each], 9), fitting[each].peak_bytes, each))
     solution = solve(problem)
     bound = solution.bound_seconds

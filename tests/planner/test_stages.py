@@ -33,7 +33,7 @@ HELD = 100 << 20
 def stage(blocks: int, index: int = 0) -> StageProfile:
     """So many of its blocks, and an embedding whose gradient is as large as two of theirs."""
     profile = replace(LLAMA, calls=LLAMA.calls[:blocks], held_bytes=HELD)
-    return StageProfile(index, profile, HELD, (blocks + 2) * GRADIENTS)
+    return StageProfile(index, profile, (blocks + 2) * GRADIENTS)
 
 
 def one_forward_one_backward(chunks: int, most: int, part: int = 0) -> list[Turn]:
@@ -91,7 +91,7 @@ def test_chunks_leave_gradients_behind_once_and_what_waits_is_held_by_each() -> 
 
 
 def test_one_chunk_is_one_pass() -> None:
-    only = replace(stage(16), held_bytes=0)
+    only = replace(stage(16), profile=replace(stage(16).profile, held_bytes=0))
     chunk = uniform([only], one_forward_one_backward(1, 1), Decision.KEEP)
     alone = simulated(replace(uniform_program(LLAMA, Decision.KEEP), static_bytes=STATIC))
     assert simulated(chunk).seconds == pytest.approx(alone.seconds)

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.checkpointing.program import Act, Operator, Program, SavedTensor, lies_within, needed
+from spillway.checkpointing.program import Operator, Program, SavedTensor, lies_within
 from spillway.checkpointing.schema import facts_of
+from spillway.planner.needed import Act, needed
 from spillway.saved_tensors.identity import ViewRecipe
 
 aten = torch.ops.aten

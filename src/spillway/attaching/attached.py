@@ -198,14 +198,40 @@ class Attached:
         Example:
             >>> attached.report("plan.html", trace="step.json")  # doctest: +SKIP
         """
-        if self._controller is None:
+        # Slow to import.
+        from spillway.planner.files import write_file
+        from spillway.planner.planner import make_curve
+        from spillway.planner.report.facts import facts_of
+        from spillway.planner.report.page import to_page
+        from spillway.planner.report.trace import to_trace
+        from spillway.runtime.system import local_ranks
+
+        search, plan, profile = self._controller, self.plan, self.profile
+        if search is None or plan is None:
             raise UsageError(
                 "report: there is no plan yet. Attach with attach(model, budget=...), and train some steps"
+                if search is None
+                else f"report: there is no plan yet, which takes {search.missing}. Call it again afterwards"
             )
-        # Slow to import.
-        from spillway.attaching.budget import write_report
-
-        write_report(self._controller, path, trace=trace, curve=curve)
+        if profile is None:
+            raise UsageError(
+                "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or "
+                "write the report from files, with: spillway report profile.json plan.json"
+            )
+        hardware, limits = search.planner.hardware, search.planner.limits()
+        facts = facts_of(
+            profile,
+            plan,
+            hardware,
+            active=local_ranks(),
+            measured=search.measured,
+            notes=search.notes,
+            curve=make_curve(profile, hardware, **limits) if curve else None,
+        )
+        # All is made before anything is written.
+        texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]
+        for file, text in texts:
+            write_file(file, text)
 
     def stats(self) -> StepStats:
         """Bytes and seconds of the last pass that has ended, as far as its backward has come.

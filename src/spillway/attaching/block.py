@@ -106,8 +106,6 @@ class BlockCall(ModuleCall):
         self.collector: ProfileCollector | None = None
         """With a budget: sets ``how``, and traces each call."""
         self.observer: Observer | None = None
-        self.runner: Callable[..., Any] = call_checkpointed_untraced
-        """Runs it checkpointed."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
         """Whether there are checkpointed blocks inside."""
@@ -154,7 +152,7 @@ class BlockCall(ModuleCall):
         if how is None:
             return forward(*args, **kwargs)
         run = _Run(self, module, forward, how, self._traced.now)
-        return self.runner(how, run, args, kwargs, self._session, self.observer)
+        return call_checkpointed_untraced(how, run, args, kwargs, self._session, self.observer)
 
 
 class _Run:

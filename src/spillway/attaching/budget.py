@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -11,22 +10,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spillway.errors import BudgetError, UsageError
+from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import Point, aim_at, make_checkpointing_plan, make_curve, make_plan
+from spillway.planner.planner import Point, aim_at, make_checkpointing_plan, make_plan
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
 from spillway.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.controller import PlanController
     from spillway.attaching.ranks import RankGroup
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
 
-Path = str | os.PathLike[str]
 _MOST_CORRECTIONS = 8
 _SLACK = 1 << 20
 _MOST_ABOVE = 1.01
@@ -46,16 +43,9 @@ class Rival:
 
 
 def is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two plans do the same, whatever they predict."""
-
-    def decisions(plan: Plan) -> object:
-        blocks = [
-            (each.name, each.plain, each.recomputes, each.inputs, [(op.place, op.decision) for op in each.operators])
-            for each in plan.blocks
-        ]
-        return blocks, plan.window, plan.ahead, plan.optimizer_fraction
-
-    return decisions(plan) == decisions(other)
+    """Whether two plans of one model do the same, whatever they predict."""
+    names = ("blocks", "window", "ahead", "optimizer_fraction")
+    return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 
 class BudgetTarget:
@@ -186,34 +176,3 @@ class Planner:
     def _free_host_bytes(self) -> int:
         """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
         return self._session.host_room(self._device)
-
-
-def write_report(search: PlanController, path: Path, *, trace: Path | None, curve: bool) -> None:
-    """Write the plan of a search as a page, and its simulated step as a trace: see :meth:`Attached.report`."""
-    # Slow to import.
-    from spillway.planner.files import write_file
-    from spillway.planner.report.facts import facts_of
-    from spillway.planner.report.page import to_page
-    from spillway.planner.report.trace import to_trace
-
-    plan, profile, planner = search.plan, search.profile, search.planner
-    if plan is None:
-        raise UsageError(f"report: there is no plan yet, which takes {search.missing}. Call it again afterwards")
-    if profile is None:
-        raise UsageError(
-            "report: the plan was given, so nothing was measured here. Attach with attach(model, budget=...), or write "
-            "the report from files, with: spillway report profile.json plan.json"
-        )
-    facts = facts_of(
-        profile,
-        plan,
-        planner.hardware,
-        active=local_ranks(),
-        measured=search.measured,
-        notes=search.notes,
-        curve=make_curve(profile, planner.hardware, **planner.limits()) if curve else None,
-    )
-    # All is made before anything is written.
-    texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]
-    for file, text in texts:
-        write_file(file, text)

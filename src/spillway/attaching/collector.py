@@ -37,7 +37,7 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import tree_leaves
-from spillway.attaching.ranks import RankGroup, shared_profile
+from spillway.attaching.ranks import ALONE, RankGroup, shared_profile
 from spillway.checkpointing.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.losses import own_losses
@@ -121,7 +121,6 @@ class ProfileCollector:
         min_bytes: smaller tensors are not offloaded. ``None``: 1 MiB.
         optimizer: the one whose state is offloaded, if there is one.
         stepped: an optimizer whose state the profile tells apart.
-        tells_apart: whether the profile tells weights, gradients and state apart.
         has_lead: whether the CPU can be ahead of the device when a step begins.
     """
 
@@ -136,7 +135,6 @@ class ProfileCollector:
         *,
         optimizer: DividedOptimizer | None = None,
         stepped: torch.optim.Optimizer | None = None,
-        tells_apart: bool = True,
         has_lead: bool = True,
     ) -> None:
         self.model = type(model).__name__
@@ -166,7 +164,6 @@ class ProfileCollector:
         self._module = weakref.ref(model)
         self._session = session
         self._stepped = stepped
-        self._tells_apart = tells_apart
         self._has_lead = has_lead
         self._blocks: Sequence[BlockCall] = ()
         self._probes: dict[Hashable, Probe] = {}
@@ -255,9 +252,8 @@ class ProfileCollector:
         self._is_cut = trace is None and cut is not None
         return cut if trace is None else trace
 
-    def advance(self, trace: StepTrace | None, ranks: RankGroup | None = None) -> bool:
+    def advance(self, trace: StepTrace | None, ranks: RankGroup = ALONE) -> bool:
         """A profiling step has ended; whether there is a profile. Ranks go through the stages in step."""
-        ranks = RankGroup() if ranks is None else ranks
         is_enough = trace is not None and self._shows_enough(trace)
         if not all(ranks.share(self.stage.value, lambda: is_enough)):
             return False
@@ -326,8 +322,8 @@ class ProfileCollector:
 
     def risen(self, profile: Profile, nbytes: int) -> Profile:
         """A profile for a step that begins with so many bytes more than the measured one."""
-        known = self._known()
-        more = 0 if known is None or self._statics is None else known.gradients - self._statics.gradients
+        assert self._statics is not None
+        more = self._known().gradients - self._statics.gradients
         return risen(profile, nbytes, has_gradients=2 * more > profile.gradient_bytes > 0)
 
     @property
@@ -356,22 +352,19 @@ class ProfileCollector:
             return None
         kind = kind_of(module, tensors_of(args, kwargs))
         # New kinds of blocks are measured operator by operator.
-        probes = self._traced in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
-        probe = self._probe_of(kind) if probes else None
+        is_recorded = self._traced in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
+        probe = self._probe_of(kind) if is_recorded else None
         number = tracer.block_begins(call.name, kind, (args, kwargs))
-        if self._traced is Stage.PROFILING_MEMORY:
+        if is_recorded:
             call.observer = CallObserver(probe, partial(tracer.asked, number), tracer.casts)
-        elif probes:
-            # The call is recorded in any case.
-            call.observer = CallObserver(probe, lambda *_: None, lambda _: None)
         return tracer, number
 
-    def _known(self) -> Static | None:
-        """Bytes of weights, gradients and state; ``None``: the profile does not tell them apart."""
+    def _known(self) -> Static:
+        """Bytes of weights, gradients and state."""
         model = self._module()
         # A call of the model is running.
         assert model is not None
-        return known_bytes(model, self.device, self._stepped) if self._tells_apart else None
+        return known_bytes(model, self.device, self._stepped)
 
     def _probe_of(self, kind: Hashable) -> Probe | None:
         """A new probe for a kind of block; ``None`` if one has measured it already."""

@@ -41,7 +41,7 @@ from torch.nn import Module
 
 from spillway.attaching.budget import BudgetTarget, Planner, Rival, is_same
 from spillway.attaching.collector import PROFILING, ProfileCollector, Stage, kinds_of, tensor_bytes
-from spillway.attaching.ranks import RankGroup, ranks_of
+from spillway.attaching.ranks import ALONE, ranks_of
 from spillway.attaching.validation import refuse_nested
 from spillway.checkpointing.blocks import Named
 from spillway.errors import BudgetError
@@ -110,7 +110,7 @@ class PlanController:
         self._is_given = plan is not None
         self._share = budget if isinstance(budget, float) else None
         self._target = BudgetTarget(budget) if isinstance(budget, int) else None
-        self._ranks = RankGroup()
+        self._ranks = ALONE
         self._was_called = False
         self._inputs = 0
         """Bytes of the largest inputs that the plan is for."""
@@ -237,7 +237,7 @@ class PlanController:
         elif self.stage is Stage.ACTIVE:
             self._check()
         elif self._has_outgrown:
-            self._plan_enlarged()
+            self._plan_outgrown()
         elif all(self._ranks.share(self.stage.value, lambda: trace is not None)):
             assert trace is not None
             if self.stage is Stage.WARMING_UP:
@@ -274,18 +274,16 @@ class PlanController:
     def _plan_first(self) -> None:
         """The first plan of a profile: for the largest inputs that came while it was made, if there is one for them."""
         collector = self.collector
-        self.profile = self._profiled = collector.profile
-        assert self.profile is not None
+        assert collector.profile is not None
         if self._share is not None:
-            self._target = BudgetTarget(parse_budget(self._share, self.profile))
+            self._target = BudgetTarget(parse_budget(self._share, collector.profile))
         if self._ranks.alone and self._inputs > collector.measured_inputs:
             with suppress(BudgetError):
-                self._plan_enlarged(restarts=False)
+                self._plan_enlarged()
                 return
-            self.profile = self._profiled = collector.profile
             self._inputs = collector.measured_inputs
         try:
-            self._replan()
+            self._plan_for(collector.profile)
         except BudgetError:
             # A user who goes on hears it again, of the next profile.
             is_rough = collector.is_rough
@@ -293,17 +291,21 @@ class PlanController:
             if not is_rough:
                 raise
 
-    def _plan_enlarged(self, *, restarts: bool = True) -> None:
+    def _plan_outgrown(self) -> None:
         self._has_outgrown = False
-        self.profile = self._profiled = self.collector.enlarged(self._inputs)
-        self._is_checkpointing_over = False
         try:
-            self._replan()
+            self._plan_enlarged()
         except BudgetError:
-            if not restarts:
-                raise
             # The enlarged profile may be too large. The step is measured instead.
             self._start_again()
+
+    def _plan_enlarged(self) -> None:
+        self._plan_for(self.collector.enlarged(self._inputs))
+
+    def _plan_for(self, profile: Profile) -> None:
+        self.profile = self._profiled = profile
+        self._is_checkpointing_over = False
+        self._replan()
 
     def _replan(self, stage: Stage = Stage.WARMING_UP) -> None:
         """Apply a plan for the profile and the target: that of torch's own checkpointing, unless another is faster.

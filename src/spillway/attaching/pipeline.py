@@ -15,7 +15,7 @@ left alone. Ranks share nothing, and each has its own plans.
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
@@ -24,8 +24,7 @@ from spillway.attaching.budget import Planner
 from spillway.attaching.collector import PROFILING, Notes, ProfileCollector, Stage, tensor_bytes
 from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import ranks_of
-from spillway.errors import BudgetError, UnsupportedError, UsageError
-from spillway.planner.plan import Plan
+from spillway.errors import UnsupportedError, UsageError
 from spillway.planner.stages import StageProfile, covers, make_stage_plans
 from spillway.planner.tasks import Turn
 from spillway.session import Session
@@ -120,7 +119,7 @@ class StageCollector(ProfileCollector):
     def chunk_profile(self) -> StageProfile:
         profile = self.enlarged(self.largest)
         new = sum(each.nbytes for each in self.module.parameters() if each.requires_grad and each.grad is None)
-        return StageProfile(self.index, profile, profile.held_bytes, new)
+        return StageProfile(self.index, profile, new)
 
 
 class PipelinePlanController(PlanController):
@@ -166,11 +165,6 @@ class PipelinePlanController(PlanController):
             stage.controller = self
 
     @property
-    def plans(self) -> dict[int, Plan]:
-        """By the places of their stages in the pipeline."""
-        return {stage.index: stage.plan for stage in self.stages if stage.plan is not None}
-
-    @property
     def is_plain(self) -> bool:
         return not self._has_outgrown and all(stage.is_plain for stage in self._planned)
 
@@ -198,10 +192,6 @@ class PipelinePlanController(PlanController):
         for stage in self.stages:
             stage.drop()
 
-    def explain(self) -> str:
-        """The plans, and the notes of the search."""
-        return "\n".join([*(f"stage {index}: {plan}" for index, plan in self.plans.items()), *self.notes])
-
     def grows(self, stage: StageCollector, before: int, now: int) -> None:
         """A chunk of a stage has larger inputs than any before."""
         if self._stage not in PROFILING:
@@ -225,10 +215,15 @@ class PipelinePlanController(PlanController):
 
     def _schedule_step_ended(self) -> None:
         turns, self._turns = self._turns, []
-        if not _is_whole(turns):
-            # It failed, or did not train.
-            self._begin_judging()
-            return
+        # Otherwise it failed, or did not train.
+        if _is_whole(turns):
+            self._turns_ended(turns)
+        if self.stage is Stage.VALIDATING:
+            # The peak of the next step is its own.
+            self._peak = None
+            self._memory.reset_peak()
+
+    def _turns_ended(self, turns: list[Turn]) -> None:
         if self.collector.device.type == "cpu":
             self.collector.session.trim(self.collector.device)
         trained = [[each.requires_grad for each in stage.module.parameters()] for stage in self.stages]
@@ -237,16 +232,14 @@ class PipelinePlanController(PlanController):
         if before and states != before:
             self.notes.once("other parameters are trained than before, or stages are in another mode")
             self._start_again()
-            return
-        parts = {turn.part for turn in turns}
-        if self._stage in PROFILING:
-            self._profile(parts, turns)
-        elif parts < set(range(len(self.stages))):
+        elif self._stage in PROFILING:
+            self._profile(turns)
+        elif len({turn.part for turn in turns}) < len(self.stages):
             # A stage without a chunk has no peak to judge.
-            self._begin_judging()
+            return
         elif self._has_outgrown:
             self._order = turns
-            self._plan_enlarged()
+            self._plan_outgrown()
         elif not self._accepts(turns):
             self._order_plans += 1
             self._known_target.reset()
@@ -255,21 +248,18 @@ class PipelinePlanController(PlanController):
         elif self.stage is Stage.WARMING_UP:
             self._has_learned()
             self._enter(Stage.VALIDATING)
-            self._begin_judging()
-        elif self.stage is Stage.VALIDATING:
-            peak, self._peak = self._peak, None
-            if peak is not None:
-                self._validate(peak)
-            self._begin_judging()
+        elif self._peak is not None and self.stage is Stage.VALIDATING:
+            self._validate(self._peak)
         elif self._peak is not None:
             self._check()
 
-    def _profile(self, parts: Set[int], turns: list[Turn]) -> None:
+    def _profile(self, turns: list[Turn]) -> None:
+        parts = {turn.part for turn in turns}
         for part, stage in enumerate(self.stages):
             if stage.step_ended(had_chunk=part in parts):
                 self.notes.once(f"no backward came through stage {stage.index}, which is left alone")
-        is_full = len(parts) == len(self.stages)
-        if is_full and self._planned and all(stage.profile is not None for stage in self._planned):
+        have_profiles = [stage.profile is not None for stage in self._planned]
+        if len(parts) == len(self.stages) and have_profiles and all(have_profiles):
             self._order = turns
             self._replan()
 
@@ -298,18 +288,8 @@ class PipelinePlanController(PlanController):
             each.apply(plan)
         self._enter(stage)
 
-    def _plan_enlarged(self, *, restarts: bool = True) -> None:
-        self._has_outgrown = False
-        try:
-            self._replan()
-        except BudgetError:
-            self._start_again()
-
-    def _begin_judging(self) -> None:
-        """The peak of the next step is its own."""
-        if self.stage is Stage.VALIDATING:
-            self._peak = None
-            self._memory.reset_peak()
+    def _plan_enlarged(self) -> None:
+        self._replan()
 
 
 def _is_whole(turns: Sequence[Turn]) -> bool:

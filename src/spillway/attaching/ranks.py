@@ -95,6 +95,10 @@ class RankGroup:
         return [value for _, _, value in mine]  # type: ignore[misc]
 
 
+ALONE = RankGroup()
+"""A process that shares its model with no other."""
+
+
 def ranks_of(model: Module) -> RankGroup:
     """The ranks that train a model together with this process. Call it on all of them, within the model's call.
 
@@ -102,7 +106,7 @@ def ranks_of(model: Module) -> RankGroup:
     """
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
-        return RankGroup()
+        return ALONE
     # The wrapper may be in the model, or around its call.
     wrapper: Any = next((module for module in model.modules() if is_a(module, *_DDP)), active_ddp())
     found = {id(group): group for group in _groups_of(model, wrapper)}

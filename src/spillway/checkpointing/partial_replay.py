@@ -30,10 +30,11 @@ import torch
 
 from spillway._torch import disable_dispatch, schema_of, storage_key
 from spillway.checkpointing.ambient import default_generator, device_of
-from spillway.checkpointing.program import Act, Argument, Decisions, Operator, Preserved
+from spillway.checkpointing.program import Argument, Decisions, Operator, Preserved
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
 from spillway.checkpointing.tensors import OperatorMode, alias_of, strided_parts, tensors_in
+from spillway.planner.needed import Act
 from spillway.runtime.bytes import Bytes
 from spillway.saved_tensors.identity import ViewRecipe
 

@@ -201,7 +201,8 @@ class OffloadedStages:
 
         They predict the peak of this rank, and the seconds that it works in a step, without waits for other ranks.
         """
-        return {} if self._rank is None else self._rank.plans
+        stages = () if self._rank is None else self._rank.stages
+        return {stage.index: stage.plan for stage in stages if stage.plan is not None}
 
     @property
     def stage(self) -> str | None:
@@ -220,11 +221,11 @@ class OffloadedStages:
         Raises:
             UsageError: before there are plans.
         """
-        if self._rank is None or not self._rank.plans:
+        if self._rank is None or not self.plans:
             raise UsageError(
                 "explain() was called before there are plans; say offload_stages(budget=...), and run some steps"
             )
-        return self._rank.explain()
+        return "\n".join([*(f"stage {index}: {plan}" for index, plan in self.plans.items()), *self._rank.notes])
 
     def stats(self) -> StepStats:
         """Sums over all chunks of the last step on this rank, as far as their backward has run.

@@ -24,13 +24,6 @@ in between. Autocast's cache holds casts, too, up to the end of its outermost co
 of its loss. The bytes of casts when a call has returned show whether it does (``BlockProfile.cached_bytes``). If the
 cache lasts through backward, the profile has its bytes before the blocks.
 
-NOTE [ Recomputed operators ]
-
-These are the engine's own rules, over records. The values that autograd saves and the plan recomputes are wanted. From
-the last operator to the first, an operator that makes a wanted value is handed its output if that was kept or
-offloaded. Otherwise it runs, and the values that it reads are wanted, too. Other operators do not run; while the
-block's code holds their outputs, that memory is allocated.
-
 NOTE [ Decisions that a plan can name ]
 
 A plan has one decision for all outputs of an operator, and one for all inputs. A block that is recomputed in part keeps
@@ -56,8 +49,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
+from spillway.planner.needed import Act, needed
 from spillway.planner.profile import BackwardPart, BlockProfile, HostTimes, Outside, ReplayRule
 from spillway.planner.tasks import Option, Phase, Sent, Task
 from spillway.types import Decision
@@ -137,8 +131,7 @@ def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ..
     levels = [levels[0], *(level + casts for level in levels[1:])]
     peaks = [peak + casts for peak in peaks]
     cuts = sorted({0, count, *(offloaded_at(block, number) for number in resolved.offloaded)})
-    seconds = _seconds(block)
-    host_seconds = _forward_host(block, resolved)
+    shares, host_seconds = _shares(block), _forward_host(block, resolved)
     tasks = [] if block.gap is None else [outside_task("before it", block.gap)]
     for start, end in list(pairwise(cuts)) or [(0, 0)]:
         change = levels[end] - levels[start]
@@ -156,7 +149,7 @@ def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ..
             Task(
                 "forward",
                 Phase.FORWARD,
-                seconds=(sum(seconds[start:end]) if count else block.forward_seconds) + _SECONDS_A_BYTE * nbytes,
+                seconds=block.forward_seconds * (sum(shares[start:end]) if count else 1.0) + _SECONDS_A_BYTE * nbytes,
                 peak_bytes=max(max(peaks[start:end], default=0) - levels[start], change),
                 change_bytes=change,
                 sends=sends,
@@ -203,20 +196,16 @@ def _outlives(block: BlockProfile, number: int) -> bool:
     return block.values[number].maker is not None and block.values[number].dies_at > len(block.operators)
 
 
-def _seconds(block: BlockProfile) -> list[float]:
-    """Seconds of each operator, which add up to the measured time of the block."""
-    total = sum(each.seconds for each in block.operators)
-    if not total:
-        return [block.forward_seconds / len(block.operators) for _ in block.operators]
-    return [block.forward_seconds * (each.seconds / total) for each in block.operators]
+def _shares(block: BlockProfile) -> list[float]:
+    """The part of the block's time that each operator takes."""
+    seconds = [each.seconds for each in block.operators]
+    total = sum(seconds)
+    return [each / total if total else 1 / len(seconds) for each in seconds]
 
 
 def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ...]:
     values, count = block.values, len(block.operators)
-    weights = [each.seconds for each in block.operators]
-    if not any(weights):
-        weights = [1.0] * count
-    done = list(accumulate(weights, initial=0.0))
+    shares = _shares(block)
     # Backward needs a value from one place to another. An unsaved value is there to the end.
     asked_at = [min((value.asked_at or 0) + 1, count) for value in values]
     wanted_at = [min((value.saved_at or 0) + 1, count) for value in values]
@@ -247,7 +236,7 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
             change -= _kept_casts(block, resolved) + cast_again
             recomputed -= cast_again
             gradients = block.backward_change_bytes
-        share = (done[start] - done[end]) / done[-1] if count else 1.0
+        share = sum(shares[end:start]) if count else 1.0
         tasks.append(
             Task(
                 "backward",
@@ -287,13 +276,13 @@ def _backward_peak(
 
 
 def _replay(block: BlockProfile, resolved: ResolvedDecisions, begin_bytes: int, casts: int) -> Task:
-    seconds = _seconds(block)
+    shares = _shares(block)
     _, peaks = _levels(block, resolved.recomputed, resolved.given, resolved.runs, resolved.reach)
     made = block.nbytes(resolved.recomputed) + casts
     return Task(
         "recomputation",
         Phase.RECOMPUTE,
-        seconds=block.recompute_factor * sum(seconds[place] for place in sorted(resolved.runs)),
+        seconds=block.recompute_factor * sum(block.forward_seconds * shares[place] for place in sorted(resolved.runs)),
         peak_bytes=max(peaks, default=0) + begin_bytes + casts,
         change_bytes=made,
         takes=tuple(number for number in resolved.offloaded if number in resolved.given),
@@ -335,7 +324,7 @@ class ResolvedDecisions:
         reach = max([reach, *(values[number].saved_at or 0 for number in given)])
         if again == made and again:
             # Nothing is preserved, so no operator is left out.
-            runs = frozenset(place for place in range(reach) if block.operators[place].replay is not ReplayRule.VIEW)
+            runs = frozenset(place for place in range(reach) if not block.operators[place].is_view)
         held = {
             number
             for number, value in enumerate(values)
@@ -385,28 +374,15 @@ def _reach(block: BlockProfile, again: frozenset[int]) -> int:
 def _replayed(
     block: BlockProfile, decisions: Sequence[Decision], again: frozenset[int], reach: int
 ) -> tuple[frozenset[int], frozenset[int]]:
-    """The operators that a replay runs, and the values that it is handed. See NOTE [ Recomputed operators ]."""
-    at: dict[int, set[int]] = {}
-    for number in again:
-        at.setdefault(_wanted_at(block, number), set()).add(number)
-    runs: set[int] = set()
-    given: set[int] = set()
-    want = set(at.get(len(block.operators), ()))
-    for place in range(len(block.operators) - 1, -1, -1):
-        each = block.operators[place]
-        is_free, overwrites = each.replay is ReplayRule.FREE, not want.isdisjoint(each.writes)
-        is_wanted = overwrites or not want.isdisjoint(each.makes)
-        if place < reach and (each.replay is ReplayRule.ALWAYS or (is_free and is_wanted)):
-            is_preserved = each.makes and decisions[each.makes[0]] is not Decision.RECOMPUTE
-            if is_free and is_preserved and not overwrites:
-                given.update(each.makes)
-            else:
-                runs.add(place)
-                want.update(each.reads, each.writes)
-        want.difference_update(each.makes)
-        want |= at.get(place, set())
-    inputs = {number for number, value in enumerate(block.values) if value.is_input}
-    return frozenset(runs), frozenset(given | inputs)
+    """The operators that a replay runs, without views, and the values that it is handed."""
+    preserved = {number for number, decision in enumerate(decisions) if decision is not Decision.RECOMPUTE}
+    acts = needed(block.operators, [(number, _wanted_at(block, number)) for number in again], preserved)
+    found = list(zip(block.operators, acts, strict=True))[:reach]
+    runs = {place for place, (each, act) in enumerate(found) if act is Act.RUN and not each.is_view}
+    given = {number for each, act in found if act is Act.GIVE for number in each.makes}
+    return frozenset(runs), frozenset(
+        given.union(number for number, value in enumerate(block.values) if value.is_input)
+    )
 
 
 def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> list[Decision]:

@@ -1,17 +1,13 @@
-"""Lower bounds and estimates of a step, without a simulation.
+"""Lower bounds of a step, without a simulation.
 
 NOTE [ Bounds ]
 
 Each option's tasks are walked once, alone: an offloaded storage is freed at once, and a reloaded one arrives when it is
 taken. The bytes of a step are then sums over its blocks, and the real bytes are never less. One recurrence over the
-blocks adds them up, with a clock for compute, for each stream of copies and for the CPU. Three users share it:
-
-- A **bound** of a choice grants the streams a whole window (the in-flight limit) at each place where a simulation
-  might. No simulation is below a bound.
-- An **estimate** of a choice takes the middle: half of the largest storage of the window stays unused, and the bytes in
-  flight count. An estimate may be wrong either way.
-- The **linear programme** has a share of each option in the place of a choice, and is granted as much as a bound. Each
-  choice is one of its solutions, so its least seconds are a bound of all choices.
+blocks adds them up, with a clock for compute, for each stream of copies and for the CPU. It grants the streams a whole
+window (the in-flight limit) at each place where a simulation might, so no simulation is below a bound. In the **linear
+programme**, a share of each option is in the place of a choice. Each choice is one of its solutions, so its least
+seconds are a bound of all choices.
 
 A copy out begins after the task that sends, and all but a window's bytes are copied when the sends are done. So compute
 is never ahead of "stream's end - window / bandwidth", and the block's computation after that send comes on top:
@@ -45,8 +41,6 @@ Choices: TypeAlias = NDArray[numpy.int64]
 """An option's number for each block, in rows."""
 MIB, TICKS = 2.0**20, 2.0**10
 """Bytes and seconds are scaled to numbers that HiGHS likes. Powers of two scale exactly."""
-TIE = 1e-3
-"""If the CPU may run ahead, seconds without CPU stalls count this much beside seconds."""
 _AT_ONCE = 2048
 """Choices whose numbers stay in the processor's cache."""
 
@@ -169,10 +163,12 @@ def _queued(tasks: Sequence[Task], times: float) -> tuple[float, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Estimates:
-    """Seconds and peak bytes of each choice."""
+class Bounds:
+    """The least seconds and peak bytes of each choice."""
 
     seconds: Numbers
+    compute_seconds: Numbers
+    """Without the time for which the end of the step waits for the CPU."""
     peak_bytes: Numbers
     host_bytes: Numbers
     disk_bytes: Numbers
@@ -210,7 +206,7 @@ _LINES = {name: line for line, name in enumerate(option_bounds(Option((), (), ()
 
 
 class CostModel:
-    """Bounds and estimates of a problem's choices. See NOTE [ Bounds ].
+    """Bounds of a problem's choices. See NOTE [ Bounds ].
 
     The problem's options send in forward only, and take and drop in backward only.
     """
@@ -241,17 +237,19 @@ class CostModel:
         has = {name for name, line in _LINES.items() if numpy.any(every[line])}
         self.has_host = not has.isdisjoint(("forward_host", "backward_host"))
         self.has_disk, self.lets_go = "to_disk" in has, "let_go" in has
-        self.largest = float(every[_LINES["largest"]].max())
-        self.window = max(problem.rates.window / MIB, self.largest)
+        self.window = max(problem.rates.window / MIB, float(every[_LINES["largest"]].max()))
         """Most MiB in flight: a storage that exceeds the limit is copied alone."""
 
-    def bounds(self, choices: Choices) -> Estimates:
-        """No simulation of these choices is below."""
-        return self._side_by_side(choices, granted=True)
-
-    def estimates(self, choices: Choices) -> Estimates:
-        """Approximations of the simulations of these choices."""
-        return self._side_by_side(choices, granted=False)
+    def bounds(self, choices: Choices, *, slower: float = 0.0) -> Bounds:
+        """No simulation of these choices is below, with a CPU that takes so much more of the measured time."""
+        parts = []
+        for at in range(0, max(len(choices), 1), _AT_ONCE):
+            side_by_side = _SideBySide(choices[at : at + _AT_ONCE])
+            times = (seconds / TICKS for seconds in _Recurrence(self, side_by_side, slower).end())
+            most = side_by_side.most
+            tiers = (numpy.maximum(0.0, most[tier] - self.window) * MIB for tier in ("host", "disk"))
+            parts.append((*times, most["device"] * MIB, *tiers))
+        return Bounds(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
 
     def shares(self, budget: float) -> Shares | None:
         """Solve the linear programme for a budget in bytes; ``None``: it has no solution, and no choice fits."""
@@ -262,54 +260,36 @@ class CostModel:
                 limits[tier] = nbytes / MIB + self.window
         programme = LinearProgramme([len(each) for each in problem.options], limits)
         # No time limit: it would give each rank another answer.
-        solved = programme.least(_Recurrence(self, programme, True).end())
+        solved = programme.least(_Recurrence(self, programme).end()[0])
         if solved is None:
             return None
         seconds, columns = solved
         # HiGHS is content within 1e-7 of each constraint.
         return Shares(seconds / TICKS * (1 - 1e-6), tuple(columns[first:last] for first, last in programme.places))
 
-    def _side_by_side(self, choices: Choices, *, granted: bool) -> Estimates:
-        parts = []
-        for at in range(0, max(len(choices), 1), _AT_ONCE):
-            side_by_side = _SideBySide(choices[at : at + _AT_ONCE])
-            seconds = _Recurrence(self, side_by_side, granted).end()
-            most, unseen = side_by_side.most, self.window if granted else 0.0
-            tiers = (numpy.maximum(0.0, most[tier] - unseen) * MIB for tier in ("host", "disk"))
-            parts.append((seconds / TICKS, most["device"] * MIB, *tiers))
-        return Estimates(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
-
 
 class _Recurrence:
-    """One walk through the turns of a step: a bound if ``granted``, else an estimate. See NOTE [ Bounds ].
+    """One walk through the turns of a step. See NOTE [ Bounds ].
 
     The way is a :class:`_SideBySide` or a :class:`LinearProgramme`: the numbers that are added up, and their limits.
     """
 
-    def __init__(self, model: CostModel, way: Any, granted: bool) -> None:
+    def __init__(self, model: CostModel, way: Any, slower: float = 0.0) -> None:
         problem, rates = model.problem, model.problem.rates
-        self._model, self._problem, self._way, self._granted = model, problem, way, granted
-        self._held = max(0.0, rates.window / MIB - model.largest / 2)
-        self._held_ahead = self._held if rates.ahead is None else max(0.0, rates.ahead / MIB - model.largest / 2)
-        self._window = model.window if granted else model.window - model.largest / 2
+        self._model, self._problem, self._way, self._window = model, problem, way, model.window
         self._out, self._back = (rate / MIB / TICKS for rate in (rates.out, rates.back))
         self._write, self._read = (rate / MIB / TICKS for rate in (rates.disk_write, rates.disk_read))
-        # An estimate is the mean of two steps, one of them with a slower CPU.
-        self._slower = 0.0 if granted else (problem.late - 1) / 2
-        self._lead = problem.lead * TICKS
+        self._lead, self._slower = problem.lead * TICKS, slower
         # The clocks of compute and of each stream.
         self._clock = self._out_free = self._disk_free = self._back_free = self._read_free = way.constant(0.0)
         self._queued = way.constant(-self._lead)
         self._level = way.constant(problem.static_bytes / MIB)
-        self._on_host = self._on_disk = self._leaving = self._owed = way.constant(0.0)
-        self._begun: Any = False
-        """Whether this run of backwards has reloaded anything."""
+        self._on_host = self._on_disk = way.constant(0.0)
         self._shared: dict[int, Any] = {}
-        self._runs = self._waiting = 0
-        """Runs of backwards so far, and chunks whose backward is to come."""
+        self._has_fetched = False
 
-    def end(self) -> Any:
-        """The clock at the end of the step."""
+    def end(self) -> tuple[Any, Any]:
+        """The clock at the end of the step, and that of compute alone."""
         had_backward: set[int] = set()
         was_backward = False
         for turn in self._problem.turns:
@@ -320,24 +300,18 @@ class _Recurrence:
                     self._begin_backwards()
                 self._backward(part, later=turn.part in had_backward)
                 had_backward.add(turn.part)
-            self._waiting += -1 if turn.is_backward else 1
             was_backward = turn.is_backward
         self._way.limit("device", self._level)
         if self._model.has_host and self._problem.lead:
-            end = self._way.latest(self._clock, self._queued + self._lead)
-            return end if self._granted else end + TIE * self._clock
-        return self._clock
+            return self._way.latest(self._clock, self._queued + self._lead), self._clock
+        return self._clock, self._clock
 
     def _forward(self, rows: Sequence[_Row], part: _Part, is_between: bool) -> None:
-        way, granted, window, out, write = self._way, self._granted, self._window, self._out, self._write
+        way, window, out, write = self._way, self._window, self._out, self._write
         before: Any = None
         for row in rows:
             at = way.row(row)
-            above = 0.0
-            if not granted:
-                above = numpy.minimum(self._leaving, self._held)
-                above = above + (numpy.minimum(self._owed, self._held_ahead) if self._runs else 0.0)
-            way.limit("device", self._level + at("forward_peak") + above)
+            way.limit("device", self._level + at("forward_peak"))
             begin = self._clock
             ends = [
                 begin + at("forward_seconds"),
@@ -346,11 +320,11 @@ class _Recurrence:
             ]
             if self._model.has_host:
                 ends.append(self._queued + at("forward_host_need") + at("forward_host") * self._slower)
-                self._queued = way.hold(self._queued + at("forward_host") * (1 + self._slower))
+                self._queued = way.latest(self._queued + at("forward_host") * (1 + self._slower))
             if self._model.has_disk:
                 ends.append(self._disk_free + at("disk_need") - (window / out + window / write))
                 self._disk_free = way.latest(self._disk_free + at("to_disk") * (1 / write), begin)
-                self._on_disk = way.hold(self._on_disk + at("to_disk"))
+                self._on_disk = way.latest(self._on_disk + at("to_disk"))
             self._clock = way.latest(*ends)
             self._out_free = way.latest(self._out_free + at("sent") * (1 / out), begin + at("out_end"))
             if before is not None and row.block is not None:
@@ -358,12 +332,10 @@ class _Recurrence:
                 if twice is not None:
                     self._shared[id(row)] = twice
                     self._level = self._level - twice
-            self._level = way.hold(self._level + at("kept"))
-            self._on_host = way.hold(self._on_host + at("sent") - at("to_disk"))
-            if not granted:
-                self._leaving, self._owed = self._leaving + at("sent"), self._owed + at("taken")
+            self._level = way.latest(self._level + at("kept"))
+            self._on_host = way.latest(self._on_host + at("sent") - at("to_disk"))
             if is_between and row is rows[0] and self._model.lets_go:
-                self._level = way.hold(self._level - sum((way.row(each)("let_go") for each in part.blocks), 0.0))
+                self._level = way.latest(self._level - sum((way.row(each)("let_go") for each in part.blocks), 0.0))
             before = None if row.block is None else at
         way.limit("host", self._on_host)
         way.limit("disk", self._on_disk)
@@ -371,51 +343,38 @@ class _Recurrence:
     def _begin_backwards(self) -> None:
         """Spare the streams what is in flight or prefetched. See NOTE [ Bounds of several chunks ]."""
         way, window, back, read = self._way, self._window, self._back, self._read
-        self._leaving = self._leaving if self._granted else numpy.minimum(self._leaving, self._held)
-        spared = window if self._granted else self._leaving if self._waiting == 1 else 0.0
-        ahead = 0.0 if not self._runs else window if self._granted else self._held_ahead
-        self._out_free = self._out_free - spared * (1 / self._out)
-        self._disk_free = self._disk_free - spared * (1 / self._write)
-        self._back_free = way.latest(self._back_free - spared * (1 / back), self._clock - (spared + ahead) * (1 / back))
-        self._read_free = way.latest(self._read_free - spared * (1 / read), self._clock - (spared + ahead) * (1 / read))
-        self._runs, self._begun = self._runs + 1, False
+        granted = window * (2 if self._has_fetched else 1)
+        self._out_free = self._out_free - window * (1 / self._out)
+        self._disk_free = self._disk_free - window * (1 / self._write)
+        self._back_free = way.latest(self._back_free - window * (1 / back), self._clock - granted * (1 / back))
+        self._read_free = way.latest(self._read_free - window * (1 / read), self._clock - granted * (1 / read))
+        self._has_fetched = True
 
     def _backward(self, part: _Part, *, later: bool) -> None:
         way, back, read = self._way, self._back, self._read
         # At most a window was fetched ahead, and at most another one was not needed.
-        credit = self._window * (2 if self._granted else 1)
+        credit = self._window * 2
         peak, change = ("later_peak", "later_change") if later else ("backward_peak", "backward_change")
         for row in [*part.blocks[::-1], part.around]:
             at = way.row(row)
-            above = 0.0 if self._granted else self._in_flight(at)
-            way.limit("device", self._level + at(peak) + above)
+            way.limit("device", self._level + at(peak))
             begin = self._clock
             ends = [
                 begin + at("backward_seconds"),
                 self._back_free + at("back_need"),
                 begin + at("back_need") - credit / back,
             ]
-            self._back_free = way.hold(self._back_free + at("taken") * (1 / back))
+            self._back_free = way.latest(self._back_free + at("taken") * (1 / back))
             if self._model.has_host:
                 ends.append(self._queued + at("backward_host_need") + at("backward_host") * self._slower)
-                self._queued = way.hold(self._queued + at("backward_host") * (1 + self._slower))
+                self._queued = way.latest(self._queued + at("backward_host") * (1 + self._slower))
             if self._model.has_disk:
                 ends += [self._read_free + at("read_need"), begin + at("read_need") - credit / read]
-                self._read_free = way.hold(self._read_free + at("from_disk") * (1 / read))
-                self._on_disk = way.hold(self._on_disk - at("to_disk"))
+                self._read_free = way.latest(self._read_free + at("from_disk") * (1 / read))
+                self._on_disk = way.latest(self._on_disk - at("to_disk"))
             self._clock = way.latest(*ends)
-            self._level = way.hold(self._level + at(change) + self._shared.get(id(row), 0.0))
-            self._on_host = way.hold(self._on_host - at("sent") + at("to_disk"))
-
-    def _in_flight(self, at: Callable[[str], Numbers]) -> Numbers:
-        """Bytes of copies out and of prefetched storages in a block's backward."""
-        is_alone = self._waiting == 1
-        self._owed = self._owed - at("taken")
-        self._begun = self._begun | (at("taken") > 0)
-        fetched = numpy.where(self._begun, numpy.minimum(self._owed, self._held_ahead), 0.0)
-        self._leaving = numpy.maximum(0.0, self._leaving - at("sent")) if is_alone else self._leaving
-        found: Numbers = numpy.maximum(self._leaving, fetched) if is_alone else self._leaving + fetched
-        return found
+            self._level = way.latest(self._level + at(change) + self._shared.get(id(row), 0.0))
+            self._on_host = way.latest(self._on_host - at("sent") + at("to_disk"))
 
 
 class _SideBySide:
@@ -439,10 +398,6 @@ class _SideBySide:
 
     def limit(self, tier: str, nbytes: Numbers) -> None:
         self.most[tier] = numpy.maximum(self.most[tier], nbytes)
-
-    @staticmethod
-    def hold(number: Numbers) -> Numbers:
-        return number
 
     @staticmethod
     def latest(*numbers: Numbers) -> Numbers:
@@ -484,9 +439,6 @@ class LinearProgramme:
         self._bounds: list[tuple[float | None, float | None]] = [(0.0, 1.0)] * ends[-1]
         self._limits = limits
         self._rows: list[Linear] = []
-        self._equal: list[Linear] = [
-            Linear(dict.fromkeys(range(first, last), 1.0), -1.0) for first, last in self.places
-        ]
 
     def constant(self, value: float) -> Linear:
         return Linear({}, value)
@@ -510,16 +462,10 @@ class LinearProgramme:
         if tier in self._limits:
             self._rows.append(nbytes - self._limits[tier])
 
-    def hold(self, number: Linear) -> Linear:
-        """A column that is equal, so that sums stay short."""
-        if len(number.terms) <= 1:
-            return number
-        column = self._column(None)
-        self._equal.append(number - column)
-        return column
-
     def latest(self, *numbers: Linear) -> Linear:
-        """A column that is at least each."""
+        """A column that is at least each: less is better in every row. Even for one number, so that sums stay short."""
+        if len(numbers) == 1 and len(numbers[0].terms) <= 1:
+            return numbers[0]
         column = self._column(None)
         self._rows += [number - column for number in numbers]
         return column
@@ -529,7 +475,8 @@ class LinearProgramme:
         costs = numpy.zeros(len(self._bounds))
         for column, factor in objective.terms.items():
             costs[column] = factor
-        (rows, limits), (equal, values) = self._matrix(self._rows), self._matrix(self._equal)
+        whole = [Linear(dict.fromkeys(range(first, last), 1.0), -1.0) for first, last in self.places]
+        (rows, limits), (equal, values) = self._matrix(self._rows), self._matrix(whole)
         solved = linprog(costs, A_ub=rows, b_ub=limits, A_eq=equal, b_eq=values, bounds=self._bounds, method="highs-ds")
         return None if solved.x is None else (float(solved.fun) + objective.constant, solved.x)
 
@@ -542,9 +489,7 @@ class LinearProgramme:
             return None, None
         sizes = [len(row.terms) for row in rows]
         places = numpy.repeat(numpy.arange(len(rows)), sizes)
-        columns = numpy.fromiter(itertools.chain.from_iterable(row.terms for row in rows), numpy.int64, sum(sizes))
-        factors = numpy.fromiter(
-            itertools.chain.from_iterable(row.terms.values() for row in rows), numpy.float64, sum(sizes)
-        )
+        columns = [column for row in rows for column in row.terms]
+        factors = [factor for row in rows for factor in row.terms.values()]
         matrix = csr_array((factors, (places, columns)), shape=(len(rows), len(self._bounds)))
         return matrix, numpy.array([-row.constant for row in rows])

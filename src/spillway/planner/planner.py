@@ -147,12 +147,8 @@ def problem_of(
     check_allow(allow)
     kinds = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
     problem = problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget)
-    return replace(problem, host_budget=host, disk_budget=disk, late=late_of([profile]))
-
-
-def late_of(profiles: Iterable[Profile]) -> float:
-    """See NOTE [ A slower CPU ] in ``solve.py``."""
-    return LATE if any(kind.host is not None for profile in profiles for kind in profile.kinds) else 1.0
+    late = LATE if any(kind.host is not None for kind in profile.kinds) else 1.0
+    return replace(problem, host_budget=host, disk_budget=disk, late=late)
 
 
 def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
@@ -166,7 +162,8 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
     for window in windows:
         problem = _with_window(problem, window)
         try:
-            found = solve(problem, seconds=_SECONDS if best is None else _NEAR_SECONDS, near=best)
+            seconds = _SECONDS if best is None else _NEAR_SECONDS
+            found = solve(problem, seconds=seconds, near=best, is_bounded=best is None)
         except BudgetError as error:
             refused = error if refused is None or error.least < refused.least else refused
             continue
@@ -181,17 +178,18 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
 
 
 def refined(best: Solution) -> Solution:
-    """The best with fewer bytes prefetched, if that is better, searched once more and with a bound."""
+    """The best with fewer bytes prefetched, if that is better, searched once more."""
     recomputes = any(option.recompute_seconds for option in best.options)
     if any(option.sent_bytes for option in best.options) and (recomputes or best.timeline.stall_seconds):
         window = best.problem.rates.window
         for share in _AHEAD:
             with contextlib.suppress(BudgetError):
-                found = solve(_with_window(best.problem, window, int(share * window)), seconds=_NEAR_SECONDS, near=best)
+                problem = _with_window(best.problem, window, int(share * window))
+                found = solve(problem, seconds=_NEAR_SECONDS, near=best, is_bounded=False)
                 best = min(best, found, key=lambda each: each.seconds)
     if best.method == "exact":
         return best
-    return solve(best.problem, seconds=_LAST_SECONDS, near=replace(best, shares=()))
+    return solve(best.problem, seconds=_LAST_SECONDS, near=best)
 
 
 def _with_window(problem: Problem, window: int, ahead: int | None = None) -> Problem:

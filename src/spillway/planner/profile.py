@@ -76,6 +76,21 @@ class OperatorProfile(Record):
     workspace_bytes: Count = 0
     """Allocated while it runs, beyond its outputs."""
 
+    @property
+    def is_view(self) -> bool:
+        """Whether it computes nothing."""
+        return self.replay is ReplayRule.VIEW
+
+    @property
+    def always_runs(self) -> bool:
+        """Whether every replay runs it."""
+        return self.replay is ReplayRule.ALWAYS
+
+    @property
+    def draws(self) -> int | None:
+        """Profiles do not know random operators."""
+        return 0
+
 
 @dataclass(frozen=True, slots=True)
 class BackwardPart(Record):

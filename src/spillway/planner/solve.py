@@ -4,11 +4,11 @@ NOTE [ How a choice is found ]
 
 A linear programme over the options' bounds gives each block shares of its options (``bounds.py``). Its budget is
 lowered by the bytes that simulated steps of the rounded shares take beyond the budget, and it is solved again. The best
-rounded shares are polished: neighbours are ranked by estimates, the first ones are simulated, and the search goes on
-from the first that is better. An estimate is corrected by the difference between the simulation of the current choice
-and its own estimate. At last, some blocks of the best choice change at random, by the same numbers in each process. The
-result is polished, until fifteen such choices in a row bring nothing (iterated local search, Lourenço, Martin and
-Stützle 2003).
+rounded shares are polished: neighbours are ranked by their bounds, the first ones are simulated, and the search goes on
+from the first that is better. A bound is corrected by the difference between the simulation of the current choice and
+its own bound. At last, some blocks of the best choice change at random, by the same numbers in each process. The result
+is polished, until fifteen such choices in a row bring nothing (iterated local search, Lourenço, Martin and Stützle
+2003).
 
 The simulation decides. Each pure way (one option for all blocks) is simulated, unless its bound is worse than the best
 choice: no solution is slower than a pure way that fits. Small numbers of choices are simulated in the order of their
@@ -40,36 +40,34 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.errors import BudgetError
-from spillway.planner.bounds import TIE, Choices, CostModel, Estimates, Shares, excess
+from spillway.planner.bounds import Bounds, Choices, CostModel, Shares, excess
 from spillway.planner.tasks import Option, Problem, Rates
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.units import format_bytes
 
 Chosen: TypeAlias = tuple[int, ...]
 """An option's number for each block."""
-Rank: TypeAlias = tuple[float, float, float, Chosen]
+Rank: TypeAlias = tuple[float, float, float, float, Chosen]
 """Less is better."""
 Correction: TypeAlias = tuple[float, float]
-"""Seconds and peak bytes that are added to an estimate."""
+"""Seconds and peak bytes that are added to a bound."""
+TIE = 1e-3
+"""If the CPU may run ahead, seconds without CPU stalls count this much beside seconds."""
 LATE = 1.2
 """See NOTE [ A slower CPU ]."""
 DIGITS = 9
 """Seconds are compared to a nanosecond: the same sum in another order is the same."""
-_TASKS_A_SECOND = 100_000
+_TASKS_A_SECOND = 150_000
 """Tasks that are simulated in about a second."""
-_CELLS_A_TASK = 50
-"""Choices times blocks that are estimated while a task is simulated."""
+_CELLS_A_TASK = 150
+"""Choices times blocks whose bounds take as long as the simulation of a task."""
 _COUNTABLE = 20_000
 """More choices are not simulated one by one."""
 _SLACK = 1e-11
 """Sums of seconds in another order differ by less."""
 _LOWERED = 3
 """Number of times that the linear programme is solved for a lower budget."""
-_TOGETHER = (1, 2, 4, 8, 16, 32)
-"""Numbers of the best changes that are tried at once."""
-_MOST_SWAPS = 500
-"""Neighbours with two blocks swapped that are estimated."""
-_TRIED = 8
+_TRIED = 16
 """Neighbours that are simulated before a choice counts as polished."""
 _STARTS = 4
 """Choices that are polished at first."""
@@ -90,8 +88,6 @@ class Solution:
     bound_seconds: float | None
     """No choice that fits takes less. ``None``: no bound is known."""
     problem: Problem = field(repr=False, compare=False)
-    shares: tuple[Shares, ...] = field(default=(), repr=False, compare=False)
-    """Solutions of linear programmes, for the budget and for lower ones."""
 
     @property
     def options(self) -> list[Option]:
@@ -99,14 +95,14 @@ class Solution:
         return [each[number] for each, number in zip(self.problem.options, self.chosen, strict=True)]
 
 
-def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None) -> Solution:
+def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None, is_bounded: bool = True) -> Solution:
     """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
 
     Args:
         problem: the step, and its blocks' options.
         seconds: about how long the search may take, counted as work, so that every rank has the same answer.
-        near: a solution of the same blocks and options, as with another window. The search begins there. If it has
-            shares, these are used, and no bound is known.
+        near: a solution of the same blocks and options, as with another window. The search begins there, too.
+        is_bounded: whether to solve the linear programme, for a bound and for places to begin.
 
     Raises:
         spillway.BudgetError: no choice fits.
@@ -115,7 +111,7 @@ def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = Non
         >>> solution = solve(problem)  # doctest: +SKIP
         >>> [option.decisions for option in solution.options]  # doctest: +SKIP
     """
-    search = _Search(problem, seconds)
+    search = _Search(problem, seconds, is_bounded=is_bounded)
     found = search.run(near)
     if within(problem, found.timeline):
         return found
@@ -131,7 +127,7 @@ def smallest(problem: Problem, *, seconds: float = 3.0, near: Solution | None = 
     The choices within the budgets of CPU memory and the disk come first. The GPU's budget does not count. The arguments
     are those of :func:`solve`.
     """
-    return _Search(problem, seconds, small=True).run(near)
+    return _Search(replace(problem, budget=0), seconds, is_bounded=False).run(near)
 
 
 def within(problem: Problem, timeline: Timeline) -> bool:
@@ -140,13 +136,12 @@ def within(problem: Problem, timeline: Timeline) -> bool:
 
 
 class _Search:
-    """Looks for the fastest choice that fits, or for the smallest one. See NOTE [ How a choice is found ]."""
+    """Looks for the fastest choice that fits, or for the one nearest to that. See NOTE [ How a choice is found ]."""
 
-    def __init__(self, problem: Problem, seconds: float, *, small: bool = False) -> None:
-        self._problem = problem
+    def __init__(self, problem: Problem, seconds: float, *, is_bounded: bool) -> None:
+        self._problem, self._is_bounded = problem, is_bounded
         self._slower = replace(problem.rates, host=problem.rates.host * problem.late)
         self._model = CostModel(problem)
-        self._small = small
         self._work, self._most_work = 0.0, seconds * _TASKS_A_SECOND
         """Tasks that were simulated, and may be."""
         self._known: dict[Chosen, Timeline] = {}
@@ -154,9 +149,6 @@ class _Search:
         """Seconds of steps with a slower CPU."""
         self._leader: tuple[Rank, Chosen] | None = None
         self._kinds = [id(options) for options in problem.options]
-        self._every = {id(options): list(range(len(options))) for options in problem.options}
-        self._promising: dict[int, list[int]] = {}
-        """For each kind of block, the options that a search tries first."""
 
     def run(self, near: Solution | None) -> Solution:
         counts = [len(options) for options in self._problem.options]
@@ -166,28 +158,21 @@ class _Search:
                 # With a slower CPU, another choice may be the fastest.
                 fitting = (each.seconds for each in self._known.values() if within(self._problem, each))
                 return self._solution("exact", min(fitting, default=None))
-        bound, shares = None, () if near is None else near.shares
-        if not (shares or self._small):
-            shares = self._lowered()
-            bound = shares[0].bound_seconds if shares else None
-        self._note_promising(shares)
+        shares = self._lowered() if self._is_bounded else []
         for start in self._starts(shares, near):
-            self._polish(start, self._promising)
+            self._polish(start)
         self._try(self._pure_ways(), most_work=math.inf)
-        self._polish(self._best(), self._every)
+        self._polish(self._best())
         random_, in_vain = random.Random(0), 0
         while in_vain < _IN_VAIN and not self._spent():
             before = self._best()
-            self._polish(self._perturbed(before, random_), self._promising)
-            in_vain += 1
-            if self._best() != before:
-                self._polish(self._best(), self._every)
-                in_vain = 0
-        return self._solution("search", bound, shares)
+            self._polish(self._perturbed(before, random_))
+            in_vain = 0 if self._best() != before else in_vain + 1
+        return self._solution("search", shares[0].bound_seconds if shares else None)
 
-    def _solution(self, method: str, bound: float | None, shares: tuple[Shares, ...] = ()) -> Solution:
+    def _solution(self, method: str, bound: float | None) -> Solution:
         best = self._best()
-        return Solution(best, self._known[best], method, self._seconds(best), bound, self._problem, shares)
+        return Solution(best, self._known[best], method, self._seconds(best), bound, self._problem)
 
     # Simulations and their ranks.
 
@@ -214,9 +199,7 @@ class _Search:
         timeline = self._timeline(chosen)
         over = int(excess(self._problem, timeline.host_bytes, timeline.disk_bytes))
         peak = timeline.peak_bytes
-        if self._small:
-            return over, peak, round(timeline.seconds, DIGITS), chosen
-        return over + max(0, peak - self._problem.budget), round(self._seconds(chosen), DIGITS), peak, chosen
+        return over, max(0, peak - self._problem.budget), round(self._seconds(chosen), DIGITS), peak, chosen
 
     def _seconds(self, chosen: Chosen) -> float:
         """The seconds that a choice is ranked by. See NOTE [ A slower CPU ]."""
@@ -231,19 +214,17 @@ class _Search:
     def _spent(self) -> bool:
         return self._work > self._most_work
 
-    def _keys(self, found: Estimates, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
-        """The first three numbers of ranks."""
+    def _keys(self, found: Bounds, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
+        """The numbers of ranks."""
         seconds, peak = numpy.round(found.seconds + correction[0], DIGITS), found.peak_bytes + correction[1]
         over = excess(self._problem, found.host_bytes, found.disk_bytes) + numpy.zeros(len(peak))
-        if self._small:
-            return over, peak, seconds
-        return over + numpy.maximum(0.0, peak - self._problem.budget), seconds, peak
+        return over, numpy.maximum(0.0, peak - self._problem.budget), seconds, peak
 
     def _try(self, choices: Choices, *, most_work: float) -> bool:
         """Simulate all choices whose bounds are not worse than the best; whether there was time for that."""
         keys = self._keys(self._model.bounds(choices), (-_SLACK, 0.0))
         for index in numpy.lexsort(keys[::-1]):
-            if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:3]:
+            if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:4]:
                 return True
             if self._work > most_work:
                 return False
@@ -252,7 +233,7 @@ class _Search:
 
     # Starts.
 
-    def _lowered(self) -> tuple[Shares, ...]:
+    def _lowered(self) -> list[Shares]:
         """Solve the linear programme for the budget and for lower ones, until a rounded choice fits."""
         found: list[Shares] = []
         budget = self._problem.budget
@@ -262,18 +243,10 @@ class _Search:
             if over <= 0:
                 break
             budget -= over
-        return tuple(found)
-
-    def _note_promising(self, shares: Sequence[Shares]) -> None:
-        """Note the options that have a share, or all of them if no shares are known."""
-        for place, kind in enumerate(self._kinds):
-            known = self._promising.setdefault(kind, [] if shares else self._every[kind])
-            for one in shares:
-                used = numpy.flatnonzero(one.of_blocks[place] > 1e-6).tolist()
-                known += [number for number in used if number not in known]
+        return found
 
     def _starts(self, shares: Sequence[Shares], near: Solution | None) -> list[Chosen]:
-        """The best of the given solution, rounded shares, and the pure ways with the best estimates."""
+        """The best of the given solution, rounded shares, and the pure ways with the best bounds."""
         pure = self._pure_ways()
         starts = set() if near is None else {near.chosen}
         starts.update(chosen for each in shares for chosen in _rounded(each))
@@ -287,17 +260,15 @@ class _Search:
 
     # Moves.
 
-    def _polish(self, here: Chosen, options: dict[int, list[int]]) -> None:
+    def _polish(self, here: Chosen) -> None:
         """Go on to a neighbour whose simulation is better, until none of those that seem best is."""
         on_the_way: Chosen | None = None
         while on_the_way != here and not self._spent():
             on_the_way = here
-            rows = self._neighbours(here, options)
-            found = self._model.estimates(numpy.array([here], dtype=numpy.int64))
+            rows = self._neighbours(here)
+            found = self._ranked(numpy.array([here], dtype=numpy.int64))
             peak = self._timeline(here).peak_bytes
             correction = self._seconds(here) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
-            order = self._order(rows, correction)
-            rows = numpy.concatenate([_together(rows, order, here), rows[order[:_TRIED]]])
             for index in self._order(rows, correction)[:_TRIED]:
                 chosen = _numbers(rows[index])
                 if self._rank(chosen) < self._rank(here):
@@ -308,38 +279,27 @@ class _Search:
 
     def _order(self, rows: Choices, correction: Correction) -> NDArray[numpy.intp]:
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
-        return numpy.lexsort(self._keys(self._model.estimates(rows), correction)[::-1])
+        return numpy.lexsort(self._keys(self._ranked(rows), correction)[::-1])
 
-    def _neighbours(self, chosen: Chosen, promising: dict[int, list[int]]) -> Choices:
-        """One block changed, two blocks of one kind swapped, or a run of equal options changed."""
-        here = numpy.array(chosen, dtype=numpy.int64)
-        rows: list[Choices] = []
+    def _ranked(self, rows: Choices) -> Bounds:
+        """Bounds with the seconds that choices are ranked by. See NOTE [ A slower CPU ]."""
+        # The mean of two steps is about a step with the mean of two CPUs.
+        found = self._model.bounds(rows, slower=(self._problem.late - 1) / 2)
+        return replace(found, seconds=found.seconds + TIE * found.compute_seconds) if self._problem.lead else found
 
-        def change(blocks: Sequence[int] | slice, numbers: Sequence[int] | int) -> None:
-            row = here.copy()
-            row[blocks] = numbers
-            rows.append(row)
-
-        for block, kind in enumerate(self._kinds):
-            for number in promising[kind]:
-                if number != here[block]:
-                    change([block], number)
-        edges = [0, *(numpy.flatnonzero(numpy.diff(here)) + 1).tolist(), len(here)]
-        for first, last in itertools.pairwise(edges):
-            if last - first > 1:
-                for number in promising[self._kinds[first]]:
-                    if number != here[first] and len(set(self._kinds[first:last])) == 1:
-                        change(slice(first, last), number)
-        swaps = 0
-        for length in range(1, len(here)):
-            for block in range(len(here) - length):
-                other = block + length
-                if here[block] != here[other] and self._kinds[block] == self._kinds[other]:
-                    change([block, other], [here[other], here[block]])
-                    swaps += 1
-            if swaps > _MOST_SWAPS:
-                break
-        return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(here))
+    def _neighbours(self, chosen: Chosen) -> Choices:
+        """A run of blocks of one kind with equal options changed: all of it, a half, or one block."""
+        rows: list[list[int]] = []
+        last = 0
+        for (_, here), run in itertools.groupby(zip(self._kinds, chosen, strict=True)):
+            first, last = last, last + len(list(run))
+            middle = (first + last) // 2
+            parts = {(first, last), (first, max(middle, first + 1)), (middle, last)}
+            parts |= {(place, place + 1) for place in (*range(first, last, max(1, (last - first) // 8)), last - 1)}
+            for begin, end in sorted(parts):
+                others = set(range(len(self._problem.options[first]))) - {here}
+                rows += [[*chosen[:begin], *[number] * (end - begin), *chosen[end:]] for number in sorted(others)]
+        return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(chosen))
 
     def _perturbed(self, chosen: Chosen, random_: random.Random) -> Chosen:
         """Some blocks, up to a quarter, take another option, or change places with another of their kind."""
@@ -347,7 +307,7 @@ class _Search:
         for _ in range(random_.randint(2, max(2, len(here) // 4))):
             block, other = random_.randrange(len(here)), random_.randrange(len(here))
             if random_.random() < 0.5:
-                here[block] = random_.choice(self._promising[self._kinds[block]])
+                here[block] = random_.randrange(len(self._problem.options[block]))
             elif self._kinds[block] == self._kinds[other]:
                 here[block], here[other] = here[other], here[block]
         return tuple(here)
@@ -368,20 +328,6 @@ def _rounded(shares: Shares) -> list[Chosen]:
         owed[number] -= 1
         spread.append(number)
     return [largest, tuple(spread)]
-
-
-def _together(rows: Choices, order: NDArray[numpy.intp], here: Chosen) -> Choices:
-    """A choice with the best changes that others make to it, one, some or many of them."""
-    merged, changed = numpy.array(here, dtype=numpy.int64), numpy.zeros(len(here), dtype=bool)
-    found = []
-    for count, index in enumerate(order[: _TOGETHER[-1]], 1):
-        other = rows[index] != here
-        if not (other & changed).any():
-            merged = numpy.where(other, rows[index], merged)
-            changed |= other
-        if count in _TOGETHER:
-            found.append(merged)
-    return numpy.array(found, dtype=numpy.int64).reshape(len(found), len(here))
 
 
 def _too_small(problem: Problem, least: Solution) -> BudgetError:

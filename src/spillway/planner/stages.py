@@ -22,12 +22,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import ALL, Plan, part_of, plan_of, uniform_program
-from spillway.planner.planner import best_of, late_of, planning_rates, problem_of, refined, windows_of
+from spillway.planner.planner import best_of, planning_rates, problem_of, refined, windows_of
 from spillway.planner.profile import Profile
-from spillway.planner.tasks import Part, Problem, Turn
+from spillway.planner.tasks import Part, Turn
 from spillway.types import Decision
 
 
@@ -38,9 +39,6 @@ class StageProfile:
     index: int
     """The stage's place in the pipeline."""
     profile: Profile
-    held_bytes: int
-    """Bytes that a chunk holds outside of blocks from its forward to its backward; in the profile they come after it.
-    """
     gradient_bytes: int
     """Gradients of all of the stage's parameters."""
 
@@ -70,17 +68,15 @@ def make_stage_plans(
     """
     few, profiles = shortened(turns), [stage.profile for stage in stages]
     rates = planning_rates(hardware, window, active=active)
-    alone = [problem_of(profile, rates, budget=budget, allow=allow) for profile in profiles]
-    problem = Problem(
+    limits: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+    alone = [problem_of(profile, rates, **limits) for profile in profiles]
+    problem = replace(
+        alone[0],
         static_bytes=static_bytes,
         parts=tuple(map(chunk_of, stages)),
-        names=_names(stages),
+        names=tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls),
         options=tuple(options for each in alone for options in each.options),
-        rates=rates,
-        budget=budget,
-        host_budget=host_budget,
-        disk_budget=disk_budget,
-        late=late_of(profiles),
+        late=max(each.late for each in alone),
         turns=tuple(few),
     )
     sizes = windows_of(profiles, window, may_grow=may_grow, available=budget - static_bytes)
@@ -99,13 +95,10 @@ def make_stage_plans(
     ]
 
 
-def _names(stages: Sequence[StageProfile]) -> tuple[str, ...]:
-    return tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls)
-
-
 def chunk_of(stage: StageProfile) -> Part:
     """The tasks around the blocks of a stage. See NOTE [ One budget for the chunks of a rank ]."""
-    part, held = part_of(stage.profile), stage.held_bytes
+    # In the profile, a chunk's forward comes before the bytes that it holds outside of blocks.
+    part, held = part_of(stage.profile), stage.profile.held_bytes
     (before,), (middle,), (after,) = part.before, part.middle, part.after
     tasks = uniform_program(stage.profile, Decision.KEEP).tasks
     left = sum(task.change_bytes for task in tasks)

@@ -192,7 +192,7 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> None:
     collectors: list[_EndingCollector] = []
 
     def attach_collector(model: Module) -> tuple[Attached, str]:
-        collector = _EndingCollector(model)
+        collector = _EndingCollector(model, None)
         attached = attach(model)
         attached.follow(collector)
         collectors.append(collector)
@@ -244,9 +244,6 @@ def _summary(profile: Profile) -> list[str]:
 
 class _EndingCollector(ProfileCollector):
     """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete."""
-
-    def __init__(self, model: Module) -> None:
-        super().__init__(model, None, tells_apart=False)
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""

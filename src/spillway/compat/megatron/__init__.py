@@ -20,9 +20,9 @@ from spillway.compat.megatron.chunk import ChunkOffloadHandler, OffloadTensorGro
 from spillway.compat.megatron.manager import OffloadTensorPool, PipelineOffloadManager
 from spillway.compat.megatron.optimizer import HybridDeviceOptimizer
 from spillway.errors import UsageError
+from spillway.planner.report.summary import summary
 from spillway.runtime.system import which_device
 from spillway.saved_tensors.groups import Group
-from spillway.summarizing import summary
 from spillway.types import GroupStats, StepStats
 from spillway.units import format_bytes
 
