@@ -11,7 +11,8 @@ READY := $(VENV)/.ready
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 PYTEST := $(BIN)/python -m pytest --timeout=900
-# A process a CPU, each with one thread.
+# A process a CPU, each with one thread. Bytecode is written: tests start processes, and each would compile all of it.
+IN_ONE_THREAD := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 IN_PARALLEL := -n logical --maxprocesses 8 --dist worksteal
 # Seconds of each test, kept after the run.
 DURATIONS := --junitxml=build/tests.xml
@@ -42,10 +43,10 @@ demo: $(READY)  ## train a small GPT each way and compare time, memory and gradi
 	$(BIN)/spillway demo $(ARGS)
 
 test: $(READY)  ## the tests that every machine can run
-	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) $(DURATIONS) $(ARGS)
+	$(IN_ONE_THREAD) $(PYTEST) $(IN_PARALLEL) $(DURATIONS) $(ARGS)
 
 test-all: $(READY)  ## these and the long matrices
-	OMP_NUM_THREADS=1 $(PYTEST) $(IN_PARALLEL) -m "not gpu" --timeout=7200 $(DURATIONS) $(ARGS)
+	$(IN_ONE_THREAD) $(PYTEST) $(IN_PARALLEL) -m "not gpu" --timeout=7200 $(DURATIONS) $(ARGS)
 
 check: $(READY)  ## lint, format, types, import order
 	$(BIN)/ruff check

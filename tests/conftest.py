@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator, Iterator
 from itertools import combinations
-from pathlib import Path
 from typing import Any
 
 # Before torch: threads that spin at the end of each small kernel take the cores from those that compute.
@@ -15,6 +15,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import hypothesis  # noqa: F401
 import pytest
 import torch
+
+from integrations.ranks import World
+from support import FAILED, Way
 
 
 def pytest_configure() -> None:
@@ -33,15 +36,12 @@ def pytest_runtest_setup() -> None:
     gc.freeze()
 
 
-PAIRWISE = Path(__file__).parent / "recompute"
-"""Matrices of three axes and more run pairwise here: each pair of values occurs."""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run a part of large matrices. ``make test-all`` runs all of them.
 
-    Of a matrix that is marked ``covered``, so much runs that each value of each axis occurs.
+    Of three axes and more, so much runs that each pair of values of two axes occurs; of a matrix that is marked
+    ``covered``, so much that each value of each axis occurs.
     """
     matrices: dict[tuple[Any, str], list[pytest.Function]] = {}
     for item in items:
@@ -49,10 +49,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if is_short and isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             matrices.setdefault((item.parent, item.originalname), []).append(item)
     for matrix in matrices.values():
-        # Values by identity: all items of a matrix share them. Axes without a choice do not count.
-        rows = {item: [(name, id(value)) for name, value in sorted(item.callspec.params.items())] for item in matrix}
+        # Axes without a choice do not count.
+        rows = {item: list(_values(item)) for item in matrix}
         axes = sum(len(set(axis)) > 1 for axis in zip(*rows.values(), strict=True))
-        together = 1 if matrix[0].get_closest_marker("covered") else 2 if axes > 2 and _is_pairwise(matrix[0]) else axes
+        together = 1 if matrix[0].get_closest_marker("covered") else min(axes, 2)
         if together >= axes:
             continue
         rest = {item: set(combinations(row, together)) for item, row in rows.items()}
@@ -64,5 +64,58 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("long")
 
 
-def _is_pairwise(item: pytest.Item) -> bool:
-    return PAIRWISE in item.path.parents
+def _values(item: pytest.Function) -> Iterator[tuple[Any, ...]]:
+    """One of each axis: by identity, since all items of a matrix share them.
+
+    Arguments that are listed together are one axis. A way has two, its tier and its window.
+    """
+    params = dict(item.callspec.params)
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0].split(",") if isinstance(mark.args[0], str) else mark.args[0]
+        yield tuple((name.strip(), id(params.pop(name.strip()))) for name in names)
+    for name, value in sorted(params.items()):
+        for number, part in enumerate(vars(value).values() if isinstance(value, Way) else [value]):
+            yield f"{name} {number}", id(part)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[FAILED] = item.stash.get(FAILED, False) or report.failed
+    return report
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Without the garbage collector: what dies here, dies by reference counts."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A process group of one process."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def server() -> Any:
+    """A process that forks for each script, so that none has to import torch."""
+    from running.scripts import shared_server
+
+    return shared_server()
+
+
+@pytest.fixture(scope="session")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """Two ranks, which all tests of several processes share."""
+    with World(tmp_path_factory.mktemp("world")) as world:
+        yield world

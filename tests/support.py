@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
@@ -32,6 +33,9 @@ from spillway.runtime.cpu import CpuBackend
 from spillway.saved_tensors.hooks import SavedState
 
 CPU = torch.device("cpu")
+
+FAILED = pytest.StashKey[bool]()
+"""Whether a test has failed. Its traceback holds what it made, then, and nothing can be said of what is left."""
 
 HOOKS_OF_SELECTIVE: list[dict[str, bool]] = (
     [{"respect_saved_tensors_hooks": False}, {"respect_saved_tensors_hooks": True}]

@@ -102,13 +102,22 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceRuntime, "tier", lambda self, name: tier(self, "host" if name == "auto" else name))
 
 
-def planned(share: float, window: int) -> tuple[Profile, Plan]:
+OPTIONS: dict[str, Any] = {"hardware": HARDWARE, "allow": {"keep", "host", "recompute"}}
+
+
+@functools.cache
+def measured() -> tuple[Profile, int]:
+    """The model's profile, and its peak where all is kept."""
     model, batch = model_and_batch()
     profile = spillway.profile(model, batch, loss=loss, hardware=HARDWARE, device="cpu")
-    options: dict[str, Any] = {"hardware": HARDWARE, "allow": {"keep", "host", "recompute"}}
-    keep = spillway.plan(profile, budget="1TiB", **options)
-    budget = profile.static_bytes + int(share * (keep.predicted_peak - profile.static_bytes))
-    return profile, spillway.plan(profile, budget=budget, window=window, **options)
+    return profile, spillway.plan(profile, budget="1TiB", **OPTIONS).predicted_peak
+
+
+@functools.cache
+def planned(share: float, window: int) -> tuple[Profile, Plan]:
+    profile, most = measured()
+    budget = profile.static_bytes + int(share * (most - profile.static_bytes))
+    return profile, spillway.plan(profile, budget=budget, window=window, **OPTIONS)
 
 
 def steps(plan: Plan, count: int = 5) -> Iterator[tuple[float, StepStats]]:
@@ -144,11 +153,13 @@ def check(share: float, window: int) -> None:
     assert stats.stall_seconds == pytest.approx(plan.stall_seconds, abs=0.003 * seconds)
 
 
-CASES = [(0.6, 640), (0.5, 2560), (0.5, 640), (0.4, 1280), (0.36, 2560), (0.34, 1280)]
+CASES = [(0.6, 640), (0.5, 2560), (0.36, 2560), (0.34, 1280)]
 """Of what a step holds that keeps everything; the window."""
 
 
-@pytest.mark.parametrize(("share", "window"), CASES)
+@pytest.mark.parametrize(
+    ("share", "window"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in ((0.5, 640), (0.4, 1280)))]
+)
 def test_a_step_moves_the_bytes_and_takes_the_time_that_were_simulated(share: float, window: int) -> None:
     check(share, window)
 
@@ -163,7 +174,8 @@ def test_of_any_budget_and_window(seed: int) -> None:
 def test_of_another_plan_that_sends_as_many_all_is_learned_anew() -> None:
     """Else what the first plan had learned not to send would be what its second had to wait for."""
     known: dict[int, tuple[Profile, Plan]] = {}
-    for share in range(36, 62, 2):
+    # Of these two it was so, when this was written.
+    for share in (38, 52, *range(36, 62, 2)):
         profile, plan = planned(share / 100, 2560 * KIB)
         count = len(storages_of(program_of(profile, plan), plan.window)[0])
         if count in known and known[count][1].blocks != plan.blocks:
@@ -202,23 +214,23 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> ClockedBackend:
     return backend
 
 
-@pytest.mark.parametrize("share", [0.8, 0.5, 0.36])
+@pytest.mark.parametrize("share", [0.8, pytest.param(0.5, marks=pytest.mark.long), 0.36])
 def test_a_budget_finds_a_plan_whose_step_takes_what_is_foretold(share: float, clocked: ClockedBackend) -> None:
     model, batch = model_and_batch()
-    allow = {"keep", "host", "recompute"}
     with spillway.Session(backend=clocked.serve) as session, clocked.computing():
         profile = spillway.profile(model, batch, loss=loss, session=session)
-        keep = spillway.plan(profile, budget="1TiB", hardware=HARDWARE, allow=allow)
+        keep = spillway.plan(profile, budget="1TiB", **OPTIONS)
     budget = profile.static_bytes + int(share * (keep.predicted_peak - profile.static_bytes))
-    options: dict[str, Any] = {"hardware": HARDWARE, "allow": allow, "min_bytes": LEAST}
     with (
         spillway.Session(backend=clocked.serve, window=2560 * KIB) as session,
-        spillway.attach(model, budget=budget, session=session, **options) as attached,
+        spillway.attach(model, budget=budget, session=session, min_bytes=LEAST, **OPTIONS) as attached,
         clocked.computing(),
     ):
         for _ in range(16):
             loss(model(batch)).backward()
             model.zero_grad(set_to_none=False)
+            if attached.stage == "active":
+                break
         assert attached.stage == "active"
         assert attached.plan is not None and attached.measured is not None
         assert attached.measured.peak_bytes <= budget
@@ -245,11 +257,16 @@ def test_micro_batches_of_a_pipeline_take_what_is_foretold(
             offload_stages([stage], budget=budget, session=session, **options) as offloaded,
             clocked.computing(),
         ):
-            ends = []
+            ends, held = [0.0], 0
             for _ in step_by_step([stage], [turns] * 18, rows=1024, gives=False):
                 ends.append(clocked.clock.now)
-            assert offloaded.stage == "active" and offloaded.measured is not None
-            return offloaded.measured, offloaded.plans[0], ends[-2] - ends[-3], offloaded.stats()
+                held = held + 1 if offloaded.stage == "active" else 0
+                if held == 4:
+                    break
+            assert held == 4 and offloaded.measured is not None
+            stats = offloaded.stats()
+            stage.waiting.clear()
+            return offloaded.measured, offloaded.plans[0], ends[-1] - ends[-2], stats
 
     most_bytes, keep, plain, _ = train("1TiB")
     optimizer = plain - keep.predicted_seconds
@@ -283,9 +300,9 @@ def test_what_was_fetched_ahead_is_not_waited_for_to_the_last() -> None:
 def slowed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, other: Any) -> float:
     """How much longer a step takes that way."""
     _, plan = planned(0.5, 2560 * KIB)
-    *_, (asits, _) = steps(plan)
+    *_, (asits, _) = steps(plan, 4)
     monkeypatch.setattr(owner, name, other)
-    *_, (slow, _) = steps(plan)
+    *_, (slow, _) = steps(plan, 4)
     return slow / asits
 
 

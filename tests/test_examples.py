@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from allocations import count_exactly
-from spillway.profiler.machine import known_hardware
+from running.scripts import keep_hardware
 from steps import MiB
 
 ROOT = Path(__file__).parent.parent
@@ -137,11 +137,11 @@ def test_two_models_have_a_policy_each(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_longer_sequence_fits_where_a_plain_one_did(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     # What a process has beside a step is the same each time.
     count_exactly(monkeypatch, lambda: 16 * MiB)
-    known_hardware("cpu", seconds=0.2)
+    keep_hardware(tmp_path / "cache")
     sizes = ("--least", "256", "--most", "1024", "--piece", "128", "--words", "64", "--width", "64", "--layers", "2")
     lines = run("long_sequence", capsys, *sizes)
     plain = re.fullmatch(r"a plain step of 512 tokens takes ([\d.]+) MiB, which is the budget", lines[0])

@@ -7,10 +7,9 @@ import errno
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from running.scripts import Ended, Server
 from spillway.runtime.spill_file import SpillFile, SystemCalls
 from steps import (
     KiB,
@@ -624,8 +624,9 @@ def test_a_keyboard_interrupt_by_signal_in_backward(
 
 
 SCRIPT = """
-import os, signal, sys, threading
+import os, signal, sys, threading, warnings
 import torch
+warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads
 torch.set_num_threads(1)
 sys.path.insert(0, {tests!r})
 import spillway
@@ -642,46 +643,47 @@ with context:
 """
 
 
-def run_script(code: str, directory: Path) -> subprocess.CompletedProcess[str]:
-    """The end of a process of its own, started with a graph of which most bytes are on the disk."""
-    script = SCRIPT.format(tests=str(Path(__file__).parent)) + textwrap.dedent(code)
-    source = Path(spillway.__file__).parent.parent
-    environment = {**os.environ, "PYTHONPATH": str(source)}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script, str(directory)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+Run = Callable[[str], Ended]
+
+
+@pytest.fixture
+def run_script(server: Server, tmp_path: Path) -> Iterator[Run]:
+    """The end of a process of its own, started with a graph of which most bytes are on the disk. It leaves nothing."""
+    spill, streams = tmp_path / "spill", tmp_path / "streams"
+    spill.mkdir()
+    streams.mkdir()
+    script = SCRIPT.format(tests=str(Path(__file__).parent))
+    yield lambda code: server.run(streams, script + textwrap.dedent(code), "script", spill)
+    assert list(spill.iterdir()) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGABRT])
-def test_a_process_that_is_killed_leaves_nothing(tmp_path: Path, number: signal.Signals) -> None:
-    ended = run_script(f"print(session.used_bytes[1], flush=True); os.kill(os.getpid(), {int(number)})", tmp_path)
-    assert ended.returncode == -number, ended.stderr
-    assert int(ended.stdout) > 0
-    assert list(tmp_path.iterdir()) == []
+def test_a_process_that_is_killed_leaves_nothing(run_script: Run, number: signal.Signals) -> None:
+    ended = run_script(f"print(session.used_bytes[1], flush=True); os.kill(os.getpid(), {int(number)})")
+    assert ended.code == -number, ended.err
+    assert int(ended.out) > 0
 
 
-def test_a_process_that_ends_with_a_graph_alive_leaves_nothing_and_says_nothing(tmp_path: Path) -> None:
-    ended = run_script("", tmp_path)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-    assert list(tmp_path.iterdir()) == []
+def test_a_process_that_ends_with_a_graph_alive_leaves_nothing_and_says_nothing(run_script: Run) -> None:
+    assert run_script("") == Ended(0, "", "")
 
 
-def test_a_process_that_ends_by_an_exception_shows_only_that(tmp_path: Path) -> None:
-    ended = run_script("raise RuntimeError('the end')", tmp_path)
-    assert ended.returncode == 1
-    assert ended.stderr.strip().splitlines()[-1] == "RuntimeError: the end"
-    assert ended.stderr.count("Traceback") == 1
-    assert list(tmp_path.iterdir()) == []
+def test_a_process_that_ends_by_an_exception_shows_only_that(run_script: Run) -> None:
+    ended = run_script("raise RuntimeError('the end')")
+    assert ended.code == 1
+    assert ended.err.strip().splitlines()[-1] == "RuntimeError: the end"
+    assert ended.err.count("Traceback") == 1
 
 
-def test_the_session_of_the_parent_is_refused_in_a_forked_child_whose_own_works(tmp_path: Path) -> None:
+def test_the_session_of_the_parent_is_refused_in_a_forked_child_whose_own_works(run_script: Run) -> None:
     ended = run_script(
         """
+        session.use_as_default()
+        # One that ends in the ordinary way takes nothing from its parent.
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
         child = os.fork()
         if child == 0:
             code = 1
@@ -709,6 +711,7 @@ def test_the_session_of_the_parent_is_refused_in_a_forked_child_whose_own_works(
                 traceback.print_exc()
             os._exit(code)
         assert os.waitpid(child, 0)[1] == 0
+        assert spillway.Session.default() is session
         model.zero_grad()
         loss.backward()
         gradients = [p.grad.clone() for p in model.parameters()]
@@ -717,44 +720,9 @@ def test_the_session_of_the_parent_is_refused_in_a_forked_child_whose_own_works(
         assert_nothing_left(session)
         assert step(model, x, context) == plain
         print("good")
-        """,
-        tmp_path,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "good\n"), ended.stderr
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_forked_child_that_ends_in_the_ordinary_way_takes_nothing_from_the_parent(tmp_path: Path) -> None:
-    ended = run_script(
         """
-        child = os.fork()
-        if child == 0:
-            sys.exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        model.zero_grad()
-        loss.backward()
-        assert all(map(torch.equal, [p.grad for p in model.parameters()], plain.gradients))
-        print("good")
-        """,
-        tmp_path,
     )
-    assert (ended.returncode, ended.stdout) == (0, "good\n"), ended.stderr
-
-
-def test_the_default_session_of_a_forked_child_is_its_own(tmp_path: Path) -> None:
-    ended = run_script(
-        """
-        session.use_as_default()
-        child = os.fork()
-        if child == 0:
-            os._exit(0 if spillway.Session.default() is not session else 1)
-        assert os.waitpid(child, 0)[1] == 0
-        assert spillway.Session.default() is session
-        print("good")
-        """,
-        tmp_path,
-    )
-    assert (ended.returncode, ended.stdout) == (0, "good\n"), ended.stderr
+    assert (ended.code, ended.out) == (0, "good\n"), ended.err
 
 
 # Closing

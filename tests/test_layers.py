@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -127,7 +128,10 @@ def package_of(file: Path) -> str:
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
-IMPORTS = {file: list(imports_of(file)) for file in FILES}
+@cache
+def all_imports() -> dict[Path, list[Import]]:
+    """Read once, by the first test that wants them: each worker collects this file."""
+    return {file: list(imports_of(file)) for file in FILES}
 
 
 def where(file: Path, line: int) -> str:
@@ -143,7 +147,7 @@ def test_a_package_imports_only_packages_below_it() -> None:
     wrong = [
         f"{where(file, found.line)} imports {found.module}: {package_of(file)} may not know {package_of(target)}"
         for file in FILES
-        for found in IMPORTS[file]
+        for found in all_imports()[file]
         if (target := imported_file(found.module)) is not None
         and package_of(target) not in ALLOWED.get(package_of(file), set()) | {package_of(file)}
     ]
@@ -158,7 +162,7 @@ def test_files_import_each_other_in_no_circle() -> None:
     graph = {
         str(file.relative_to(PACKAGE)): {
             str(target.relative_to(PACKAGE))
-            for found in IMPORTS[file]
+            for found in all_imports()[file]
             if not found.for_types_only and (target := imported_file(found.module)) is not None and target != file
         }
         for file in FILES
@@ -183,7 +187,7 @@ def test_planner_and_runtime_know_nothing_of_autograd() -> None:
             continue
         nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if package_of(file) == "planner" else ()
         attributes = [ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute)]
-        modules = [found.module for found in IMPORTS[file]]
+        modules = [found.module for found in all_imports()[file]]
         assert not [name for name in attributes + modules if name.startswith("torch.autograd")], file
 
 
@@ -192,7 +196,7 @@ def test_nothing_below_integrations_knows_a_trainer() -> None:
         f"{where(file, found.line)} imports {found.module}"
         for file in FILES
         if package_of(file) not in MAY_KNOW_TRAINERS
-        for found in IMPORTS[file]
+        for found in all_imports()[file]
         if found.module.split(".")[0] in TRAINERS
     ]
     assert not known, "\n".join(known)

@@ -6,6 +6,7 @@ How a sample is run and compared is in ``operator_bench.py``. On an accelerator:
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -136,6 +137,9 @@ def test_the_sweep_was_no_empty_one(bench: Bench, request: pytest.FixtureRequest
         for item in request.session.items
         if item.path == request.path and (call := getattr(getattr(item, "callspec", None), "params", {}))
     }
+    assert bench.operators <= selected
+    if bench.operators != selected and "PYTEST_XDIST_WORKER" in os.environ:
+        pytest.skip("another worker has run a part of the sweep")
     assert bench.operators == selected
     if not selected:
         pytest.skip("none of the sweep was selected")

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 import spillway
 from allocations import count_exactly
 from budgets import NAMED, attached_to, hardware, one_step, search
+from running.scripts import Ended, Server
 from spillway import BudgetError, Session, UnsupportedError, UsageError, planning
 from spillway.planner.planner import aim_at
 from spillway.recomputing import Recompute
 from spillway.runtime.process_memory import resident_bytes
 from steps import Block, MiB, assert_nothing_left, failing, small_model
-from support import run_script
 
 
 @pytest.fixture(autouse=True)
@@ -360,12 +360,10 @@ def test_a_model_under_ddp_has_a_budget(session: Session) -> None:
         torch.distributed.destroy_process_group()
 
 
-def test_nothing_is_written_to_the_terminal() -> None:
-    result = run_script(
-        """
-        import torch, spillway
-        model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
-        spillway.profile(model, torch.ones(4, 8))
-        """
-    )
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+def test_nothing_is_written_to_the_terminal(server: Server, tmp_path: Path) -> None:
+    script = """
+import torch, spillway
+model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()) for _ in range(3)))
+spillway.profile(model, torch.ones(4, 8))
+"""
+    assert server.run(tmp_path, script, "script") == Ended(0, "", "")

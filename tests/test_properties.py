@@ -575,10 +575,17 @@ def check_graphs(rooms: Rooms, case: Any) -> bool:
     return any(event.kind is EventKind.RETURN for event in events.events)
 
 
-@settings(QUICK, max_examples=80, phases=[Phase.generate])
-@given(case=graphs)
-def test_a_graph_has_the_gradients_of_plain_pytorch(rooms: Rooms, case: Any) -> None:
-    check_graphs(rooms, case)
+def test_a_graph_has_the_gradients_of_plain_pytorch(rooms: Rooms) -> None:
+    returned: list[bool] = []
+
+    @settings(QUICK, max_examples=80, phases=[Phase.generate])
+    @given(case=graphs)
+    def check(case: Any) -> None:
+        returned.append(check_graphs(rooms, case))
+
+    check()
+    # It is worth something only if bytes move.
+    assert sum(returned) > len(returned) / 3
 
 
 @pytest.mark.long
@@ -611,16 +618,3 @@ def test_a_constant_that_joins_the_graph_after_it_was_saved_does_not_keep_it(roo
         constant.add_(weight * constant)
     del constant
     check_given_back(session)
-
-
-def test_most_graphs_make_something_return(rooms: Rooms) -> None:
-    """The test above is worth something only if bytes move in it."""
-    returned: list[bool] = []
-
-    @settings(QUICK, max_examples=30)
-    @given(case=graphs)
-    def look(case: Any) -> None:
-        returned.append(check_graphs(rooms, case))
-
-    look()
-    assert sum(returned) > len(returned) / 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
@@ -50,7 +51,7 @@ TRAINING = """
     set_malloc()
     model = nn.Sequential(nn.Linear(128, 128), *(Block() for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.randn(8192, 128)
+    batch = torch.randn(4096, 128)
     attached, stage = None, "plain"
     def step():
         loss = model(batch).square().mean()
@@ -89,9 +90,10 @@ class Watch(threading.Thread):
         with suppress(psutil.NoSuchProcess):
             while self.process.status() != psutil.STATUS_ZOMBIE:
                 self.most = max(self.most, self.process.memory_info().rss)
-                time.sleep(0.0005)
+                time.sleep(0.001)
 
 
+@functools.cache
 def trained(budget: int | str, steps: int) -> tuple[list[dict[str, Any]], str]:
     """What a process says of each step, with the most resident bytes meanwhile as they are seen from here; stderr."""
     said = []
@@ -121,9 +123,9 @@ def trained(budget: int | str, steps: int) -> tuple[list[dict[str, Any]], str]:
 def test_a_process_keeps_to_its_budget_and_its_search_to_what_plain_training_takes() -> None:
     (start, *plain), _ = trained("plain", 3)
     most = max(step["peak"] for step in plain)
-    assert most > start["peak"] + 64 * MiB
-    budget = (most + start["peak"]) // 2 + 32 * MiB
-    (_, *steps), stderr = trained(budget, 12)
+    assert most > start["peak"] + 96 * MiB
+    budget = (most + start["peak"]) // 2 + 40 * MiB
+    (_, *steps), stderr = trained(budget, 9)
     assert steps[-1]["stage"] == "active", steps[-1]
     assert [step["loss"] for step in steps[:3]] == [step["loss"] for step in plain]
     assert steps[-1]["malloc"] == malloc_setting()
@@ -138,8 +140,8 @@ def test_a_process_keeps_to_its_budget_and_its_search_to_what_plain_training_tak
 
 @LINUX
 def test_a_budget_that_resident_bytes_do_not_keep_to_is_an_error_and_not_held() -> None:
-    (start, *_), _ = trained("plain", 1)
-    (_, *steps), _ = trained(start["peak"] + 4 * MiB, 12)
+    (start, *_), _ = trained("plain", 3)
+    (_, *steps), _ = trained(start["peak"] + 4 * MiB, 9)
     assert "error" in steps[-1]
     assert all(step["stage"] != "active" for step in steps)
 
@@ -267,16 +269,15 @@ def test_what_is_freed_between_small_tensors_is_not_resident() -> None:
 
 
 @LINUX
-@pytest.mark.parametrize(
-    ("variables", "says"),
-    [
-        ({"MALLOC_MMAP_THRESHOLD_": str(1 << 30)}, "left alone: MALLOC_MMAP_THRESHOLD_ is set"),
-        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1073741824"}, "left alone: GLIBC_TUNABLES is set"),
-        ({"LD_PRELOAD": "/nowhere/libjemalloc.so.2"}, "left alone: LD_PRELOAD names jemalloc"),
-    ],
-)
-def test_a_users_own_setting_of_malloc_wins(variables: dict[str, str], says: str) -> None:
-    assert of_holes(**variables)[0] == says
+def test_a_users_own_setting_of_malloc_wins(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert of_holes(MALLOC_MMAP_THRESHOLD_=str(1 << 30))[0] == "left alone: MALLOC_MMAP_THRESHOLD_ is set"
+    for variable, value, says in (
+        ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1073741824", "left alone: GLIBC_TUNABLES is set"),
+        ("LD_PRELOAD", "/nowhere/libjemalloc.so.2", "left alone: LD_PRELOAD names jemalloc"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, value)
+            assert process_memory._left_alone() == says
 
 
 def test_without_glibc_malloc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -128,6 +129,7 @@ def test_torchs_checkpointing_may_take_the_whole_budget_and_be_predicted_a_hundr
     session: Session,
 ) -> None:
     profile = spillway.Profile.load(Path(__file__).parent / "planner" / "llama_8b_block.json")
+    profile = replace(profile, calls=profile.calls[:8])
     peak = simulate_program(uniform_program(profile, Decision.RECOMPUTE), ANY_RATES).peak_bytes
     planner = Planner(torch.device("cpu"), session, "h200", allow={"keep", "recompute"})
     plan = planner.checkpointing_plan(profile, peak, RankGroup())
@@ -190,6 +192,13 @@ def checkpointing_peaks(
         return predicted, attached.measured.peak_bytes
 
 
+@functools.cache
+def deep_peak() -> int:
+    """The larger of the two of :func:`deep`."""
+    with Session() as session:
+        return max(checkpointing_peaks(session))
+
+
 def test_what_is_saved_between_two_blocks_is_released_between_their_backwards(session: Session) -> None:
     predicted, measured = checkpointing_peaks(session, parted, room=1.004)
     assert predicted == pytest.approx(measured, rel=0.02)
@@ -197,7 +206,7 @@ def test_what_is_saved_between_two_blocks_is_released_between_their_backwards(se
 
 def test_a_budget_of_checkpointings_peak_is_met_by_checkpointing(session: Session) -> None:
     # Steps differ by a few small tensors.
-    budget = max(checkpointing_peaks(session)) + 1024
+    budget = deep_peak() + 1024
     model, batch = deep()
     expected = one_step(deep()[0], batch)
     with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
@@ -213,7 +222,7 @@ def test_a_budget_of_checkpointings_peak_is_met_by_checkpointing(session: Sessio
 def test_if_checkpointing_takes_more_than_predicted_the_next_plan_is_for_the_same_bytes(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    budget = int(1.2 * max(checkpointing_peaks(session)))
+    budget = int(1.2 * deep_peak())
     validate = PlanController._validate
 
     def is_checkpointing(self: PlanController) -> bool:
@@ -288,7 +297,7 @@ def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_
     monkeypatch.setattr(controlling, "_CLOSE", 1e9)
     # Torch's own checkpointing is always faster.
     monkeypatch.setattr(PlanController, "_is_slower", lambda self, seconds, rival: False)
-    budget = int(1.2 * max(checkpointing_peaks(session)))
+    budget = int(1.2 * deep_peak())
     model, batch = deep()
     with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
         search(model, batch, attached)

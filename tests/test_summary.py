@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import io
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 import spillway
+from integrations.ranks import World
 from spillway import GroupStats, StepStats, Summary, SummaryRow
 
 MIB = 1 << 20
@@ -160,33 +158,26 @@ def test_a_real_step_in_groups() -> None:
         assert summary.rows[0].ungrouped_bytes == 0
 
 
-def rank(number: int, store: str) -> None:
-    torch.set_num_threads(1)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
-    try:
-        ours = stats(mlp=1) if number == 0 else stats(attention=2)
-        summary = spillway.summary(ours, seconds=1.0 + number)
-        assert summary.rows == (SummaryRow(0, stats(mlp=1), 1.0), SummaryRow(1, stats(attention=2), 2.0))
-        assert summary.groups == ("attention", "mlp")
-        printed = io.StringIO()
-        summary.print(printed)
-        assert bool(printed.getvalue()) == (number == 0)
-        assert spillway.summary(ours if number else None).rows[0].stats is None
-        alone = dist.new_group([1])
-        if number == 1:
-            only = spillway.summary(ours, process_group=alone)
-            assert only.rows == (SummaryRow(1, ours),) and only.rank == 1
-        else:
-            with pytest.raises(spillway.UsageError, match="that rank 0 is not in"):
-                spillway.summary(ours, process_group=alone)
-        # A rank that leaves while the other still talks to it ends that one, too.
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def ranks_case() -> None:
+    number = dist.get_rank()
+    ours = stats(mlp=1) if number == 0 else stats(attention=2)
+    summary = spillway.summary(ours, seconds=1.0 + number)
+    assert summary.rows == (SummaryRow(0, stats(mlp=1), 1.0), SummaryRow(1, stats(attention=2), 2.0))
+    assert summary.groups == ("attention", "mlp")
+    printed = io.StringIO()
+    summary.print(printed)
+    assert bool(printed.getvalue()) == (number == 0)
+    assert spillway.summary(ours if number else None).rows[0].stats is None
+    alone = dist.new_group([1])
+    if number == 1:
+        only = spillway.summary(ours, process_group=alone)
+        assert only.rows == (SummaryRow(1, ours),) and only.rank == 1
+    else:
+        with pytest.raises(spillway.UsageError, match="that rank 0 is not in"):
+            spillway.summary(ours, process_group=alone)
 
 
 @pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed")
 @pytest.mark.timeout(120)
-def test_every_rank_has_the_value_of_all(tmp_path: Path) -> None:
-    mp.spawn(rank, args=(str(tmp_path / "store"),), nprocs=2)
+def test_every_rank_has_the_value_of_all(world: World) -> None:
+    world.run(ranks_case)

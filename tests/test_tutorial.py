@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.profiler.machine import known_hardware
+from running.scripts import keep_hardware
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "tutorial"
@@ -77,8 +77,7 @@ def shortened(name: str, setting: str, shorter: str, folder: Path) -> str:
 @pytest.fixture
 def known_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the machine can do is known, and nothing of it is kept in the user's cache."""
-    monkeypatch.setenv("SPILLWAY_CACHE", str(tmp_path / "cache"))
-    known_hardware("cpu", seconds=0.2)
+    monkeypatch.setenv("SPILLWAY_CACHE", str(keep_hardware(tmp_path / "cache")))
 
 
 @pytest.mark.parametrize("steps", [10, pytest.param(100, marks=pytest.mark.long)])
@@ -97,14 +96,15 @@ def test_the_layer_trains_to_the_same_losses_in_every_way(steps: int, tmp_path: 
     assert last < first - steps / 100
 
 
-def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right(lines_of: Lines) -> None:
-    lines = lines_of(EXAMPLES / "offload_simple.py")
+def test_the_toy_is_wrong_and_the_two_forms_beside_it_are_right(tmp_path: Path, lines_of: Lines) -> None:
+    sizes = "BLOCKS, WIDTH, ROWS = 8, 256, {}\n"
+    lines = lines_of(shortened("offload_simple", sizes.format(2048), sizes.format(1024), tmp_path))
     assert lines[0].endswith("tensor([1., 1., 1.]), through the toy: tensor([2., 2., 2.])")
     rows = {line.split()[0]: line.split(maxsplit=7)[1:] for line in lines[3:]}
     hidden, kept, away = ({name: int(row[place]) for name, row in rows.items()} for place in (0, 2, 4))
-    assert hidden == {"plain": 14, "toy": 14, "offload_tensor": 2, "recompute": 2}
-    assert kept == {"plain": 144, "toy": 144, "offload_tensor": 128, "recompute": 0}
-    assert away == {"plain": 0, "toy": 0, "offload_tensor": 16, "recompute": 16}
+    assert hidden == {"plain": 7, "toy": 7, "offload_tensor": 1, "recompute": 1}
+    assert kept == {"plain": 72, "toy": 72, "offload_tensor": 64, "recompute": 0}
+    assert away == {"plain": 0, "toy": 0, "offload_tensor": 8, "recompute": 8}
     right = "equal to plain, bit for bit"
     verdicts = {name: row[6] for name, row in rows.items()}
     assert verdicts.pop("toy").startswith("WRONG: the first block's are 128 times too large")
@@ -207,7 +207,7 @@ def test_half_way_to_the_least_is_kept_to_with_the_losses_and_weights_of_plain_t
 
 def test_the_budget_of_the_example_is_between_keeping_all_and_keeping_least(known_machine: None) -> None:
     budget = example("budget")
-    profile = spillway.profile(budget.make_model(torch.device("cpu")), torch.randn(8192, budget.WIDTH))
+    profile = spillway.profile(budget.make_model(torch.device("cpu")), torch.randn(2048, budget.WIDTH))
     found = budget.find_budget(profile)
     with pytest.raises(spillway.BudgetError) as refused:
         spillway.plan(profile, budget=budget.NOTHING)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import re
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -340,14 +338,6 @@ def hooks_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Any]:
     for parameter in model.parameters():
         left += [*(parameter._backward_hooks or {}), *(parameter._post_accumulate_grad_hooks or {})]
     return left
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("end", ["closed", "dead"])

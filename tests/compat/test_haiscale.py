@@ -450,7 +450,7 @@ def resnet50() -> nn.Module:
     return Classifier()
 
 
-@pytest.mark.parametrize("make", [small_resnet, resnet50])
+@pytest.mark.parametrize("make", [small_resnet, pytest.param(resnet50, marks=pytest.mark.long)])
 def test_h8_a_resnet_is_bit_for_bit_the_plain_one(session: Session, make: Any) -> None:
     plain, ours = make(), make()
     images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))

@@ -18,7 +18,6 @@ from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.compat.megatron import HybridDeviceOptimizer
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.testing import AdversaryBackend
-from support import pairwise
 
 WIDTH = 24
 ADAM: dict[str, Any] = {"lr": 0.01, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -101,14 +100,9 @@ def assert_same(one: nn.Module, other: nn.Module) -> None:
     assert all(map(torch.equal, one.parameters(), other.parameters()))
 
 
-@pytest.mark.parametrize(
-    ("classes", "moved", "precision"),
-    pairwise(
-        CLASSES,
-        [(0, True), (0.5, True), (0.5, False), (1.0, True)],
-        [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)],
-    ),
-)
+@pytest.mark.parametrize("classes", CLASSES)
+@pytest.mark.parametrize("moved", [(0, True), (0.5, True), (0.5, False), (1.0, True)])
+@pytest.mark.parametrize("precision", [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)])
 def test_it_is_the_same_written_out_by_hand(
     session: spillway.Session, classes: str, moved: tuple[float, bool], precision: tuple[torch.dtype, bool]
 ) -> None:

@@ -8,7 +8,6 @@ import gc
 import importlib.util
 import inspect
 import logging
-import os
 import pickle
 import re
 import sys
@@ -802,15 +801,6 @@ def test_views_of_parameters_stay(here: Places) -> None:
         moved = here.count(EventKind.LEAVE)
     loss.backward()
     assert moved == 0
-
-
-@pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = torch.distributed.FileStore(str(tmp_path_factory.mktemp("store") / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
 
 
 def test_the_local_part_of_a_distributed_parameter_stays(here: Places, one_rank: None) -> None:

@@ -15,9 +15,9 @@ import pytest
 
 import spillway
 
-CASES = 300
+CASES = 200
 MANY = 10_000
-AT_ONCE = 50
+AT_ONCE = 100
 MANY_AT_ONCE = 500
 _FOLDERS = (Path(spillway.__file__).parents[1], Path(__file__).parents[1])
 _CHECK = """

@@ -5,6 +5,7 @@ A *case* is a function at the top of a test module, with arguments that can be p
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import traceback
@@ -99,6 +100,9 @@ def _serve(pipe: Connection, rank: int, store: str) -> None:
     )
     while (message := pipe.recv()) is not None:
         case, args = message
+        # Cases collect garbage, and need not go through torch and all that ran before each time for it.
+        gc.collect()
+        gc.freeze()
         try:
             torch.manual_seed(0)
             answer = None, case(*args)

@@ -64,28 +64,9 @@ def test_clipping_by_value(dtype: torch.dtype, sizes: list[int], first: str, ses
     both.optimizer.close()
 
 
-@pytest.mark.parametrize("factor", [0.25, torch.tensor(2.0**-16)], ids=["number", "tensor"])
-def test_a_norm_after_gradients_were_multiplied_with_a_power_of_two(
-    factor: float | torch.Tensor, session: spillway.Session
-) -> None:
-    both = pair(torch.bfloat16, session, lr=1e-2)
-    for batch in batches(4, torch.bfloat16):
-        both.backward(batch)
-        for gradient in both.gradients():
-            gradient.mul_(factor)
-        both.assert_same_norm(1e-3)
-        both.step()
-        both.zero_grad()
-        both.assert_same()
-    both.optimizer.close()
-
-
-@pytest.mark.parametrize(
-    ("session", "factor", "order"),
-    pairwise(["cpu", "adversary"], [0.37, torch.tensor(0.37)], [1.0, 2.0, float("inf")]),
-    indirect=["session"],
-)
-def test_a_norm_after_gradients_were_multiplied_with_any_number(
+@pytest.mark.parametrize("factor", [0.25, torch.tensor(2.0**-16), 0.37, torch.tensor(0.37)], ids=str)
+@pytest.mark.parametrize("order", [1.0, 2.0, float("inf")])
+def test_a_norm_after_gradients_were_multiplied(
     factor: float | torch.Tensor, order: float, session: spillway.Session
 ) -> None:
     both = pair(torch.bfloat16, session, lr=1e-2)

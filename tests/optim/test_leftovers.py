@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import os
+import textwrap
 import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,9 +29,9 @@ from optim.support import (
     train,
     wide,
 )
+from running.scripts import Ended, Server
 from spillway import OffloadedOptimizer, SessionError, UsageError
 from spillway.testing import AdversaryBackend
-from support import run_script
 
 AdamW = torch.optim.AdamW
 
@@ -338,8 +340,8 @@ def test_a_session_that_is_closed_first(adversary: AdversaryBackend) -> None:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
-def test_a_forked_child_is_told_and_does_not_hang() -> None:
-    done = run_script(
+def test_a_forked_child_is_told_and_does_not_hang(server: Server, tmp_path: Path) -> None:
+    script = textwrap.dedent(
         """
         import os, sys, warnings, torch, spillway
         torch.set_num_threads(1)
@@ -372,14 +374,15 @@ def test_a_forked_child_is_told_and_does_not_hang() -> None:
         session.close()
         """
     )
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    done = server.run(tmp_path, script, "script")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
     assert lines[0].startswith("4 of 4: got the session of process"), lines
     assert lines[1] == "True"
 
 
-def test_an_optimizer_that_nobody_closed_does_not_keep_the_interpreter() -> None:
-    done = run_script(
+def test_an_optimizer_that_nobody_closed_does_not_keep_the_interpreter(server: Server, tmp_path: Path) -> None:
+    script = textwrap.dedent(
         """
         import torch, spillway
         torch.set_num_threads(1)
@@ -394,7 +397,7 @@ def test_an_optimizer_that_nobody_closed_does_not_keep_the_interpreter() -> None
         print("ended")
         """
     )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "ended\n", "")
+    assert server.run(tmp_path, script, "script") == Ended(0, "ended\n", "")
 
 
 @pytest.mark.parametrize("steps", [0, 1], ids=["gradient", "parameter"])

@@ -26,7 +26,7 @@ from spillway.optim import chunks, gpu_store, transfers
 from spillway.optim.tensors import follow
 from spillway.runtime.backend import Backend
 from spillway.testing import AdversaryBackend
-from support import SlowBackend, pairwise
+from support import SlowBackend
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 KiB = 1024
@@ -107,9 +107,10 @@ def test_steps_in_backward(
     compare(late, optimizer_class, settings, Loop(steps=6, dtype=dtype), **EARLY)
 
 
-@pytest.mark.parametrize(
-    ("which", "dtype", "micro", "scale"), pairwise(CLASSES, [FLOAT, BF16], [1, 2], [1.0, 1024.0]), ids=str
-)
+@pytest.mark.parametrize("which", CLASSES, ids=str)
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("scale", [1.0, 1024.0])
 def test_clipped_steps_under_the_next_forward(
     late: spillway.Session, which: tuple[type[Optimizer], dict[str, Any]], dtype: torch.dtype, micro: int, scale: float
 ) -> None:

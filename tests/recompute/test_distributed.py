@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -12,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from integrations.ranks import World
+from integrations.training import Collectives
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),
@@ -51,19 +50,6 @@ class Model(nn.Module):
         return x
 
 
-class Gathers(TorchDispatchMode):
-    """Counts collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
 def steps(kind: str, reshard: bool, how: dict[str, Any] | None) -> tuple[list[Tensor], Counter[str]]:
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
@@ -80,7 +66,7 @@ def steps(kind: str, reshard: bool, how: dict[str, Any] | None) -> tuple[list[Te
         model = DistributedDataParallel(model)
     torch.manual_seed(dist.get_rank())
     seen: list[Tensor] = []
-    mode = Gathers()
+    mode = Collectives()
     for _ in range(4):
         x = torch.randn(4, 16, requires_grad=True)
         model.zero_grad()
@@ -128,12 +114,6 @@ def case(kind: str, reshard: bool) -> None:
         ours, ours_gathers = steps(kind, reshard, how)
         assert all(map(torch.equal, ours, plain)), how
         assert ours_gathers == gathers, how
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    with World(tmp_path_factory.mktemp("world")) as world:
-        yield world
 
 
 def test_blocks_of_a_sharded_model_are_recomputed(world: World) -> None:

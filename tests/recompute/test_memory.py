@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections import Counter
 from collections.abc import Iterator
@@ -57,14 +56,6 @@ class Attention(nn.Module):
 def session(tmp_path: Path) -> Iterator[spillway.Session]:
     with spillway.Session(window=0, spill_directory=tmp_path, allow_memory_filesystem=True) as session:
         yield session
-
-
-@pytest.fixture
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def away(session: spillway.Session) -> spillway.offload:

@@ -417,7 +417,7 @@ SAVES: list[Options] = [
 @pytest.mark.parametrize("how", SAVES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
 def test_functions_of_all_kinds(regions: Regions, function: Callable[[Tensor], Tensor], how: Options) -> None:
-    regions.compare_often(function, calls=6, **how)
+    regions.compare_often(function, **how)
 
 
 # Any decisions.

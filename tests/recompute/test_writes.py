@@ -28,7 +28,6 @@ HOWS: dict[str, Options] = {
     "all kept": {"save": "aten::*"},
 }
 hows = pytest.mark.parametrize("how", HOWS.values(), ids=HOWS)
-PROGRAMS = 150
 POLICIES = (
     CheckpointPolicy.PREFER_SAVE,
     CheckpointPolicy.PREFER_CPU_OFFLOAD,
@@ -128,9 +127,10 @@ def test_a_block_that_writes_what_it_made_with_any_decisions(regions: Regions) -
         assert not regions.was_whole()
 
 
-def test_any_function_that_writes_what_it_made(regions: Regions) -> None:
+@pytest.mark.parametrize("programs", [50, pytest.param(150, marks=pytest.mark.long)])
+def test_any_function_that_writes_what_it_made(regions: Regions, programs: int) -> None:
     written, whole = [], set()
-    for seed in range(PROGRAMS):
+    for seed in range(programs):
         function = Program(seed)
         try:
             expected = gradients_of(None, function)
@@ -144,9 +144,9 @@ def test_any_function_that_writes_what_it_made(regions: Regions) -> None:
                     whole.add(seed)
         if function.writes:
             written.append(seed)
-    assert len(written) >= PROGRAMS // 4
+    assert len(written) >= programs // 4
     # What is saved, for a gradient that nobody takes, and written at once, has the fingerprint of what was written.
-    assert len(whole) <= PROGRAMS // 50
+    assert len(whole) <= programs // 50
 
 
 class Sorted(nn.Module):
