@@ -237,7 +237,7 @@ REFUSED = """
 @pytest.mark.parametrize(
     ("refused", "instead", "call", "why"),
     [
-        ("keep", "keep", "region", "one of which a call was recomputed before"),
+        ("keep", "keep", "region", "before one of its calls was recomputed and compared"),
         ("offload(tier='disk')", "offload(tier='host')", "plainly", "tier='host'"),
     ],
     ids=["a region that was not tried", "the disk"],
