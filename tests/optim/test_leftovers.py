@@ -8,6 +8,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -335,6 +337,69 @@ def test_a_session_that_is_closed_first(adversary: AdversaryBackend) -> None:
         assert threads() == []
         model.zero_grad()
         train(model, plainly(AdamW)(model), batches(1))
+
+
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("closes", ["optimizer", "session"])
+def test_steps_that_are_queued_are_finished_by_close(closes: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = wide()
+    with spillway.Session(spill_directory=tmp_path, allow_memory_filesystem=True) as session:
+        optimizer = offloaded(AdamW, session, fused=True, **options)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        data = batches(3)
+        train(model, optimizer, data[:2])
+        # The last step is still queued when `step` returns.
+        next(iter(optimizer._placement.contexts.values())).lane.run(lambda: time.sleep(0.2))
+        train(model, optimizer, data[2:])
+        if closes == "optimizer":
+            optimizer.close()
+    plain = wide()
+    train(plain, plainly(AdamW)(plain), batches(3))
+    assert_same_values(model, plain)
+    optimizer.close()
+    assert threads() == []
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["collected", "closed"])
+def test_a_session_that_closes_raises_what_went_wrong_in_a_step(closes: bool, cpu_session: spillway.Session) -> None:
+    model = wide()
+    optimizer = offloaded(AdamW, cpu_session)(model)
+    optimizer.overlap_forward(model, blocks=Block)
+    transfers = next(iter(optimizer._placement.contexts.values())).transfers
+    transfers.receive = failing  # type: ignore[method-assign]
+    train(model, optimizer, batches(1))
+    with pytest.raises(OSError, match="no copy"):
+        optimizer.close() if closes else cpu_session.close()
+    assert cpu_session.closed is not closes
+    optimizer.close()
+    assert threads() == []
+
+
+def failing(*_: Any) -> Any:
+    raise OSError("no copy")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_parameter_that_is_gone_before_its_upload_is_done(
+    tier: str, dtype: torch.dtype, adversary: AdversaryBackend, tmp_path: Path
+) -> None:
+    options = {"spill_directory": tmp_path, "allow_memory_filesystem": True}
+    with spillway.Session(backend=adversary.serve, **options) as session:  # type: ignore[arg-type]
+        model = wide(dtype)
+        optimizer = offloaded(AdamW, session, tier=tier)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        train(model, optimizer, batches(1, dtype))
+        context = next(iter(optimizer._placement.contexts.values()))
+        context.transfers.settle()
+        # The copies are queued, and not done.
+        context.last_task().finish()
+        storage = weakref.ref(model.first.weight.untyped_storage())
+        del model, optimizer, context
+        gc.collect()
+        assert storage() is not None, "the allocator keeps it for the copy"
+    adversary.check()
+    assert storage() is None
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")

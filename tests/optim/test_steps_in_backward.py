@@ -31,6 +31,7 @@ from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.errors import TierFullError
 from spillway.optim import state_store, transfers
 from spillway.optim.host_parameter import HostParameter
+from spillway.optim.stepping import BackwardSteps
 from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
@@ -394,6 +395,24 @@ def test_settings_that_change_within_a_backward_are_noticed(
         optimizer.param_groups[0]["lr"] = 0.7
     with pytest.raises(UsageError, match=r"Settings of group 0 were changed between backward and step\(\): lr"):
         other.sum().backward()
+    optimizer.close()
+
+
+def test_settings_on_a_gpu_are_compared_without_waiting_for_it(cpu_session: spillway.Session) -> None:
+    # A value on this device can be read no more than a value that is still being computed.
+    rate, betas = (torch.full((), 0.1, device="meta") for _ in range(2))
+    groups = [{"params": [], "lr": rate, "betas": (betas, 0.9)}]
+    optimizer = offloaded(torch.optim.SGD, cpu_session, lr=0.1)(wide())
+    held = next(iter(optimizer._placement.held.values()))
+    early = BackwardSteps(lambda some: None, list)
+    for setting in (rate, betas):
+        early.arrived(held, groups)
+        early.end(groups)
+        early.arrived(held, groups)
+        setting.fill_(0.7)
+        with pytest.raises(UsageError, match=r"Settings of group 0 were changed between backward and step\(\)"):
+            early.end(groups)
+        early.reset()
     optimizer.close()
 
 

@@ -239,7 +239,7 @@ class DiskStore(ChunkedStore):
                 staged = transfers.host_view(memory, local.dtype, part.numel, write=True)
                 staged.as_strided(*part.form, int(staged.storage_offset())).copy_(parameter)
             uploads.append(Upload(local, part.start, Cells(memory, local.dtype)))
-        end = transfers.receive(uploads, transfer.ready)
+        end = transfers.update(uploads, transfer.ready)
         if staging is not None:
             transfers.arena.free(staging, (end,))
         for sent in transfer.values.values():

@@ -265,7 +265,6 @@ class GpuStore(ChunkedStore):
         by_context = self.transfers_of(steps, cost)
         for context, transfers in by_context.items():
             for transfer in transfers:
-                transfer.settings = {name: _own(value) for name, value in transfer.settings.items()}
                 cost.kept += transfer.settings.values()
             of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
             cost.kept += (step.factors for step in of_context.values())
@@ -395,11 +394,6 @@ class _Streamed:
     def wait_for_sums(self) -> None:
         assert self._loaded is not None
         self._loaded.synchronize()
-
-
-def _own(value: Any) -> Any:
-    """A setting as it is now. The user may write a tensor in place before the GPU reads it."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _values(part: ChunkPart) -> torch.Tensor:

@@ -313,7 +313,7 @@ def upload(pieces: Sequence[HostPiece], after: Event) -> Event:
     """Queue copies of pieces to their GPU, which casts them to the parameters' type; gives their end."""
     sent = [(held, piece) for held, piece in pieces if not held.in_place]
     uploads = [Upload(held.local(), piece.start, Cells(held.range_of(piece), held.work_dtype)) for held, piece in sent]
-    end = pieces[0][0].context.transfers.receive(uploads, after)
+    end = pieces[0][0].context.transfers.update(uploads, after)
     for held, piece in sent:
         assert held.pinned is not None
         held.pinned.after(piece.start, end)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from spillway._torch import tree_map_only
 from spillway.errors import UnsupportedError, UsageError
 from spillway.runtime.backend import label
 
@@ -136,17 +137,19 @@ def for_cpu(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in ("fused", *_GPU_FLAGS)}
 
 
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+def settings_of(group: dict[str, Any], *, device: str | None = None) -> dict[str, Any]:
+    """A group without its parameters, as it is now. The user may write a tensor in place before a queued step runs."""
+    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    # Also those in a tuple, like betas.
+    copied: dict[str, Any] = tree_map_only(
+        torch.Tensor, lambda one: one.detach().to(device or one.device, copy=True), settings
+    )
+    return copied
 
 
 def cpu_settings_of(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     """A group's settings for a step on the CPU."""
-    settings = settings_of(group)
-    for name, value in settings.items():
-        if isinstance(value, torch.Tensor):
-            settings[name] = value.detach().to("cpu", copy=True)
+    settings = settings_of(group, device="cpu")
     settings.update({name: value for name, value in _GPU_FLAGS.items() if name in settings})
     if "fused" in settings:
         settings["fused"] = fused and settings["fused"] is not False

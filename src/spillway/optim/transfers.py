@@ -246,6 +246,13 @@ class Transfers:
                 self.received_bytes += memory.nbytes
             return self.backend.record(self._back)
 
+    def update(self, uploads: Sequence[Upload], after: Event) -> Event:
+        """The same for the user's tensors. The user may drop one while its copy is under way."""
+        end = self.receive(uploads, after)
+        for upload in uploads:
+            self.backend.hand_back(memory_of(upload.target), (self._back,))
+        return end
+
     def pinned(self, nbytes: int) -> Block:
         """Pinned memory that the CPU may write now."""
         block = self.arena.allocate(max(nbytes, 1))
