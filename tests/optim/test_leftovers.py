@@ -235,10 +235,13 @@ def test_nothing_waits_for_the_collector_after_close(use: Use, cpu_session: spil
         optimizer = offloaded(torch.optim.SGD, cpu_session, lr=0.1)(model)
         use(model, optimizer)
         held = [weakref.ref(one) for one in optimizer._placement.held.values()]
-        masters = [weakref.ref(one.master) for one in optimizer._placement.held.values() if one.master is not None]
+        store = optimizer._placement.store
+        states = [value for one in held for value in store.state_of(one()).values()]  # type: ignore[arg-type]
+        tensors = [weakref.ref(value) for value in states if isinstance(value, Tensor)]
+        del states
         optimizer.close()
         assert cpu_session.used_bytes == (0, 0)
-        assert all(one() is None for one in masters)
+        assert all(one() is None for one in tensors)
         model.zero_grad()
     finally:
         gc.enable()
@@ -365,10 +368,9 @@ def test_a_session_that_closes_raises_what_went_wrong_in_a_step(closes: bool, cp
     model = wide()
     optimizer = offloaded(AdamW, cpu_session)(model)
     optimizer.overlap_forward(model, blocks=Block)
-    transfers = next(iter(optimizer._placement.contexts.values())).transfers
-    transfers.receive = failing  # type: ignore[method-assign]
+    optimizer._placement.store._optimizer.step_each = failing  # type: ignore[method-assign]
     train(model, optimizer, batches(1))
-    with pytest.raises(OSError, match="no copy"):
+    with pytest.raises(OSError, match="no step"):
         optimizer.close() if closes else cpu_session.close()
     assert cpu_session.closed is not closes
     optimizer.close()
@@ -376,7 +378,7 @@ def test_a_session_that_closes_raises_what_went_wrong_in_a_step(closes: bool, cp
 
 
 def failing(*_: Any) -> Any:
-    raise OSError("no copy")
+    raise OSError("no step")
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
@@ -490,4 +492,21 @@ def test_memory_of_an_optimizer_that_ended_is_used_again_after_its_copies(
         for block in blocks:
             transfers.arena.free(block, block.after)
         later.close()
+    adversary.check()
+
+
+def test_memory_of_a_master_weight_is_written_after_the_copies_from_its_last_owner(adversary: AdversaryBackend) -> None:
+    with spillway.Session(backend=adversary.serve) as session:
+        for _ in range(2):
+            model = torch.nn.Sequential(torch.nn.Linear(50, 60, bias=False)).bfloat16()
+            optimizer = OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, session=session)
+            optimizer.overlap_forward(model, blocks=torch.nn.Linear)
+            model(torch.ones(2, 50, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            context = next(iter(optimizer._placement.contexts.values()))
+            context.transfers.settle()
+            context.last_task().finish()
+            # Nothing has waited for the copy of the new values to the model.
+            del model, optimizer, context
+            gc.collect()
     adversary.check()

@@ -416,7 +416,7 @@ def test_settings_on_a_gpu_are_compared_without_waiting_for_it(cpu_session: spil
     optimizer.close()
 
 
-@pytest.mark.parametrize(("fails", "at", "elements"), [("flush", 2, 1), ("prepare", 2, 1), ("check", 5, 1 << 11)])
+@pytest.mark.parametrize(("fails", "at", "elements"), [("flush", 2, 1), ("prepare", 2, 1), ("check", 5, 1 << 9)])
 def test_what_could_not_be_queued_in_backward_is_stepped_later(
     fails: str,
     at: int,
@@ -425,7 +425,7 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
     pieces_of: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # With many elements some are queued and some are not, when it fails.
+    # With many elements those of one call are queued and those of the next are not, when it fails.
     monkeypatch.setattr(state_store, "_TOGETHER", elements)
     pieces_of(64)
     model, plain = wide(), wide()

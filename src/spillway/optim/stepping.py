@@ -251,7 +251,7 @@ class StepQueue:
         for one in arriving:
             self._views.show(one.parameter)
         if arriving and not self.pending:
-            for index, written in self._placement.store.end_step(self.now).items():
+            for index, written in self._placement.store.end_step().items():
                 self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
