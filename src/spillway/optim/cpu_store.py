@@ -42,6 +42,8 @@ class CpuTier(ChunkTier):
 
     def drop(self, transfer: ChunkTransfer) -> None:
         for sent in transfer.values.values():
+            # Without its step nothing else waits for this copy, and compute may write the parameter.
+            transfer.chunk.context.transfers.read(sent)
             transfer.chunk.context.transfers.give_back(sent)
         transfer.values.clear()
         transfer.states = []
