@@ -6,12 +6,14 @@ anything. One default session exists for convenience, made on first use.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 
@@ -32,6 +34,14 @@ MIN_BYTES = 1 << 20
 """A copy of fewer bytes does not reach the PCIe bandwidth."""
 _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
+
+
+class Synchronizes(Protocol):
+    """An object that queues work of its own."""
+
+    def synchronize(self) -> None:
+        """Wait until it is done."""
+        ...
 
 
 class _Unscoped(threading.local):
@@ -111,6 +121,7 @@ class Session:
         self._make_backend = backend if backend is not None else functools.partial(parts.backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
         self._delayed: deque[Callable[[], None]] = deque()
+        self._users: weakref.WeakSet[Synchronizes] = weakref.WeakSet()
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -228,6 +239,10 @@ class Session:
         """Call this at the next :meth:`flush_groups`."""
         self._delayed.append(send)
 
+    def finish_at_close(self, user: Synchronizes) -> None:
+        """:meth:`close` lets an object, if it still lives, finish what it has queued."""
+        self._users.add(user)
+
     def flush_groups(self) -> None:
         """Offload the delayed groups now, the oldest first."""
         while True:
@@ -260,12 +275,22 @@ class Session:
         return sum(runtime.release_graphs() for runtime in self._runtimes.values())
 
     def close(self) -> None:
-        """Stop the threads, and free memory and disk. Offloaded bytes are lost: close after the last backward."""
+        """Stop the threads, and free memory and disk. Offloaded bytes are lost: close after the last backward.
+
+        Steps of an optimizer that are still queued are finished, and their errors are raised.
+        """
         if self._process != os.getpid():
             # A forked child has neither the threads nor a lock that it could trust. The file checks its owner itself.
             if self._file is not None:
                 self._file.close()
             return
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._close)
+            # Not under the lock, which their threads may need.
+            for user in [] if self._closed else list(self._users):
+                stack.callback(user.synchronize)
+
+    def _close(self) -> None:
         with self._lock:
             if self._closed:
                 return

@@ -34,7 +34,7 @@ import itertools
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
@@ -66,7 +66,7 @@ class _Line:
         """The capture that it is part of."""
         self.clock: _Clock = {}
         """The latest time of every other line that this one has waited for."""
-        self.queue: deque[Callable[[], None]] = deque()
+        self.queue: deque[Callable[[], object]] = deque()
 
     def join(self, clock: _Clock) -> None:
         for number, moment in clock.items():
@@ -350,6 +350,14 @@ class AdversaryBackend(Backend):
             self._history[memory.untyped_storage()] = self._history[block.storage]
             self._starts[memory.untyped_storage()] = block.start
             return memory
+
+    def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:
+        # An allocator keeps the memory until the stream has done what is queued there by now.
+        storage = memory.storage
+        with self._lock:
+            for line in map(self._line, streams):
+                if line.queue:
+                    line.queue.append(storage.nbytes)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         self._check_captures("new host memory")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 import spillway
-from spillway.optim import chunked_store
+from spillway.optim import state_store
 from spillway.testing import AdversaryBackend
 
 FUSED = (Adam, AdamW, SGD, Adagrad)
@@ -41,12 +41,13 @@ class Way:
 
 DEVICE = Way("device", {"step_on": "gpu"})
 DISK = Way("disk", {"tier": "disk"})
+HOST = Way("host", {})
 WAYS = [DEVICE, DISK]
 
 
 def small_pieces(patch: Any, elements: int = 256) -> None:
     """Let chunks have so few elements."""
-    patch.setattr(chunked_store, "_LEAST", elements)
+    patch.setattr(state_store, "_LEAST", elements)
 
 
 def net(dtype: torch.dtype = torch.float32) -> nn.Sequential:

@@ -22,7 +22,7 @@ from spillway.optim.offloaded_gradient import OffloadedGradient
 FUSED = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
 """The classes that have a fused kernel on the CPU."""
 
-MODULES_WITH_CHUNK = ("host_parameter", "state_store")
+MODULES_WITH_CHUNK = ("state_store",)
 
 Batch = Tensor
 Make = Callable[[Module], Optimizer]

@@ -18,7 +18,7 @@ import spillway
 from optim.store_loops import Loop, net, same, saved, session, small_pieces
 from optim.test_streamed import elements, wide
 from spillway import CorruptError, OffloadedOptimizer, TierError, TierFullError, TransferError
-from spillway.optim import chunked_store
+from spillway.optim import state_store
 from spillway.runtime.arena import PAGE
 from spillway.runtime.spill_file import SpillFile, SystemCalls
 
@@ -247,7 +247,7 @@ def test_a_directory_without_a_spill_file_is_said_when_the_optimizer_is_made(tmp
 
 def test_any_host_budget_will_do_or_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # Small chunks, which all fit the in-flight limit, but not the CPU's memory.
-    monkeypatch.setattr(chunked_store, "CHUNK", 256)
+    monkeypatch.setattr(state_store, "CHUNK", 256)
     plain = net(BF16)
     Loop(steps=3, dtype=BF16).run_in_float(plain, AdamW, {"lr": 1e-2, "fused": True})
     worked = []

@@ -340,7 +340,7 @@ class Case:
 
 def run(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(number)
-    for name in (*MODULES_WITH_CHUNK, "chunked_store"):
+    for name in MODULES_WITH_CHUNK:
         monkeypatch.setattr(importlib.import_module(f"spillway.optim.{name}"), "CHUNK", case.chunk)
     try:
         case.run()

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -235,10 +236,13 @@ def test_nothing_waits_for_the_collector_after_close(use: Use, cpu_session: spil
         optimizer = offloaded(torch.optim.SGD, cpu_session, lr=0.1)(model)
         use(model, optimizer)
         held = [weakref.ref(one) for one in optimizer._placement.held.values()]
-        masters = [weakref.ref(one.master) for one in optimizer._placement.held.values() if one.master is not None]
+        store = optimizer._placement.store
+        states = [value for one in held for value in store.state_of(one()).values()]  # type: ignore[arg-type]
+        tensors = [weakref.ref(value) for value in states if isinstance(value, Tensor)]
+        del states
         optimizer.close()
         assert cpu_session.used_bytes == (0, 0)
-        assert all(one() is None for one in masters)
+        assert all(one() is None for one in tensors)
         model.zero_grad()
     finally:
         gc.enable()
@@ -339,6 +343,68 @@ def test_a_session_that_is_closed_first(adversary: AdversaryBackend) -> None:
         train(model, plainly(AdamW)(model), batches(1))
 
 
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize("closes", ["optimizer", "session"])
+def test_steps_that_are_queued_are_finished_by_close(closes: str, options: dict[str, Any], tmp_path: Path) -> None:
+    model = wide()
+    with spillway.Session(spill_directory=tmp_path, allow_memory_filesystem=True) as session:
+        optimizer = offloaded(AdamW, session, fused=True, **options)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        data = batches(3)
+        train(model, optimizer, data[:2])
+        # The last step is still queued when `step` returns.
+        next(iter(optimizer._placement.contexts.values())).lane.run(lambda: time.sleep(0.2))
+        train(model, optimizer, data[2:])
+        if closes == "optimizer":
+            optimizer.close()
+    plain = wide()
+    train(plain, plainly(AdamW)(plain), batches(3))
+    assert_same_values(model, plain)
+    optimizer.close()
+    assert threads() == []
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["collected", "closed"])
+def test_a_session_that_closes_raises_what_went_wrong_in_a_step(closes: bool, cpu_session: spillway.Session) -> None:
+    model = wide()
+    optimizer = offloaded(AdamW, cpu_session)(model)
+    optimizer.overlap_forward(model, blocks=Block)
+    optimizer._placement.store._optimizer.step_each = failing  # type: ignore[method-assign]
+    train(model, optimizer, batches(1))
+    with pytest.raises(OSError, match="no step"):
+        optimizer.close() if closes else cpu_session.close()
+    assert cpu_session.closed is not closes
+    optimizer.close()
+    assert threads() == []
+
+
+def failing(*_: Any) -> Any:
+    raise OSError("no step")
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_parameter_that_is_gone_before_its_upload_is_done(
+    tier: str, dtype: torch.dtype, adversary: AdversaryBackend, tmp_path: Path
+) -> None:
+    options = {"spill_directory": tmp_path, "allow_memory_filesystem": True}
+    with spillway.Session(backend=adversary.serve, **options) as session:  # type: ignore[arg-type]
+        model = wide(dtype)
+        optimizer = offloaded(AdamW, session, tier=tier)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        train(model, optimizer, batches(1, dtype))
+        context = next(iter(optimizer._placement.contexts.values()))
+        context.transfers.settle()
+        # The copies are queued, and not done.
+        context.last_task().finish()
+        storage = weakref.ref(model.first.weight.untyped_storage())
+        del model, optimizer, context
+        gc.collect()
+        assert storage() is not None, "the allocator keeps it for the copy"
+    adversary.check()
+    assert storage() is None
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_forked_child_is_told_and_does_not_hang(server: Server, tmp_path: Path) -> None:
     script = textwrap.dedent(
@@ -428,4 +494,21 @@ def test_memory_of_an_optimizer_that_ended_is_used_again_after_its_copies(
         for block in blocks:
             transfers.arena.free(block, block.after)
         later.close()
+    adversary.check()
+
+
+def test_memory_of_a_master_weight_is_written_after_the_copies_from_its_last_owner(adversary: AdversaryBackend) -> None:
+    with spillway.Session(backend=adversary.serve) as session:
+        for _ in range(2):
+            model = torch.nn.Sequential(torch.nn.Linear(50, 60, bias=False)).bfloat16()
+            optimizer = OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, session=session)
+            optimizer.overlap_forward(model, blocks=torch.nn.Linear)
+            model(torch.ones(2, 50, dtype=torch.bfloat16)).sum().backward()
+            optimizer.step()
+            context = next(iter(optimizer._placement.contexts.values()))
+            context.transfers.settle()
+            context.last_task().finish()
+            # Nothing has waited for the copy of the new values to the model.
+            del model, optimizer, context
+            gc.collect()
     adversary.check()

@@ -7,12 +7,14 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_leaves, tree_map
 
 import spillway
 from optim.support import (
@@ -30,6 +32,7 @@ from optim.support import (
     wide,
 )
 from spillway import OffloadedOptimizer, UsageError
+from spillway.testing import AdversaryBackend
 from support import SlowBackend
 
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -419,3 +422,28 @@ def test_a_compiled_model(cpu_session: spillway.Session) -> None:
     assert_same_values(models[1], models[0])
     assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) < 60
     optimizers[1].close()
+
+
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}], ids=str)
+@pytest.mark.parametrize("what", ["lr", "betas"])
+def test_a_queued_step_has_the_settings_of_its_time(
+    what: str, options: dict[str, Any], adversary: AdversaryBackend, tmp_path: Path
+) -> None:
+    """A scheduler that writes a tensor in place writes to the next step's settings."""
+    settings = {"lr": 0.1, "betas": (0.9, 0.99)}
+    given = {name: tree_map(torch.tensor, value) for name, value in settings.items()}
+    served = {"spill_directory": tmp_path, "allow_memory_filesystem": True}
+    with spillway.Session(backend=adversary.serve, **served) as session:  # type: ignore[arg-type]
+        model, plain = wide(), wide()
+        optimizer = offloaded(torch.optim.AdamW, session, fused=True, **given, **options)(model)
+        optimizer.overlap_forward(model, blocks=Block)
+        reference = plainly(torch.optim.AdamW, **tree_map(torch.tensor, settings))(plain)
+        for batch in batches(3):
+            for one, its in ((model, optimizer), (plain, reference)):
+                train(one, its, [batch])
+                for value in tree_leaves(its.param_groups[0][what]):
+                    value.mul_(0.5)
+        optimizer.synchronize()
+        assert_same_values(model, plain)
+        optimizer.close()
+    adversary.check()

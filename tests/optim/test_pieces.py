@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 import spillway
 from optim.support import assert_same_state, same_bits
 from spillway import OffloadedOptimizer
-from spillway.optim.host_parameter import CHUNK
 from spillway.optim.optimizer_class import ClassTraits
+from spillway.optim.tensors import CHUNK
 
 LINE = 64
 OPTIONS: list[tuple[type[Optimizer], dict[str, Any]]] = [

@@ -629,7 +629,7 @@ def test_gradients_that_are_stepped_in_backward_stay_within_the_limit(
         # Those of a chunk wait for one another.
         store: Any = optimizer._placement.store
         store._form_chunks()
-        every = [chunk for some in store._chunks.values() for chunk in some]
+        every = [chunk for some in store._chunks.values() for chunk, _ in some]
         together = max(sum(part.nbytes for part in chunk.parts) for chunk in every)
         Loop(steps=3).run(model, optimizer)
         optimizer.synchronize()

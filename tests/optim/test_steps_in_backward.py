@@ -31,6 +31,7 @@ from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.errors import TierFullError
 from spillway.optim import state_store, transfers
 from spillway.optim.host_parameter import HostParameter
+from spillway.optim.stepping import BackwardSteps
 from spillway.runtime.bytes import Bytes
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
@@ -397,7 +398,25 @@ def test_settings_that_change_within_a_backward_are_noticed(
     optimizer.close()
 
 
-@pytest.mark.parametrize(("fails", "at", "elements"), [("flush", 2, 1), ("prepare", 2, 1), ("check", 5, 1 << 11)])
+def test_settings_on_a_gpu_are_compared_without_waiting_for_it(cpu_session: spillway.Session) -> None:
+    # A value on this device can be read no more than a value that is still being computed.
+    rate, betas = (torch.full((), 0.1, device="meta") for _ in range(2))
+    groups = [{"params": [], "lr": rate, "betas": (betas, 0.9)}]
+    optimizer = offloaded(torch.optim.SGD, cpu_session, lr=0.1)(wide())
+    held = next(iter(optimizer._placement.held.values()))
+    early = BackwardSteps(lambda some: None, list)
+    for setting in (rate, betas):
+        early.arrived(held, groups)
+        early.end(groups)
+        early.arrived(held, groups)
+        setting.fill_(0.7)
+        with pytest.raises(UsageError, match=r"Settings of group 0 were changed between backward and step\(\)"):
+            early.end(groups)
+        early.reset()
+    optimizer.close()
+
+
+@pytest.mark.parametrize(("fails", "at", "elements"), [("flush", 2, 1), ("prepare", 2, 1), ("check", 5, 1 << 9)])
 def test_what_could_not_be_queued_in_backward_is_stepped_later(
     fails: str,
     at: int,
@@ -406,7 +425,7 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
     pieces_of: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # With many elements some are queued and some are not, when it fails.
+    # With many elements those of one call are queued and those of the next are not, when it fails.
     monkeypatch.setattr(state_store, "_TOGETHER", elements)
     pieces_of(64)
     model, plain = wide(), wide()

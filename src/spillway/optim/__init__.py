@@ -9,9 +9,10 @@ Backward: a gradient is accumulated, and its copy to the CPU is queued behind an
 becomes an :class:`~spillway.optim.offloaded_gradient.OffloadedGradient`, a tensor whose bytes are on the CPU. Later
 gradients are added there. Clipping and scaling are noted, and applied when the step reads the gradient.
 
-``step()``: one *worker thread* takes the parameters in turn. It waits for the gradient of each, and queues a copy of
-the parameter to the CPU (NOTE [ A step reads the parameter ] in ``host_parameter.py``). It gives the parameter's pieces
-to *workers*, a few more threads, which do this for each piece:
+``step()``: one *worker thread* takes *chunks* of parameters in turn (NOTE [ The state store ] in ``state_store.py``).
+It queues copies of the next parameters to the CPU (NOTE [ A step reads the parameter ] in ``host_parameter.py``), and
+waits for the gradients of the chunk. It gives the chunk to *workers*, a few more threads, which do this for each
+parameter:
 
 1. Update the master weight from the parameter.
 2. Cast and multiply the gradient in scratch memory.
@@ -25,8 +26,8 @@ when its gradient has arrived (``stepping.py``).
 NOTE [ Threads ]
 
 The caller's threads (the one that calls ``step``, and those of backward) decide and queue. Only the worker thread
-touches master weights, sums and states, in the order in which tasks were queued. So do its workers: each has pieces of
-its own, and the next step of a piece waits for them. So the notes of the caller's side (``Gradient.raw``, ``summed``,
+touches master weights, sums and states, in the order in which tasks were queued. So do its workers: each has chunks of
+its own, and the next step of a chunk waits for them. So the notes of the caller's side (``Gradient.raw``, ``summed``,
 ``factors``) describe the state after all queued tasks. A block of pinned memory carries the events after which its next
 owner may write it.
 

@@ -1,6 +1,6 @@
 """Chunks of states and fp32 master weights, and the pipeline that streams them to their step and back.
 
-See NOTE [ State stores ] in ``state_store.py``.
+See NOTE [ The state store ] in ``state_store.py``.
 """
 
 from __future__ import annotations
@@ -100,6 +100,11 @@ class ChunkPart(NamedTuple):
         """These elements of a tensor in the parameter's memory layout."""
         return whole.as_strided(*self.form, int(whole.storage_offset()) + self.start)
 
+    def values(self) -> torch.Tensor:
+        """These elements of the parameter. Not an alias: writes would count up its version from another thread."""
+        local = self.held.local()
+        return over(local.untyped_storage(), local.dtype, int(local.storage_offset()) + self.start, *self.form)
+
 
 class StateChunk:
     """States and master weights that are streamed together: of a piece of a parameter, or of several parameters.
@@ -162,6 +167,7 @@ class ChunkTransfer:
     steps: Mapping[int, Snapshot]
     """The gradients of the parts that are stepped, by the numbers of the parts."""
     settings: Settings
+    """As they were when the step was queued."""
     cost: StepCost
     memory: Bytes | None = None
     """The chunk's bytes while it is loaded."""
@@ -191,44 +197,38 @@ class ChunkTransfer:
 class ChunkTier(ABC):
     """Stores chunks, and copies them to the place of their step and back."""
 
+    streams: bool = True
+    """Whether chunks are stepped elsewhere than where they are stored."""
+
+    def add(self, held: HostParameter) -> None:  # noqa: B027
+        """A parameter's chunks will be stored here."""
+
+    def discard(self, held: HostParameter) -> None:  # noqa: B027
+        """They no longer are."""
+
+    def whole(self, held: HostParameter, name: Hashable, value: Any) -> Any:
+        """The parameter's whole tensor of which a value of its first piece is a part, as far as there is one."""
+        return value
+
+    def master(self, part: ChunkPart) -> torch.Tensor | None:
+        """Memory of a part's master weight, which may be written now; ``None`` if it has no place of its own."""
+        return None
+
+    def make_room(self) -> bool:
+        """Wait for memory that is being freed. Gives whether there was some."""
+        return False
+
     @abstractmethod
     def nbytes(self, transfer: ChunkTransfer) -> int:
         """Bytes that a transfer takes of the in-flight limit."""
-
-    @abstractmethod
-    def reserve(self, chunk: StateChunk, layout: Layout) -> Any:
-        """A place to store a chunk in this layout, freed with its last reference. Raises ``TierFullError``."""
 
     @abstractmethod
     def load(self, transfer: ChunkTransfer) -> None:
         """Queue the copy of a chunk to the place of its step."""
 
     @abstractmethod
-    def wait(self, transfer: ChunkTransfer) -> None:
-        """Let the step wait for the chunk."""
-
-    @abstractmethod
-    def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
-        """Memory that the step may write now."""
-
-    def release(self, context: DeviceContext, memory: Bytes) -> None:  # noqa: B027
-        """Free memory that no copy uses."""
-
-    @abstractmethod
-    def keep(self, transfer: ChunkTransfer) -> None:
-        """The chunk cannot be stored. Keep its states where they are for the next step."""
-
-    @abstractmethod
     def drop(self, transfer: ChunkTransfer) -> None:
         """Free all memory of a transfer whose chunk has arrived, or never will."""
-
-    @abstractmethod
-    def store(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:
-        """Queue the copy of a chunk to its place."""
-
-    @abstractmethod
-    def finish(self, transfer: ChunkTransfer) -> None:
-        """Wait until the chunk is stored, and free the transfer's memory. After a ``TierError`` its states are kept."""
 
     @abstractmethod
     def host_states(self, chunk: StateChunk) -> list[State]:
@@ -240,6 +240,30 @@ class ChunkTier(ABC):
     @abstractmethod
     def write(self, chunk: StateChunk, states: list[State], layout: Layout, place: Any) -> None:
         """Store states of CPU memory, while no transfer is under way."""
+
+    # For a tier that streams.
+
+    def reserve(self, chunk: StateChunk, layout: Layout) -> Any:  # noqa: B027
+        """A place to store a chunk in this layout, freed with its last reference. Raises ``TierFullError``."""
+
+    def wait(self, transfer: ChunkTransfer) -> None:  # noqa: B027
+        """Let the step wait for the chunk."""
+
+    def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
+        """Memory that the step may write now."""
+        raise NotImplementedError
+
+    def release(self, context: DeviceContext, memory: Bytes) -> None:  # noqa: B027
+        """Free memory that no copy uses."""
+
+    def keep(self, transfer: ChunkTransfer) -> None:  # noqa: B027
+        """The chunk cannot be stored. Keep its states where they are for the next step."""
+
+    def store(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:  # noqa: B027
+        """Queue the copy of a chunk to its place."""
+
+    def finish(self, transfer: ChunkTransfer) -> None:  # noqa: B027
+        """Wait until the chunk is stored, and free the transfer's memory. After a ``TierError`` its states are kept."""
 
 
 class TransferPipeline:
@@ -293,7 +317,7 @@ class TransferPipeline:
                     transfer = self._arriving.pop()
                     self._cancel(transfer)
                     self._expected.appendleft(transfer)
-                else:
+                elif not self._tier.make_room():
                     raise
                 self._raise_error()
 

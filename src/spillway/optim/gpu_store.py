@@ -60,12 +60,11 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.errors import TierFullError
-from spillway.optim.chunked_store import ChunkedStore
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.state_store import SettingsOf, StepCost
+from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import Pinned, aligned, on_error
@@ -250,7 +249,7 @@ class PinnedTier(ChunkTier):
             context.transfers.count(received=source.nbytes)
 
 
-class GpuStore(ChunkedStore):
+class GpuStore(StateStore):
     """Streams chunks from pinned memory to the GPU, and steps them there."""
 
     tier: PinnedTier
@@ -265,7 +264,6 @@ class GpuStore(ChunkedStore):
         by_context = self.transfers_of(steps, cost)
         for context, transfers in by_context.items():
             for transfer in transfers:
-                transfer.settings = {name: _own(value) for name, value in transfer.settings.items()}
                 cost.kept += transfer.settings.values()
             of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
             cost.kept += (step.factors for step in of_context.values())
@@ -309,7 +307,7 @@ class GpuStore(ChunkedStore):
             return held not in there and (held.parameter.requires_grad or held.parameter.grad is not None)
 
         # A parameter that is cut has its chunks for itself.
-        first = {one: self._chunks[one][0] for one in waiting}
+        first = {one: self._chunks[one][0][0] for one in waiting}
         full = {chunk for chunk in set(first.values()) if not any(comes(part.held) for part in chunk.parts)}
         return [one for one in waiting if first[one] in full]
 
@@ -341,7 +339,7 @@ class GpuStore(ChunkedStore):
                     self.step_parts(transfer, parameters)
                 for index, parameter in parameters.items():
                     part = transfer.chunk.parts[index]
-                    values = _values(part)
+                    values = part.values()
                     if part.held.has_master:
                         values.copy_(parameter)
                     backend.compute_access(memory_of(values))
@@ -363,7 +361,7 @@ class GpuStore(ChunkedStore):
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
-        parameter = self.parameter(transfer, index, _values(part))
+        parameter = self.parameter(transfer, index, part.values())
         snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
@@ -395,17 +393,6 @@ class _Streamed:
     def wait_for_sums(self) -> None:
         assert self._loaded is not None
         self._loaded.synchronize()
-
-
-def _own(value: Any) -> Any:
-    """A setting as it is now. The user may write a tensor in place before the GPU reads it."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _values(part: ChunkPart) -> torch.Tensor:
-    """A part's elements of the parameter. Not an alias: writes would count up its version from another thread."""
-    local = part.held.local()
-    return over(local.untyped_storage(), local.dtype, int(local.storage_offset()) + part.start, *part.form)
 
 
 def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:

@@ -21,10 +21,10 @@ import torch
 from spillway._torch import foreach_norm, make_wrapper, version_of
 from spillway.errors import UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
-from spillway.optim.tensors import local_of, scratch_of, with_strides_of
+from spillway.optim.tensors import flat, local_of, scratch_of, with_strides_of
 from spillway.optim.transfers import Pinned, SentTensor, Transfers, Upload
 from spillway.runtime.backend import Event, HostQueue, TaskEnd, finish
-from spillway.runtime.bytes import Cells
+from spillway.runtime.bytes import Cells, over
 
 if TYPE_CHECKING:
     from spillway.optim.host_parameter import HostParameter
@@ -198,13 +198,21 @@ class Snapshot:
         for factor in self.factors:
             factor.value()
 
-    def part(self, start: int, numel: int, scratch: torch.Tensor | None = None) -> torch.Tensor:
-        """Elements in the type of the step, with their factors; in scratch memory if they change."""
+    def values(
+        self,
+        start: int = 0,
+        form: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """It in the type of the step, with its factors, or a part of this shape and these strides.
+
+        If it changes, it is in scratch memory, if that is large enough.
+        """
         held, factors = self.held, list(self.factors)
         found = self.sum.tensor if self.sum is not None else self._read()
-        if numel != held.numel:
-            found = found[start : start + numel]
-        scratch = None if scratch is None else scratch[:numel]
+        found = found.as_strided(*(form or held.form), int(found.storage_offset()) + start)
+        if scratch is not None:
+            scratch = scratch.as_strided(*(form or held.form)) if found.numel() <= len(scratch) else None
         if found.dtype != held.work_dtype:
             found = found.to(held.work_dtype) if scratch is None else scratch.copy_(found)
         elif factors:
@@ -212,10 +220,6 @@ class Snapshot:
         for factor in factors:
             factor.apply(found)
         return found
-
-    def whole(self) -> torch.Tensor:
-        """All of it, in the parameter's shape."""
-        return self.part(0, self.held.numel).as_strided(*self.held.form)
 
     def _read(self) -> torch.Tensor:
         if self._arrived is None:
@@ -381,7 +385,7 @@ class Gradient:
         found: list[float] = []
 
         def measure() -> None:
-            found.append(float(torch.linalg.vector_norm(values.whole(), order)))
+            found.append(float(torch.linalg.vector_norm(values.values(), order)))
 
         def when_there() -> Event:
             values.wait()
@@ -403,11 +407,12 @@ class Gradient:
         dtype = stand_in.dtype if stand_in is not None else self.held.local().dtype
         if exact:
             dtype = torch.promote_types(dtype, self.held.work_dtype)
-        target = self.held.empty_on_device(dtype)
+        memory = transfers.backend.empty(self.held.numel * dtype.itemsize)
+        target = over(memory.storage, dtype, 0, *self.held.form)
         values, ready = self.snapshot(), transfers.ready()
 
         def upload() -> Event:
-            gradient = values.part(0, target.numel())
+            gradient = flat(values.values())
             nbytes = target.numel() * dtype.itemsize
             block = transfers.pinned(nbytes)
             transfers.host_view(block, dtype, target.numel(), write=True).copy_(gradient)

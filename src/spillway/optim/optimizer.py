@@ -152,6 +152,7 @@ class OffloadedOptimizer(Optimizer):
         self._steps = StepQueue(self._placement, self._views, groups, self._check_usable)
         super().__init__(params, arguments.defaults)
         self._add(list(self._placement.parameters()))
+        self._session.finish_at_close(self)
         self._ready = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

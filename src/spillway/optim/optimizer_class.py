@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from spillway._torch import tree_map_only
 from spillway.errors import UnsupportedError, UsageError
 from spillway.runtime.backend import label
 
@@ -136,17 +138,19 @@ def for_cpu(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in ("fused", *_GPU_FLAGS)}
 
 
-def settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    """A group without its parameters."""
-    return {name: value for name, value in group.items() if name not in ("params", "param_names")}
+def settings_of(group: dict[str, Any], *, device: str | None = None) -> dict[str, Any]:
+    """A group without its parameters, as it is now. The user may write a tensor in place before a queued step runs."""
+    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
+    # Also those in a tuple, like betas.
+    copied: dict[str, Any] = tree_map_only(
+        torch.Tensor, lambda one: one.detach().to(device or one.device, copy=True), settings
+    )
+    return copied
 
 
 def cpu_settings_of(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     """A group's settings for a step on the CPU."""
-    settings = settings_of(group)
-    for name, value in settings.items():
-        if isinstance(value, torch.Tensor):
-            settings[name] = value.detach().to("cpu", copy=True)
+    settings = settings_of(group, device="cpu")
     settings.update({name: value for name, value in _GPU_FLAGS.items() if name in settings})
     if "fused" in settings:
         settings["fused"] = fused and settings["fused"] is not False
@@ -158,8 +162,12 @@ def written_by_step(group: dict[str, Any], before: dict[str, Any]) -> dict[str, 
     return {name: value for name, value in group.items() if name != "params" and before.get(name) is not value}
 
 
+class _OfThread(threading.local):
+    optimizer: Optimizer | None = None
+
+
 class BorrowingOptimizer:
-    """Steps parameters and states that the caller lends for each step."""
+    """Steps parameters and states that the caller lends for each step. Several threads may step at once."""
 
     def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
         self._class = optimizer_class
@@ -167,22 +175,23 @@ class BorrowingOptimizer:
         step: Any = optimizer_class.step
         # Without torch's hooks and labels: a step of a piece is not the user's step.
         self._step: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._optimizer: Optimizer | None = None
+        self._made = _OfThread()
 
     def begin(self, parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> dict[Any, State]:
         """The states that the class's constructor makes for some parameters. Most classes make none."""
         optimizer = self._class([{**settings, "params": list(parameters)}], **self._given)
         states = dict(optimizer.state)
         optimizer.state, optimizer.param_groups = defaultdict(dict), []
-        self._optimizer = self._optimizer or optimizer
+        self._made.optimizer = self._made.optimizer or optimizer
         return states
 
     def step(self, groups: list[dict[str, Any]], states: defaultdict[torch.Tensor, State]) -> None:
         """Step the parameters of groups by their gradients, in one call."""
-        if self._optimizer is None:
+        optimizer = self._made.optimizer
+        if optimizer is None:
             # Muon takes matrices only.
-            self._optimizer = self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._given)
-        optimizer = self._optimizer
+            optimizer = self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._given)
+            self._made.optimizer = optimizer
         optimizer.state, optimizer.param_groups = states, groups
         try:
             with label("parameter step"):

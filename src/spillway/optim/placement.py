@@ -12,7 +12,8 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError
-from spillway.optim.disk_store import DiskStore
+from spillway.optim.cpu_store import CpuStore, MemoryTier
+from spillway.optim.disk_tier import DiskTier
 from spillway.optim.gpu_store import GpuStore
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
@@ -29,7 +30,7 @@ from spillway.optim.optimizer_class import (
     written_by_step,
 )
 from spillway.optim.options import Options, compute_with, counted, held_beyond, held_of, workers_of
-from spillway.optim.state_store import MemoryStore, StateStore
+from spillway.optim.state_store import StateStore
 from spillway.optim.states import MASTER, device_copy
 from spillway.optim.tensors import follow, local_of
 from spillway.optim.transfers import Transfers, on_error
@@ -196,16 +197,15 @@ class Placement:
 
     def _new_store(self) -> StateStore:
         tier, step_on = self.options.tier, self.options.step_on
-        if tier == "host" and step_on == "cpu":
-            workers, _ = workers_of(self.options.threads_of_step)
-            return MemoryStore(self._class, self._given, self._cpu_settings, workers=workers)
-        if not self.traits.steps_alone:
+        if not self.traits.steps_alone and (tier, step_on) != ("host", "cpu"):
             raise UnsupportedError(
                 f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}: a class that is not torch's may "
                 f"step all parameters in one call, which needs all of their state at once. Leave both options out."
             )
-        if tier == "disk":
-            return DiskStore(self._class, for_cpu(self._given), self._cpu_settings)
+        if step_on == "cpu":
+            workers, _ = workers_of(self.options.threads_of_step)
+            place = DiskTier() if tier == "disk" else MemoryTier()
+            return CpuStore(place, self._class, self._given, self._cpu_settings, workers=workers)
         return GpuStore(self._class, self._given, lambda held: settings_of(self._groups()[held.group]))
 
     def _cpu_settings(self, held: HostParameter) -> dict[str, Any]:

@@ -1,49 +1,54 @@
-"""Stores of states and fp32 master weights between steps, which also step them.
+"""The store of states and fp32 master weights between steps, which also steps parameters.
 
-NOTE [ State stores ]
+NOTE [ The state store ]
 
-* :class:`MemoryStore`: CPU memory. The CPU steps them in place.
-* :class:`~spillway.optim.gpu_store.GpuStore`: pinned memory. They are streamed to the GPU and stepped there.
-* :class:`~spillway.optim.disk_store.DiskStore`: the session's spill file. They are streamed to CPU memory and stepped
-  there.
+The unit of the store is a *chunk*: a piece of a large parameter or several small parameters, with master weights and
+states side by side. A *tier* is the place of the chunks between steps:
 
-The last two are a :class:`~spillway.optim.chunked_store.ChunkedStore`. Its unit is a *chunk*: a piece of a large
-parameter or several small parameters, with master weights and states side by side. A transfer takes one chunk to its
-step and back. A pipeline prefetches the chunks of the next steps, and stores those of earlier steps.
+* :class:`~spillway.optim.cpu_store.MemoryTier`: CPU memory.
+* :class:`~spillway.optim.disk_tier.DiskTier`: the session's spill file.
+* :class:`~spillway.optim.gpu_store.PinnedTier`: pinned memory.
 
-A state is stored once. While it is stored, its tensors are ``Slot``s. Numbers, like a count of steps, are not moved. If
-a chunk cannot be written back, for example to a full disk, it stays where it was stepped. The user gets the error, and
-the next step uses the chunk from there.
+The store steps the chunks on the CPU (:class:`~spillway.optim.cpu_store.CpuStore`), or on the GPU
+(:class:`~spillway.optim.gpu_store.GpuStore`). A transfer takes one chunk to its step and back. A pipeline prefetches
+what the next steps need, and stores the chunks of earlier steps. In CPU memory chunks are stepped where they are, and
+only parameters are prefetched.
+
+A state is stored once. While it is stored elsewhere, its tensors are ``Slot``s. Numbers, like a count of steps, are not
+moved. If a chunk cannot be written back, for example to a full disk, it stays where it was stepped. The user gets the
+error, and the next step uses the chunk from there.
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
+from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
-from spillway.optim.host_parameter import HostParameter, HostPiece, ParameterRead, Piece, upload
-from spillway.optim.optimizer_class import BorrowingOptimizer, ClassTraits, State, for_cpu, written_by_step
+from spillway.optim.host_parameter import HostParameter
+from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
 from spillway.optim.options import StepTimes
 from spillway.optim.states import MASTER, follow_first, host_copy, part_of
-from spillway.optim.tensors import CHUNK, batches, flat, scratch_of
-from spillway.runtime.backend import Event, Stalls, TaskEnd
+from spillway.optim.tensors import CHUNK, batches, flat, follow
+from spillway.optim.transfers import on_error
+from spillway.runtime.backend import Event, Stalls, finish
+from spillway.runtime.bytes import over
 from spillway.types import OptimizerStats
 
-_WITHOUT_SCRATCH = 4
-"""How many times as many elements share a call that reads gradients in place: calls keep Python busy."""
-_READ_TOGETHER = 8
-"""How many times as many elements are read from the GPU at once."""
+_LEAST = 1 << 16
+_BYTES_AN_ELEMENT = 16
+_IN_FLIGHT = 4
+_LINE = 64
+"""Pieces are multiples of so many elements. See NOTE [ Pieces ] in ``__init__.py``."""
 
 _TOGETHER = 1 << 20
 """Least elements that are stepped at once in backward. Small parameters wait for each other, or for ``step``."""
@@ -118,22 +123,21 @@ class StepCost:
 
 
 class StateStore(ABC):
-    """Stores states and fp32 master weights between steps, and steps parameters. See NOTE [ State stores ]."""
+    """Stores states and master weights between steps. A subclass steps them. See NOTE [ The state store ]."""
 
     steps_on_device: bool = False
     """Whether the GPU steps the parameters. Gradients that are on the GPU then stay there."""
 
-    @abstractmethod
-    def add(self, held: HostParameter) -> None:
-        """Add a parameter."""
-
-    def prepare(self, held: Iterable[HostParameter]) -> None:  # noqa: B027
-        """Reserve memory for what the next step of these parameters makes.
-
-        Raises:
-            TierFullError: if there is none. Nothing was stepped then, and no gradient changed.
-            UsageError: if a parameter was moved, cast or resized.
-        """
+    def __init__(
+        self, tier: ChunkTier, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf
+    ) -> None:
+        self.tier = tier
+        self._optimizer = BorrowingOptimizer(optimizer_class, given)
+        self._settings = settings
+        self._prediction = StatePrediction(optimizer_class, for_cpu(given))
+        self._new: list[HostParameter] = []
+        self._chunks: dict[HostParameter, list[tuple[StateChunk, int]]] = {}
+        """The chunks of each parameter, with its number in them."""
 
     @abstractmethod
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
@@ -147,294 +151,305 @@ class StateStore(ABC):
         # Small parameters wait for each other.
         return list(waiting) if sum(one.numel for one in waiting) >= _TOGETHER else []
 
-    @abstractmethod
-    def state_of(self, held: HostParameter) -> State:
-        """A parameter's state, with slots for tensors that are elsewhere."""
-
-    @abstractmethod
-    def open(self, held: HostParameter) -> State:
-        """All of a parameter's state, on the CPU. The next step begins with what is written there."""
-
-    @abstractmethod
-    def load_all(self, held: Sequence[HostParameter]) -> list[State]:
-        """All of the parameters' states with their master weights, on the CPU."""
-
-    @abstractmethod
-    def put(self, states: Sequence[tuple[HostParameter, State]]) -> None:
-        """Set parameters' states, as they were saved, with their master weights if they have some."""
-
-    @abstractmethod
-    def begin(self, held: Sequence[HostParameter]) -> None:
-        """Give new parameters the states that the class's constructor makes."""
-
-    @abstractmethod
-    def forget_master(self, held: HostParameter) -> None:
-        """The next step takes a parameter's master weight from the parameter."""
-
-    def end_step(self, cost: StepCost) -> dict[int, Settings]:
-        """A step has ended: complete its cost. Gives the group entries that the class changed, by group."""
+    def end_step(self) -> dict[int, Settings]:
+        """A step has ended. Gives the group entries that the class changed, by group."""
         return {}
 
-    @abstractmethod
-    def discard(self, held: HostParameter) -> None:
-        """Remove a parameter and its state."""
-
-    def close(self) -> None:  # noqa: B027
-        """Free everything that parameters do not free themselves."""
-
-
-class _PerThread(threading.local):
-    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any]) -> None:
-        self.optimizer = BorrowingOptimizer(optimizer_class, given)
-
-
-class MemoryStore(StateStore):
-    """Keeps states in CPU memory, where the CPU steps them. See NOTE [ A step ] in ``__init__.py``.
-
-    A worker has one or two CPUs. So a piece's cast, step and upload stay in one core's caches, no team of threads has
-    to be woken, and a parameter that is waited for keeps no worker from another. The worker thread itself steps
-    parameters that are not cut (NOTE [ Pieces ]), by all CPUs together.
-    """
-
-    def __init__(
-        self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf, *, workers: int
-    ) -> None:
-        self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
-        self._of_thread = _PerThread(optimizer_class, for_cpu(given))
-        self._settings = settings
-        self._written: dict[int, Settings] = {}
-        """Group entries that the class changed, by group; complete when the step is done."""
-        self._workers = workers
-        self._given_out: deque[TaskEnd] = deque()
-        self._seconds = 0.0
-        """How long the CPU computed since the last step: the mean of the workers."""
-        self._lock = threading.Lock()
+    def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
+        """A copy of a value of a state that is loaded: for the step, with tensors of elements on the CPU."""
+        return host_copy(key, value, held)
 
     def add(self, held: HostParameter) -> None:
-        """Add a parameter. Its memory is made at its first step. On the CPU it may be the parameter's own."""
-        held.in_place = held.context.transfers.backend.direct_disk and not held.has_master
-
-    def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
-        # Compute may have read and written parameters since the last step.
-        ready = {
-            context: context.transfers.ready(step.held.local() for step in steps if step.held.context is context)
-            for context in {step.held.context for step in steps}
-        }
-        if not self._steps_alone:
-            groups: dict[int, list[Snapshot]] = {}
-            for step in steps:
-                groups.setdefault(step.held.group, []).append(step)
-            settings = {group: self._settings(some[0].held) for group, some in groups.items()}
-            if steps:
-                self._queue(steps, partial(self._step_together, groups, settings, ready), cost)
-            return
-        for some in batches(
-            # The next forward needs the first parameters first.
-            steps if overlapped else in_order(steps),
-            CHUNK,
-            size=lambda step: step.held.numel,
-            key=lambda step: step.held.kind,
-        ):
-            held = some[0].held
-            work = partial(self._step_each, some, self._settings(held), ready[held.context])
-            self._queue(some, work, cost)
+        """Add a parameter."""
+        self.tier.add(held)
+        self._new.append(held)
 
     def state_of(self, held: HostParameter) -> State:
-        state = dict(held.state)
-        if held.has_master and held.pieces and all(piece.known for piece in held.pieces):
-            state[MASTER] = held.master
-        return state
+        """A parameter's state, with slots for tensors that are elsewhere."""
+        pieces = [chunk.states[index] for chunk, index in self._parts_of(held)]
+        return {name: self.tier.whole(held, name, value) for name, value in _common(pieces)}
 
     def open(self, held: HostParameter) -> State:
-        return self.state_of(held)
+        """All of a parameter's state, on the CPU. The next step begins with what is written there."""
+        (state,) = self.load_all([held])
+        for chunk, index in self._parts_of(held):
+            self.tier.set_opened(chunk, index, state)
+        return state
+
+    def prepare(self, held: Iterable[HostParameter]) -> None:
+        """Reserve memory for what the next step of these parameters makes.
+
+        Raises:
+            TierFullError: if there is none. Nothing was stepped then, and no gradient changed.
+            UsageError: if a parameter was moved, cast or resized.
+        """
+        self._form_chunks()
+        stepped: dict[StateChunk, set[int]] = {}
+        for one in held:
+            one.check()
+            for chunk, index in self._parts_of(one):
+                if self.tier.streams:
+                    stepped.setdefault(chunk, set()).add(index)
+        for chunk, indices in stepped.items():
+            # A step that is still being queued changes the chunk's states.
+            finish(chunk.stepped)
+            chunk.stepped = None
+            settings = self._settings(chunk.parts[0].held)
+            states = [
+                self._predicted(chunk, index, settings) if index in indices else _on_meta(chunk.states[index])
+                for index in range(len(chunk.parts))
+            ]
+            layout = Layout.of(states)
+            chunk.target = None if layout == chunk.layout else (layout, self._place(chunk, layout))
 
     def load_all(self, held: Sequence[HostParameter]) -> list[State]:
-        return [self.state_of(one) for one in held]
+        """All of the parameters' states with their master weights, on the CPU."""
+        seen: dict[StateChunk, list[State]] = {}
+        whole = []
+        for one in held:
+            parts = self._parts_of(one)
+            for chunk, _ in parts:
+                if chunk not in seen:
+                    seen[chunk] = self.tier.host_states(chunk)
+            pieces = [seen[chunk][index] for chunk, index in parts]
+            whole.append({name: _joined(one, [piece[name] for piece in pieces]) for name, _ in _common(pieces)})
+            for chunk, _ in parts:
+                if chunk.is_cut:
+                    # It belongs to this parameter alone, and was copied.
+                    del seen[chunk]
+        return whole
 
     def put(self, states: Sequence[tuple[HostParameter, State]]) -> None:
-        for held, state in states:
-            fresh = {key: host_copy(key, value, held) for key, value in state.items()}
-            master = fresh.pop(MASTER, None)
-            if fresh or master is not None:
-                held.make_master()
-            if held.has_master and master is not None:
-                held.put_master(master)
-            elif held.has_master:
-                held.forget_master()
-            if fresh:
-                self._put_state(held, fresh)
-            else:
-                self.discard(held)
+        """Set parameters' states, as they were saved, with their master weights if they have some."""
+        self._form_chunks()
+        given = dict(states)
+        done: set[StateChunk] = set()
+        for held in given:
+            # All chunks of a parameter that is cut, or the one that it shares with others.
+            chunks = [chunk for chunk, _ in self._chunks[held] if chunk not in done]
+            converted = {
+                part.held: {key: self.converted(key, value, part.held) for key, value in given[part.held].items()}
+                for part in (part for chunk in chunks[:1] for part in chunk.parts)
+                if part.held in given
+            }
+            for chunk in chunks:
+                self._put_states(chunk, converted)
+            done.update(chunks)
 
     def begin(self, held: Sequence[HostParameter]) -> None:
+        """Give new parameters the states that the class's constructor makes."""
         for one in held:
-            one.make_master()
-            self._begin_state(one, self._settings(one))
+            like = torch.nn.Parameter(
+                torch.empty_strided(*one.form, dtype=one.work_dtype, device="cpu"), requires_grad=False
+            )
+            self.put([(one, self._optimizer.begin([like], self._settings(one)).get(like, {}))])
 
     def forget_master(self, held: HostParameter) -> None:
-        held.context.lane.run(held.forget_master)
-
-    def end_step(self, cost: StepCost) -> dict[int, Settings]:
-        with self._lock:
-            cost.host_seconds, self._seconds = self._seconds, 0.0
-        self._given_out.clear()
-        written, self._written = self._written, {}
-        return written
+        """The next step takes a parameter's master weight from the parameter."""
+        for chunk, index in self._parts_of(held):
+            chunk.states[index].pop(MASTER, None)
 
     def discard(self, held: HostParameter) -> None:
-        for piece in held.pieces:
-            piece.begun, piece.state, piece.parts = False, {}, {}
-        held.state = {}
+        """Remove a parameter and its state."""
+        for chunk, index in self._chunks.pop(held, ()):
+            # Parameters that share the chunk keep it. It gets another layout.
+            chunk.states[index] = {}
+            chunk.begun[index] = False
+        self.tier.discard(held)
 
-    def _queue(self, steps: Sequence[Snapshot], work: Callable[[], Event], cost: StepCost) -> None:
-        """Queue a step of some parameters."""
+    def close(self) -> None:
+        """Free everything that parameters do not free themselves."""
+        for held in list(self._chunks):
+            self.discard(held)
+        self._new.clear()
+
+    def transfers_of(self, steps: Iterable[Snapshot], cost: StepCost) -> dict[DeviceContext, list[ChunkTransfer]]:
+        """The transfers of a step, by GPU, in the order of the steps."""
+        by_chunk: dict[StateChunk, dict[int, Snapshot]] = {}
         for step in steps:
-            step.held.check()
+            parts = self._parts_of(step.held)
+            follow_first([chunk.states[index] for chunk, index in parts])
+            for chunk, index in parts:
+                by_chunk.setdefault(chunk, {})[index] = step
+        transfers: dict[DeviceContext, list[ChunkTransfer]] = {}
+        settings: dict[Hashable, Settings] = {}
+        for chunk, found in by_chunk.items():
+            held = chunk.parts[0].held
+            if held.kind not in settings:
+                settings[held.kind] = self._settings(held)
+            transfers.setdefault(chunk.context, []).append(ChunkTransfer(chunk, found, settings[held.kind], cost))
+        return transfers
 
-        def begin() -> Event:
-            for step in steps:
-                step.held.begin_step()
-            return work()
-
-        end = steps[0].held.context.lane.run(begin)
-        for step in steps:
-            held = step.held
-            held.mark_written()
-            held.gradient.reader = held.updated = end
-            cost.on_host += held.numel
-
-    def _put_state(self, held: HostParameter, state: State) -> None:
-        """Set a parameter's state. Its tensors are taken over, not copied."""
-        self._begin_state(held, self._settings(held))
-        for piece in held.pieces:
-            piece.state = {name: part_of(value, held, piece.start, piece.numel) for name, value in state.items()}
-            piece.parts = dict(piece.state)
-        first = held.pieces[0].state
-        held.state = {
-            # Every piece has a number of its own, like a count of steps.
-            name: first[name] if isinstance(value, torch.Tensor) and value.ndim == 0 else value
-            for name, value in state.items()
-        }
-
-    def _begin_state(self, held: HostParameter, settings: Settings) -> None:
-        """Let the class's constructor make what it makes for a new parameter."""
-        missing = [piece for piece in held.pieces if not piece.begun]
-        if missing:
-            made = self._of_thread.optimizer.begin([piece.tensor for piece in missing], settings)
-            for piece in missing:
-                piece.begun, piece.state = True, piece.state or made.get(piece.tensor, {})
-                self._gather(held, piece)
-
-    # All below is for the CPU worker thread.
-
-    def _step_each(self, steps: Sequence[Snapshot], settings: Settings, ready: Event) -> Event:
-        """Step parameters of one group and GPU, and queue their uploads; gives the end of those."""
-        first = steps[0].held
-        context, backend = first.context, first.context.transfers.backend
-        for step in steps:
-            step.wait()
-            self._begin_state(step.held, settings)
-            follow_first([piece.state for piece in step.held.pieces])
-        gradients = {step.held: step for step in steps}
-
-        def size(part: HostPiece) -> int:
-            return part[1].numel * (_WITHOUT_SCRATCH if gradients[part[0]].needs_scratch else 1)
-
-        pieces = ((held, piece) for held in gradients for piece in held.pieces)
-        # Pieces that share a call: as many as fit the scratch memory, and a few times more that need none.
-        all_calls = batches(pieces, _WITHOUT_SCRATCH * CHUNK, size)
-        # Calls whose parameters are read at once: few copies, because this thread waits for Python's lock.
-        reads = batches(all_calls, _READ_TOGETHER * CHUNK, lambda parts: sum(piece.numel for _, piece in parts))
-        ends: list[Event] = []
-        for calls in reads:
-            # Calls that are unfinished hold the memory of parameters that were read.
-            while len(self._given_out) >= 2 * self._workers:
-                self._given_out.popleft().finish()
-            read = ParameterRead([part for parts in calls for part in parts], ready)
-            for parts in calls:
-                step_parts = partial(self._step_parts, parts, gradients, settings, read, ready)
-                if first.cut:
-                    self._given_out.append(context.workers.run(step_parts))
-                ends.append(self._given_out[-1] if first.cut else step_parts())
-        return backend.all_of(ends)
-
-    def _step_together(
-        self, groups: dict[int, list[Snapshot]], settings: dict[int, Settings], ready: dict[DeviceContext, Event]
-    ) -> Event:
-        """Step parameters of any group and GPU in one call, for a class that steps all together."""
-        lent: list[Settings] = []
-        of_context: dict[DeviceContext, list[HostPiece]] = {}
-        for step in (step for some in groups.values() for step in some):
-            part = step.held, step.held.pieces[0]
-            of_context.setdefault(step.held.context, []).append(part)
-            ParameterRead([part], ready[step.held.context]).finish([part])
-        for group, some in groups.items():
-            for step in some:
-                self._begin_state(step.held, settings[group])
-                step.held.pieces[0].tensor.grad = step.whole()
-            lent.append({**settings[group], "params": [step.held.pieces[0].tensor for step in some]})
-        before = [dict(group) for group in lent]
-        began = time.perf_counter()
-        states = _lent(part for parts in of_context.values() for part in parts)
-        self._of_thread.optimizer.step(lent, states)
-        self._count(time.perf_counter() - began, alone=True)
-        for group, after, old in zip(groups, lent, before, strict=True):
-            self._written.setdefault(group, {}).update(written_by_step(after, old))
-        for held, piece in (part for parts in of_context.values() for part in parts):
-            piece.tensor.grad = None
-            held.state = piece.state = states[piece.tensor]
-        ends = [upload(parts, ready[context]) for context, parts in of_context.items()]
-        return next(iter(of_context)).transfers.backend.all_of(ends)
-
-    def _step_parts(
-        self,
-        parts: Sequence[HostPiece],
-        gradients: Mapping[HostParameter, Snapshot],
-        settings: Settings,
-        read: ParameterRead,
-        ready: Event,
-    ) -> Event:
-        """Step some pieces, and queue their uploads; in any thread."""
-        read.finish(parts)
-        began = time.perf_counter()
-        used = 0
-        for held, piece in parts:
-            scratch = scratch_of(held.work_dtype)[used:] if used + piece.numel <= CHUNK else None
-            gradient = gradients[held].part(piece.start, piece.numel, scratch)
-            if piece.tensor.ndim != 1:
-                gradient = gradient.as_strided(piece.tensor.shape, piece.tensor.stride())
-            piece.tensor.grad = gradient
-            used += piece.numel if gradients[held].needs_scratch else 0
-        states = _lent(parts)
-        self._of_thread.optimizer.step_each([piece.tensor for _, piece in parts], settings, states)
-        for held, piece in parts:
-            piece.tensor.grad, piece.state = None, states[piece.tensor]
-            self._gather(held, piece)
-        end = upload(parts, ready)
-        self._count(time.perf_counter() - began, alone=not held.cut)
-        return end
-
-    def _count(self, seconds: float, *, alone: bool) -> None:
-        with self._lock:
-            self._seconds += seconds if alone else seconds / self._workers
-
-    def _gather(self, held: HostParameter, piece: Piece) -> None:
-        """Let ``held.state`` be what the plain optimizer has: whole tensors, of which the pieces have parts."""
-        if len(held.pieces) == 1:
-            held.state = piece.state
-            return
-        for name, value in piece.state.items():
-            if value is piece.parts.get(name):
-                continue
-            if isinstance(value, torch.Tensor) and value.ndim > 0 and value.numel() == piece.numel:
-                with self._lock:
-                    if name not in held.state:
-                        held.state[name] = held.new_host_tensor(value.dtype)
-                piece.state[name] = flat(held.state[name], piece.start, piece.numel).copy_(value)
+    def parameter(self, transfer: ChunkTransfer, index: int, values: torch.Tensor) -> torch.nn.Parameter:
+        """The tensor that is stepped for a part whose parameter has these values: its master weight, if it has one."""
+        part, stepped = transfer.chunk.parts[index], values
+        if part.held.has_master:
+            place, master = self.tier.master(part), transfer.states[index].get(MASTER)
+            if master is not None:
+                follow(master, values)
             else:
-                held.state.setdefault(name, value)
-            piece.parts[name] = piece.state[name]
+                master = values.to(part.held.work_dtype) if place is None else place.copy_(values)
+            stepped = master
+        return torch.nn.Parameter(stepped, requires_grad=False)
+
+    def step_parts(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> None:
+        """Step the parts of a loaded chunk that have a gradient. ``parameters`` are by the numbers of the parts."""
+        lent = self.lend(transfer, parameters)
+        try:
+            self._optimizer.step_each(list(parameters.values()), transfer.settings, lent)
+        finally:
+            for parameter in parameters.values():
+                parameter.grad = None
+        self.take_back(transfer, parameters, lent)
+
+    def lend(
+        self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]
+    ) -> defaultdict[torch.Tensor, State]:
+        """The states of some parts, for a step of the class's."""
+        chunk = transfer.chunk
+        lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        new = [parameter for index, parameter in parameters.items() if not chunk.begun[index]]
+        if new:
+            lent.update(self._optimizer.begin(new, transfer.settings))
+        for index, parameter in parameters.items():
+            if chunk.begun[index]:
+                lent[parameter] = {name: value for name, value in transfer.states[index].items() if name != MASTER}
+        return lent
+
+    def take_back(
+        self,
+        transfer: ChunkTransfer,
+        parameters: Mapping[int, torch.nn.Parameter],
+        lent: defaultdict[torch.Tensor, State],
+    ) -> None:
+        """The same after it."""
+        chunk, states = transfer.chunk, transfer.states
+        for index, parameter in parameters.items():
+            states[index] = lent[parameter]
+            if chunk.parts[index].held.has_master:
+                states[index][MASTER] = parameter.detach()
+            chunk.begun[index] = True
+
+    def send_back(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> None:
+        """Store a chunk that was stepped. Without memory for states that the class has made, they stay here."""
+        with on_error(pipeline.drop, transfer), on_error(self.tier.keep, transfer):
+            layout, place = self._packed(transfer, pipeline)
+            pipeline.put(transfer, place, layout)
+        transfer.chunk.set_stored(transfer.states, layout, place)
+
+    def _packed(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> tuple[Layout, Any]:
+        """Move all tensors of the states into the transfer's memory, in the layout of their place."""
+        chunk, states = transfer.chunk, transfer.states
+        layout = Layout.of(states)
+        place = self._place(chunk, layout)
+        memory = transfer.memory
+        if layout.nbytes and (layout != chunk.layout or not chunk.is_stored):
+            if transfer.room is None or layout != transfer.next_layout():
+                if transfer.room is not None:
+                    self.tier.release(chunk.context, transfer.room)
+                    transfer.room = None
+                transfer.room = pipeline.with_room(lambda: self.tier.memory(chunk.context, layout.nbytes))
+            memory = transfer.room
+        for slot in layout.slots:
+            view, value = slot.view(memory), states[slot.part][slot.name]
+            if value.data_ptr() != view.data_ptr():
+                view.copy_(value)
+            states[slot.part][slot.name] = view
+        if memory is transfer.room and memory is not None:
+            if transfer.memory is not None:
+                self.tier.release(chunk.context, transfer.memory)
+            transfer.memory, transfer.room = memory, None
+        return layout, place
+
+    def _place(self, chunk: StateChunk, layout: Layout) -> Any:
+        """A place for a chunk in this layout: its own, the one that was reserved for the next step, or a new one."""
+        for known, place in ((chunk.layout, chunk.place), chunk.target or (None, None)):
+            if known == layout and place is not None:
+                return place
+        return self.tier.reserve(chunk, layout)
+
+    def _put_states(self, chunk: StateChunk, converted: Mapping[HostParameter, State]) -> None:
+        loaded = [index for index, part in enumerate(chunk.parts) if part.held in converted]
+        # Parameters that share the chunk keep their states.
+        shares = len(loaded) < len(chunk.parts)
+        states: list[State] = self.tier.host_states(chunk) if shares else [{} for _ in chunk.parts]
+        for index in loaded:
+            part = chunk.parts[index]
+            state = {key: part_of(value, *part) for key, value in converted[part.held].items()}
+            master = state.pop(MASTER, None)
+            # Last, as after a step.
+            states[index] = {**state, MASTER: master} if part.held.has_master and master is not None else state
+        layout = Layout.of(states) if self.tier.streams else Layout()
+        place = self._place(chunk, layout)
+        self.tier.write(chunk, states, layout, place)
+        chunk.set_stored(states, layout, place)
+        for index in loaded:
+            chunk.begun[index] = bool(states[index].keys() - {MASTER})
+
+    def _parts_of(self, held: HostParameter) -> list[tuple[StateChunk, int]]:
+        return self._chunks.get(held, [])
+
+    def _form_chunks(self) -> None:
+        """Make chunks for new parameters. If they are streamed, a few of them fit the in-flight limit.
+
+        Large parameters are cut, if they may be. Small neighbours that are alike share a chunk.
+        """
+        for context in {held.context: None for held in self._new}:
+            most = CHUNK
+            if self.tier.streams:
+                fits = context.transfers.window // (_IN_FLIGHT * _BYTES_AN_ELEMENT)
+                most = min(CHUNK, max(_LEAST, fits // _LINE * _LINE))
+            of_device = [held for held in self._new if held.context is context]
+            for alike in batches(of_device, most, size=lambda one: one.numel, key=lambda one: one.kind):
+                first, size = alike[0], alike[0].numel
+                parts = [[ChunkPart(one, 0, one.numel) for one in alike]]
+                if first.cut and size > most:
+                    parts = [[ChunkPart(first, at, min(most, size - at))] for at in range(0, size, most)]
+                for chunk in [StateChunk(some) for some in parts]:
+                    for index, part in enumerate(chunk.parts):
+                        self._chunks.setdefault(part.held, []).append((chunk, index))
+        self._new.clear()
+
+    def _predicted(self, chunk: StateChunk, index: int, settings: Settings) -> State:
+        """A part's state after a step, in meta tensors."""
+        part = chunk.parts[index]
+        if chunk.begun[index]:
+            state = _on_meta(chunk.states[index])
+        else:
+            state = self._prediction.state(*part.form, part.held.work_dtype, settings)
+        if part.held.has_master:
+            state[MASTER] = torch.empty_strided(*part.form, dtype=part.held.work_dtype, device="meta")
+        return state
 
 
-def _lent(parts: Iterable[HostPiece]) -> defaultdict[torch.Tensor, State]:
-    return defaultdict(dict, {piece.tensor: piece.state for _, piece in parts})
+def _common(pieces: Sequence[State]) -> list[tuple[Hashable, Any]]:
+    """The values of a parameter's first piece that all pieces have."""
+    first = pieces[0].items() if pieces else ()
+    return [(name, value) for name, value in first if all(name in piece for piece in pieces)]
+
+
+def _on_meta(state: State) -> State:
+    def on_meta(value: Any) -> Any:
+        if isinstance(value, Slot):
+            return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="meta")
+        return value.to("meta") if isinstance(value, torch.Tensor) else value
+
+    return {name: on_meta(value) for name, value in state.items()}
+
+
+def _joined(held: HostParameter, pieces: Sequence[Any]) -> Any:
+    """A tensor made of its pieces, without a copy if they are neighbours in the same memory."""
+    first = pieces[0]
+    if len(pieces) == 1 or not moves(first):
+        return first
+    storage = first.untyped_storage()
+    end = first.data_ptr()
+    adjacent = True
+    for piece in pieces:
+        adjacent = adjacent and piece.data_ptr() == end
+        end += piece.nbytes
+    if adjacent and end <= storage.data_ptr() + storage.nbytes():
+        return over(storage, first.dtype, int(first.storage_offset()), *held.form)
+    whole = held.new_host_tensor(first.dtype)
+    torch.cat(list(pieces), out=flat(whole))
+    return whole

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
+from spillway._torch import tree_map_only, version_of
 from spillway.checkpointing.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.lent_gradients import LentGradients, put_gradient
 from spillway.optim.offloaded_gradient import OffloadedGradient
-from spillway.optim.optimizer_class import settings_of
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
@@ -251,7 +251,7 @@ class StepQueue:
         for one in arriving:
             self._views.show(one.parameter)
         if arriving and not self.pending:
-            for index, written in self._placement.store.end_step(self.now).items():
+            for index, written in self._placement.store.end_step().items():
                 self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
@@ -317,7 +317,7 @@ class BackwardSteps:
         self._waiting: list[HostParameter] = []
         self.stepped: set[HostParameter] = set()
         """The parameters that were stepped since the last ``step()``."""
-        self._settings: dict[int, dict[str, object]] = {}
+        self._settings: dict[int, tuple[dict[str, object], dict[str, object]]] = {}
         # Backward runs in a thread for each device.
         self._lock = threading.Lock()
 
@@ -391,19 +391,24 @@ class BackwardSteps:
 
     def _check_settings(self, index: int, group: dict[str, Any]) -> None:
         """Raise if a group's settings have changed."""
-        now = {
-            name: value.tolist() if isinstance(value, Tensor) else copy.deepcopy(value)
-            for name, value in settings_of(group).items()
-            # A scheduler adds it when it is made.
-            if name != "initial_lr"
-        }
-        before = self._settings.setdefault(index, now)
+        # A scheduler adds "initial_lr" when it is made.
+        settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+        now = copy.deepcopy(tree_map_only(Tensor, _stamp, settings))
+        # With the tensors, so that no other one gets the number of one that is gone.
+        before, _ = self._settings.setdefault(index, (now, settings))
         changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
         if changed:
             raise UsageError(
                 f"Settings of group {index} were changed between backward and step(): {', '.join(changed)}. "
                 f"step_in_backward=True has stepped parameters with the old ones. Change them after step()."
             )
+
+
+def _stamp(setting: Tensor) -> object:
+    """Changes when a setting does. It reads no value on the GPU, which would wait for all that is queued there."""
+    if setting.device.type == "cpu":
+        return setting.tolist()
+    return id(setting), None if setting.is_inference() else version_of(setting)
 
 
 def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[RemovableHandle]:

@@ -66,8 +66,13 @@ class Pinned:
         self._copies[name] = event
         self._before.clear()
 
-    def synchronize(self) -> None:
-        """Block until no copy uses the memory."""
+    def synchronize(self, name: Hashable = None) -> None:
+        """Block until no copy uses the memory, or one copy does not."""
+        if name is not None:
+            event = self._copies.get(name)
+            if event is not None:
+                event.synchronize()
+            return
         for event in self.before_write():
             event.synchronize()
         self._copies.clear()
@@ -209,16 +214,6 @@ class Transfers:
                 self._copy_out(batch)
         return sent
 
-    def fetch_into(self, pairs: Sequence[tuple[Bytes, Bytes]], after: Event) -> Event:
-        """Copy bytes that stay on the GPU into pinned memory, after an event; for the CPU worker thread."""
-        with self._lock:
-            self.backend.wait(self._out, after)
-            for target, source in pairs:
-                if source.nbytes:
-                    self.backend.copy(self._out, target, source)
-                    self.sent_bytes += source.nbytes
-            return self.backend.record(self._out)
-
     def read(self, sent: SentTensor) -> torch.Tensor:
         """Wait for a tensor's copy, and give it flat; for the CPU's threads."""
         arrived = sent.batch.arrived
@@ -245,6 +240,13 @@ class Transfers:
                     self.backend.convert(self._back, Cells(target, tensor.dtype), source)
                 self.received_bytes += memory.nbytes
             return self.backend.record(self._back)
+
+    def update(self, uploads: Sequence[Upload], after: Event) -> Event:
+        """The same for the user's tensors. The user may drop one while its copy is under way."""
+        end = self.receive(uploads, after)
+        for upload in uploads:
+            self.backend.hand_back(memory_of(upload.target), (self._back,))
+        return end
 
     def pinned(self, nbytes: int) -> Block:
         """Pinned memory that the CPU may write now."""

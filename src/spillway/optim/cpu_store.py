@@ -1,0 +1,337 @@
+"""Steps on the CPU, of states in CPU memory or in the spill file. See NOTE [ A step ] in ``__init__.py``."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import defaultdict, deque
+from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
+from spillway.optim.gradient import DeviceContext, Snapshot
+from spillway.optim.host_parameter import HostParameter
+from spillway.optim.optimizer_class import ClassTraits, State, for_cpu, written_by_step
+from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCost, in_order
+from spillway.optim.states import MASTER
+from spillway.optim.tensors import scratch_of
+from spillway.optim.transfers import Pinned, Upload, on_error
+from spillway.runtime.arena import pages
+from spillway.runtime.backend import Event, TaskEnd
+from spillway.runtime.bytes import Bytes, Cells, over
+
+
+class CpuTier(ChunkTier):
+    """A tier whose chunks the CPU steps. With a chunk it loads the parameters, which are copied to CPU memory."""
+
+    def nbytes(self, transfer: ChunkTransfer) -> int:
+        parts = [transfer.chunk.parts[index] for index in transfer.steps]
+        return sum(pages(part.nbytes) for part in parts if not part.held.in_place)
+
+    def load(self, transfer: ChunkTransfer) -> None:
+        assert transfer.ready is not None
+        parts = {index: transfer.chunk.parts[index] for index in transfer.steps}
+        values = {index: part.of(part.held.local()) for index, part in parts.items() if not part.held.in_place}
+        sent = transfer.chunk.context.transfers.fetch(list(values.values()), transfer.ready)
+        transfer.values = dict(zip(values, sent, strict=True))
+
+    def drop(self, transfer: ChunkTransfer) -> None:
+        for sent in transfer.values.values():
+            # Without its step nothing else waits for this copy, and compute may write the parameter.
+            transfer.chunk.context.transfers.read(sent)
+            transfer.chunk.context.transfers.give_back(sent)
+        transfer.values.clear()
+        transfer.states = []
+
+
+class MemoryTier(CpuTier):
+    """Keeps chunks in CPU memory, where they are stepped. Master weights are in pinned memory.
+
+    If a parameter is cut, the states of its pieces are parts of whole tensors, which users see.
+    """
+
+    streams = False
+
+    def __init__(self) -> None:
+        self.given_out: deque[TaskEnd] = deque()
+        """Steps of the workers that may not be done."""
+        self._wholes: defaultdict[HostParameter, State] = defaultdict(dict)
+        self._pinned: dict[HostParameter, Pinned] = {}
+        self._lock = threading.Lock()
+
+    def discard(self, held: HostParameter) -> None:
+        self._pinned.pop(held, None)
+        self._wholes.pop(held, None)
+
+    def whole(self, held: HostParameter, name: Hashable, value: Any) -> Any:
+        return self._wholes[held].get(name, value) if moves(value) else value
+
+    def make_room(self) -> bool:
+        # Calls that are unfinished hold the memory of parameters that were read.
+        waits = bool(self.given_out)
+        self.wait_for_workers(0)
+        return waits
+
+    def wait_for_workers(self, most: int) -> None:
+        """Wait until at most so many steps are unfinished."""
+        while len(self.given_out) > most:
+            self.given_out.popleft().finish()
+
+    def make_master(self, held: HostParameter) -> None:
+        """Reserve memory for a parameter's master weight. Raises ``TierFullError``."""
+        with self._lock:
+            if held not in self._pinned:
+                pinned = Pinned(held.context.transfers.arena, held.numel * held.work_dtype.itemsize)
+                pinned.synchronize()
+                # A state dict that has it keeps the memory, too.
+                storage = pinned.alias().untyped_storage()
+                self._wholes[held][MASTER] = over(storage, held.work_dtype, 0, *held.form)
+                self._pinned[held] = pinned
+
+    def master(self, part: ChunkPart) -> torch.Tensor:
+        self.make_master(part.held)
+        # Its last copy to the GPU.
+        self._pinned[part.held].synchronize(part.start)
+        part.held.context.transfers.backend.host_access(self.master_bytes(part), write=True)
+        return part.of(self._wholes[part.held][MASTER])
+
+    def master_bytes(self, part: ChunkPart) -> Bytes:
+        """The same as bytes."""
+        size = part.held.work_dtype.itemsize
+        return self._pinned[part.held].range(part.start * size, part.numel * size)
+
+    def uploaded(self, part: ChunkPart, end: Event) -> None:
+        """A part's master weight is being copied to the GPU, until this event."""
+        self._pinned[part.held].after(part.start, end)
+
+    def set_state(self, chunk: StateChunk, index: int, state: State) -> None:
+        """Set a part's state, of which new tensors become parts of whole ones."""
+        part = chunk.parts[index]
+        for name, value in state.items() if chunk.is_cut else ():
+            if moves(value) and value.numel() == part.numel:
+                with self._lock:
+                    wholes = self._wholes[part.held]
+                    if name not in wholes:
+                        wholes[name] = part.held.new_host_tensor(value.dtype)
+                if value.data_ptr() != wholes[name].data_ptr() + part.start * value.itemsize:
+                    state[name] = part.of(wholes[name]).copy_(value)
+        chunk.states[index] = state
+
+    def host_states(self, chunk: StateChunk) -> list[State]:
+        return chunk.opened(None)
+
+    def write(self, chunk: StateChunk, states: list[State], layout: Layout, place: Any) -> None:
+        for index, (part, state) in enumerate(zip(chunk.parts, states, strict=True)):
+            if MASTER in state:
+                state[MASTER] = self.master(part).copy_(state[MASTER])
+            self.set_state(chunk, index, state)
+
+
+class CpuStore(StateStore):
+    """Steps chunks on the CPU.
+
+    Chunks in CPU memory are given to workers, which have one or two CPUs each. So a chunk's cast, step and upload stay
+    in one core's caches, no team of threads has to be woken, and a parameter that is waited for keeps no worker from
+    another. The worker thread itself steps chunks of parameters that may not be cut (NOTE [ Pieces ]), and streamed
+    ones, by all CPUs together.
+    """
+
+    def __init__(
+        self,
+        tier: CpuTier,
+        optimizer_class: type[Optimizer],
+        given: dict[str, Any],
+        settings: SettingsOf,
+        *,
+        workers: int,
+    ) -> None:
+        super().__init__(tier, optimizer_class, for_cpu(given), settings)
+        self._in_memory = tier if isinstance(tier, MemoryTier) else None
+        self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
+        self._workers = workers
+        self._lock = threading.Lock()
+        self._written: dict[int, Settings] = {}
+        """Group entries that the class changed, by group; complete when the step is done."""
+        self._own: dict[HostParameter, torch.nn.Parameter] = {}
+        """The parameters that a class of the user's own has seen: it may know them again."""
+
+    def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
+        # The next forward needs the first parameters first.
+        by_context = self.transfers_of(steps if overlapped else in_order(steps), cost)
+        ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
+        for context, transfers in by_context.items():
+            # Compute may have read and written parameters since the last step.
+            ready = context.transfers.ready(one.local() for one in ends if one.context is context)
+            for transfer in transfers:
+                # All of them before the first step begins, because it loads others ahead.
+                transfer.ready = ready
+        if steps and not self._steps_alone:
+            end = steps[0].held.context.lane.run(partial(self._step_together, by_context))
+            ends = {held: [end] for held in ends}
+        for context, transfers in by_context.items() if self._steps_alone else ():
+            pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
+            for transfer in transfers:
+                end = context.lane.run(partial(self._step_chunk, transfer, pipeline))
+                for step in transfer.steps.values():
+                    ends[step.held].append(end)
+            cost.closing.append(context.lane.run(pipeline.settle))
+        for held, some in ends.items():
+            held.mark_written()
+            held.gradient.reader = held.updated = held.context.transfers.backend.all_of(some)
+            cost.on_host += held.numel
+
+    def end_step(self) -> dict[int, Settings]:
+        if self._in_memory is not None:
+            # All are done. They may hold an error.
+            self._in_memory.given_out.clear()
+        written, self._written = self._written, {}
+        return written
+
+    def discard(self, held: HostParameter) -> None:
+        super().discard(held)
+        self._own.pop(held, None)
+
+    # All below is for the CPU worker thread.
+
+    def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
+        chunk, memory = transfer.chunk, self._in_memory
+        with torch.no_grad():
+            if memory is not None:
+                memory.wait_for_workers(2 * self._workers - 1)
+            pipeline.take(transfer)
+            with on_error(pipeline.drop, transfer):
+                for step in transfer.steps.values():
+                    step.wait()
+                    if memory is not None and step.held.has_master:
+                        # Parameters that were read ahead are dropped if they leave no memory.
+                        pipeline.with_room(partial(memory.make_master, step.held))
+                if memory is None:
+                    end = self._step_parts(transfer)
+            if memory is None:
+                # If the chunk cannot be stored, compute gets that error, and waits for nothing.
+                with on_error(end.synchronize):
+                    self.send_back(transfer, pipeline)
+                return end
+            if not chunk.parts[0].held.cut:
+                return self._step_parts(transfer)
+            memory.given_out.append(chunk.context.workers.run(partial(self._step_parts, transfer)))
+            return memory.given_out[-1]
+
+    def _step_together(self, by_context: Mapping[DeviceContext, Sequence[ChunkTransfer]]) -> Event:
+        """Step parameters of any group and GPU in one call, for a class that steps all together."""
+        transfers = [transfer for some in by_context.values() for transfer in some]
+        groups: dict[int, Settings] = {}
+        parameters: dict[ChunkTransfer, dict[int, torch.nn.Parameter]] = {}
+        lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        with torch.no_grad(), contextlib.ExitStack() as undo:
+            for transfer in transfers:
+                self.tier.load(transfer)
+                transfer.states = transfer.chunk.opened(None)
+                mine = parameters[transfer] = {}
+                undo.callback(self._abandon, transfer, mine)
+                for index in transfer.steps:
+                    held = transfer.chunk.parts[index].held
+                    made = self._parameter(transfer, index)
+                    mine[index] = self._own.setdefault(held, made)
+                    mine[index].data = made.data
+                    mine[index].grad = transfer.steps[index].values()
+                    group = groups.setdefault(held.group, {**transfer.settings, "params": []})
+                    group["params"].append(mine[index])
+                lent.update(self.lend(transfer, mine))
+            before = [dict(group) for group in groups.values()]
+            began = time.perf_counter()
+            self._optimizer.step(list(groups.values()), lent)
+            self._count(transfers[0], time.perf_counter() - began)
+            for (index, group), old in zip(groups.items(), before, strict=True):
+                self._written.setdefault(index, {}).update(written_by_step(group, old))
+            ends = []
+            for transfer, mine in parameters.items():
+                for parameter in mine.values():
+                    parameter.grad = None
+                self.take_back(transfer, mine, lent)
+                ends.append(self._upload(transfer, mine))
+            undo.pop_all()
+        return transfers[0].chunk.context.transfers.backend.all_of(ends)
+
+    # In any thread.
+
+    def _step_parts(self, transfer: ChunkTransfer) -> Event:
+        """Step a chunk's parts, and queue their uploads; gives the end of those."""
+        parameters: dict[int, torch.nn.Parameter] = {}
+        with torch.no_grad(), on_error(self._abandon, transfer, parameters):
+            transfer.states = transfer.chunk.opened(transfer.memory)
+            for index in transfer.steps:
+                parameters[index] = self._parameter(transfer, index)
+            began, used = time.perf_counter(), 0
+            for index, parameter in parameters.items():
+                step, part = transfer.steps[index], transfer.chunk.parts[index]
+                scratch = scratch_of(step.held.work_dtype)[used:] if step.needs_scratch else None
+                parameter.grad = step.values(part.start, part.form, scratch)
+                used += 0 if scratch is None else parameter.numel()
+            self.step_parts(transfer, parameters)
+            end = self._upload(transfer, parameters)
+            self._count(transfer, time.perf_counter() - began)
+            return end
+
+    def _abandon(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> None:
+        """A step has failed. The frames of its error, which the user may keep, hold these objects."""
+        self.tier.drop(transfer)
+        for parameter in parameters.values():
+            parameter.data, parameter.grad = parameter.new_empty(0), None
+
+    def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
+        """The tensor that is stepped for a part, updated from the parameter."""
+        part, sent, memory = transfer.chunk.parts[index], transfer.values.get(index), self._in_memory
+        transfers = part.held.context.transfers
+        values = part.values() if sent is None else transfers.read(sent).as_strided(*part.form)
+        parameter = self.parameter(transfer, index, values)
+        if part.held.has_master and memory is not None:
+            transfers.give_back(transfer.values.pop(index))
+        elif sent is not None:
+            transfers.backend.host_access(sent.memory, write=True)
+        return parameter
+
+    def _upload(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> Event:
+        """Take over the states, and queue the copies of parameters to the GPU; gives their end."""
+        memory, context = self._in_memory, transfer.chunk.context
+        uploads, pinned = [], []
+        for index, parameter in parameters.items():
+            part, sent = transfer.chunk.parts[index], transfer.values.get(index)
+            if memory is not None:
+                memory.set_state(transfer.chunk, index, transfer.states[index])
+            if part.held.in_place:
+                continue
+            local = part.held.local()
+            if sent is None:
+                # The GPU casts the master weight.
+                assert memory is not None
+                pinned.append(part)
+                source = Cells(memory.master_bytes(part), part.held.work_dtype)
+            else:
+                source = Cells(sent.memory, local.dtype)
+                if part.held.has_master:
+                    context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True).as_strided(
+                        *part.form
+                    ).copy_(parameter)
+            uploads.append(Upload(local, part.start, source))
+        assert transfer.ready is not None
+        end = context.transfers.update(uploads, transfer.ready) if uploads else transfer.ready
+        for part in pinned:
+            assert memory is not None
+            memory.uploaded(part, end)
+        for sent in transfer.values.values():
+            sent.batch.copies.append(end)
+            context.transfers.give_back(sent)
+        transfer.values.clear()
+        return end
+
+    def _count(self, transfer: ChunkTransfer, seconds: float) -> None:
+        """Count the CPU's time: the mean of the workers."""
+        divides = self._in_memory is not None and self._steps_alone and transfer.chunk.parts[0].held.cut
+        with self._lock:
+            transfer.cost.host_seconds += seconds / self._workers if divides else seconds
