@@ -152,7 +152,7 @@ class _Copy:
         self._dictionaries = [thing for _, thing in walk.dictionaries]
         self._items = [thing for _, thing in walk.items]
         self.content, self._values = self._flat()
-        """Of all containers, one after the other."""
+        """They are those of all containers, one after the other."""
         self._others = [(kind, thing, kind.copy(thing, content)) for kind, thing, content in walk.others]
         self._empty = walk.empty
         if any(walk.empty):

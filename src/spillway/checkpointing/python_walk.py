@@ -69,7 +69,7 @@ _MOST_WALKS = 4
 """Walks of one function that are remembered, one after the other."""
 
 Content = tuple[list[int], list[str], bytes | list[int]]
-"""Of all containers of a walk: the number of names of each, their names, and identities of their values."""
+"""The number of names of each container, the names of all, and the identities of their values."""
 Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
 Entry = tuple[Any, str, int, bool]
@@ -311,7 +311,7 @@ Reference = Callable[[], Any]
 
 
 class RememberedWalk:
-    """What a walk found in an earlier call of a module. The next call need not search again.
+    """A walk of an earlier call of a module. The next call need not search again.
 
     NOTE [ Remembered walks ]
 
