@@ -6,6 +6,8 @@ import functools
 import inspect
 import json
 import os
+import pkgutil
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -170,6 +172,22 @@ hidden = [name for name in spillway.__all__ if isinstance(getattr(spillway, name
 assert hidden == ["policies"], hidden
 """
     subprocess.run([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": str(SOURCE)}, check=True)
+
+
+def test_the_reference_names_what_exists() -> None:
+    pages = (SOURCE.parent / "docs" / "reference").glob("*.md")
+    names = [name for page in pages for name in re.findall(r"^::: (\S+)", page.read_text(), re.MULTILINE)]
+    assert len(names) > 40
+    # It needs torchtitan.
+    assert [name for name in names if ".torchtitan." not in name and not _exists(name)] == []
+
+
+def _exists(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
 
 
 @functools.cache
