@@ -1,7 +1,7 @@
 """Real models in plain loops with their optimizer: Spillway beside keeping everything and beside torch's checkpointing.
 
     python benchmarks/models.py --json models.json                  # all families, on a GPU
-    python benchmarks/models.py --models vit unet --ways keep checkpoint recompute
+    python benchmarks/models.py --models vit unet --ways keep checkpoint recompute --rounds 3
     python benchmarks/models.py --device cpu --tiny --steps 2
 
 Each model has a process of its own, and each way a fresh model in it. The ways:
@@ -13,11 +13,12 @@ at-peak      ``attach(model, budget=<checkpoint's peak>)``
 half-way     ``attach(model, budget=<mean of keep's and checkpoint's peaks>)``
 
 A step is forward, backward, ``optimizer.step()`` and ``zero_grad()``. *ms* is the median of ``--steps`` steps, each
-between two synchronizations, with the range. *of keep* divides by keep's median in the same process. *peak* is
-``max_memory_allocated`` over one step. The losses of the first steps, from one seed, must be keep's in every way, bit
-for bit. They are of a model of their own, which runs deterministic kernels: these take longer, and a plan must not be
-made of their times. ``search`` is the number of steps, and seconds, until the plan is active, and the highest peak
-until then.
+between two synchronizations, with the range. With several ``--rounds``, all ways are run in turn as often, with the
+plans of the first round: the CPU of a shared host may be slow for seconds. *of keep* divides by keep's median in the
+same process. *peak* is ``max_memory_allocated`` over one step. The losses of the first steps, from one seed, must be
+keep's in every way, bit for bit. They are of a model of their own, which runs deterministic kernels: these take longer,
+and a plan must not be made of their times. ``search`` is the number of steps, and seconds, until the plan is active,
+and the highest peak until then.
 """
 
 from __future__ import annotations
@@ -257,7 +258,9 @@ FAMILIES: dict[str, Callable[[bool], Family]] = {
 class Way:
     """A fresh model that trains in one way."""
 
-    def __init__(self, name: str, way: str, peaks: dict[str, int], options: argparse.Namespace) -> None:
+    def __init__(
+        self, name: str, way: str, peaks: dict[str, int], options: argparse.Namespace, plan: spillway.Plan | None = None
+    ) -> None:
         self.name, self.cuda = name, options.device != "cpu"
         torch.manual_seed(0)
         with torch.device(options.device):
@@ -273,6 +276,8 @@ class Way:
                 block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)  # type: ignore[method-assign]
         elif way == "recompute":
             self.attached = spillway.attach(self.family.model, policy=spillway.Recompute(), blocks=self._names())
+        elif plan is not None:
+            self.attached = spillway.attach(self.family.model, plan=plan)
         elif way in ("at-peak", "half-way"):
             budget = peaks["checkpoint"] if way == "at-peak" else (peaks["checkpoint"] + peaks["keep"]) // 2
             self.attached = spillway.attach(self.family.model, budget=budget)
@@ -347,11 +352,11 @@ CAST = {"vit", "convnext", "unet", "recurrent"}
 
 def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The rows of one model."""
-    keep, losses, peaks = 0.0, None, dict[str, int]()
+    losses, peaks, plans, rows = None, dict[str, int](), dict[str, spillway.Plan](), dict[str, dict[str, Any]]()
     # The backward of cuDNN's attention has no deterministic form.
     torch.backends.cuda.enable_cudnn_sdp(False)
     for way in options.ways:
-        row: dict[str, Any] = {"model": name, "way": way}
+        row = rows[way] = {"model": name, "way": way}
         try:
             training = Way(name, way, peaks, options)
             found = training.losses()
@@ -364,27 +369,44 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             if training.attached is not None and way != "recompute":
                 row["search_steps"], row["search_seconds"] = training.search()
                 row["search_peak"] = torch.cuda.max_memory_allocated() if training.cuda else 0
-                plan = training.attached.plan
+                plan = plans[way] = training.attached.plan
                 row["predicted"] = {"seconds": plan.predicted_seconds, "peak": plan.predicted_peak}
                 row["recomputed_blocks"] = sum(block.recomputes for block in plan.blocks)
                 row["offloaded_bytes"] = plan.host_bytes
                 row["notes"] = list(training.attached.notes)
             training.times(2)
-            times = training.times(options.steps)
-            row.update(seconds=statistics.median(times), fastest=min(times), slowest=max(times))
+            row["rounds"] = [training.times(options.steps)]
             peaks[way] = row["peak"] = training.peak()
-            keep = keep or row["seconds"]
-            row["of_keep"] = row["seconds"] / keep
             training.end()
         except (torch.OutOfMemoryError, spillway.SpillwayError) as error:
             row["failed"] = str(error)[:300]
-        yield row
         training = None  # type: ignore[assignment]
-        # A checkpointed block refers to itself by its forward: without this, the next way's peak has its model, too.
-        gc.collect()
-        spillway.Session.default().close()
-        if options.device != "cpu":
-            torch.cuda.empty_cache()
+        clean_up(options)
+    for _ in range(options.rounds - 1):
+        for way in (way for way in options.ways if "failed" not in rows[way]):
+            training = Way(name, way, peaks, options, plans.get(way))
+            # Its first calls are compared with their replays.
+            training.times(COMPARED)
+            rows[way]["rounds"].append(training.times(options.steps))
+            training.end()
+            training = None  # type: ignore[assignment]
+            clean_up(options)
+    keep = 0.0
+    for row in rows.values():
+        if "failed" not in row:
+            times = [seconds for each in row["rounds"] for seconds in each]
+            row.update(seconds=statistics.median(times), fastest=min(times), slowest=max(times))
+            keep = keep or row["seconds"]
+            row["of_keep"] = row["seconds"] / keep
+        yield row
+
+
+def clean_up(options: argparse.Namespace) -> None:
+    # A checkpointed block refers to itself by its forward: without this, the next way's peak has its model, too.
+    gc.collect()
+    spillway.Session.default().close()
+    if options.device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def line(row: dict[str, Any]) -> str:
@@ -408,6 +430,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(FAMILIES), choices=FAMILIES)
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=WAYS)
     parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=1, help="rounds through all ways, each with --steps steps")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", type=Path)
@@ -419,7 +442,18 @@ def main() -> None:
         return
     rows = []
     for name in options.models:
-        words = ["--child", name, "--steps", str(options.steps), "--device", options.device, "--ways", *options.ways]
+        words = [
+            "--child",
+            name,
+            "--steps",
+            str(options.steps),
+            "--rounds",
+            str(options.rounds),
+            "--device",
+            options.device,
+            "--ways",
+            *options.ways,
+        ]
         command = [sys.executable, "-W", "ignore", __file__, *words, *(["--tiny"] if options.tiny else [])]
         environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
