@@ -382,6 +382,7 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             row["failed"] = str(error)[:300]
         training = None  # type: ignore[assignment]
         clean_up(options)
+        yield summed_up(row, rows)
     for _ in range(options.rounds - 1):
         for way in (way for way in options.ways if "failed" not in rows[way]):
             training = Way(name, way, peaks, options, plans.get(way))
@@ -391,14 +392,16 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             training.end()
             training = None  # type: ignore[assignment]
             clean_up(options)
-    keep = 0.0
-    for row in rows.values():
-        if "failed" not in row:
-            times = [seconds for each in row["rounds"] for seconds in each]
-            row.update(seconds=statistics.median(times), fastest=min(times), slowest=max(times))
-            keep = keep or row["seconds"]
-            row["of_keep"] = row["seconds"] / keep
-        yield row
+            yield summed_up(rows[way], rows)
+
+
+def summed_up(row: dict[str, Any], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The row with figures of its rounds until now."""
+    if "failed" not in row:
+        times = [seconds for each in row["rounds"] for seconds in each]
+        row.update(seconds=statistics.median(times), fastest=min(times), slowest=max(times))
+        row["of_keep"] = row["seconds"] / next(each["seconds"] for each in rows.values() if "seconds" in each)
+    return row
 
 
 def clean_up(options: argparse.Namespace) -> None:
@@ -440,7 +443,7 @@ def main() -> None:
         for row in measure(options.child, options):
             print("row: " + json.dumps(row), flush=True)
         return
-    rows = []
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for name in options.models:
         words = [
             "--child",
@@ -460,13 +463,17 @@ def main() -> None:
             assert process.stdout is not None
             for said in process.stdout:
                 if said.startswith("row: "):
-                    rows.append(json.loads(said.removeprefix("row: ")))
-                    print(line(rows[-1]), flush=True)
+                    row = json.loads(said.removeprefix("row: "))
+                    # A later round of a way replaces its row.
+                    rows[row["model"], row["way"]] = row
+                    print(line(row), flush=True)
         if process.returncode:
             print(f"{name}: its process ended with {process.returncode}", flush=True)
         if options.json:
             about = {"date": datetime.now(UTC).isoformat(), "hardware": describe_hardware(torch.device(options.device))}
-            options.json.write_text(json.dumps({**about, "versions": describe_versions(), "rows": rows}, indent=1))
+            options.json.write_text(
+                json.dumps({**about, "versions": describe_versions(), "rows": [*rows.values()]}, indent=1)
+            )
 
 
 if __name__ == "__main__":

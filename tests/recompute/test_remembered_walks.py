@@ -95,6 +95,23 @@ def test_a_changed_module_is_searched_again(change: str) -> None:
     assert before.changes
 
 
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_nothing_else_holds_may_die_between_calls(change: str) -> None:
+    block, memory = Block(), WalkMemory()
+    PythonState(block, (), memory)
+    assert remembers(memory, block)
+    CHANGES[change](block)
+    gc.collect()
+    assert names_of(PythonState(block, (), memory)) == names_of(PythonState(block))
+
+
+def test_a_walk_is_remembered_for_its_own_module_alone() -> None:
+    block, other, memory = Block(), Block(), WalkMemory()
+    PythonState(block, (), memory)
+    assert not remembers(memory, other)
+    assert names_of(PythonState(other, (), memory)) == names_of(PythonState(other))
+
+
 def test_a_value_at_the_address_of_another_one_is_seen() -> None:
     block, memory = Block(), WalkMemory()
     for step in range(40):
@@ -112,7 +129,7 @@ def test_a_value_at_the_address_of_another_one_is_seen() -> None:
         [nn.Linear(2, 2)],
         deque([nn.Linear(2, 2)]),
         (nn.Linear(2, 2),),
-        functools.partial(torch.add, torch.zeros(2)),
+        functools.partial(torch.add, alpha=2),
         lambda x: x,
         {1: 2},
     ],

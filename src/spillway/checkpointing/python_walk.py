@@ -1,4 +1,12 @@
-"""The walk that finds and copies a function's Python state. See NOTE [ Python state ] in ``python_state.py``."""
+"""The walk that finds and copies a function's Python state. See NOTE [ Python state ] in ``python_state.py``.
+
+NOTE [ Remembered walks ]
+
+A walk is remembered if all that it found are modules with plain parameters and buffers, objects, and lists and tuples
+of numbers. It is right again if all containers have the same names and values. Values are compared by identity, and an
+object that is gone may leave its address to another one. So numbers, lists and tuples are held, and the rest is known
+by weak references: with the first one that dies, the walk is forgotten.
+"""
 
 from __future__ import annotations
 
@@ -311,17 +319,10 @@ Reference = Callable[[], Any]
 
 
 class RememberedWalk:
-    """A walk of an earlier call of a module. The next call need not search again.
-
-    NOTE [ Remembered walks ]
-
-    A walk is remembered if all that it found are modules with plain parameters and buffers, objects, and lists and
-    tuples of numbers. It is right again if all containers have the same names and values. Values are compared by
-    identity, and an object that is gone may leave its address to another one. So numbers, lists and tuples are held,
-    and the rest is known by weak references: with the first one that dies, the walk is forgotten.
+    """A walk of an earlier call of a module. The next call need not search again. See NOTE [ Remembered walks ].
 
     Raises:
-        NotRememberedError: for a walk that has found anything else.
+        NotRememberedError: for a walk that cannot be remembered.
     """
 
     def __init__(self, walk: Walk, content: Content) -> None:
