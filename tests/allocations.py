@@ -187,6 +187,9 @@ class NoMemory:
     def peak(self) -> int:
         return 0
 
+    def free_cached(self) -> None:
+        return None
+
     def reset_peak(self) -> None:
         return None
 

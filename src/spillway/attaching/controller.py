@@ -18,6 +18,10 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
     and its replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole
     budget, and other plans leave some. It is tried even if it is predicted to take 1 % more. It is also the plan after
     two others that were above the budget. A step that was learned from is not judged.
+
+    An allocator counts a cached block whole, though a tensor takes a little less of it. So checkpointing may take a
+    little more than its peak after steps with blocks of other sizes. Up to a thousandth above the budget, it is not
+    refused, but cached blocks are freed. Later steps must keep to the budget.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
     If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
@@ -64,6 +68,8 @@ _MOST_UNJUDGED = 4
 _MOST_IDLE = 16
 _GRAINS = 256
 """A step's first bytes are rounded up to such a part of the budget."""
+_ROUNDING = 1000
+"""Up to such a part of the budget, a step of torch's own checkpointing may be above it because of cached blocks."""
 _CLOSE = 1.01
 """If predicted times are this close, the plan of torch's own checkpointing is taken."""
 _MOST_LEAD = 0.5
@@ -340,6 +346,9 @@ class PlanController:
         learned = any(ranks.share("learned", self._has_learned))
         self.measured = Point(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
         is_over = peak > target.budget
+        if is_over and peak - target.budget <= target.budget // _ROUNDING and self._is_checkpointing():
+            self._memory.free_cached()
+            is_over = False
         checkpointing = None if rival is not None or trace is None else self._checkpointing_beside()
         if rival is not None and trace is not None:
             kinds = kinds_of(trace)
@@ -374,8 +383,8 @@ class PlanController:
 
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
-        checkpointing, plan = self._checkpointing(self._profiled), self.plan
-        if checkpointing is not None and plan is not None and is_same(checkpointing, plan):
+        checkpointing = self._checkpointing(self._profiled)
+        if self._is_checkpointing():
             self._is_checkpointing_over = True
             checkpointing = None
             if not self._known_target.corrections:
@@ -419,6 +428,11 @@ class PlanController:
         if profile is None or self._is_checkpointing_over:
             return None
         return self.planner.checkpointing_plan(profile, self._known_target.budget, self._ranks)
+
+    def _is_checkpointing(self) -> bool:
+        """Whether the plan is that of torch's own checkpointing."""
+        found = self._checkpointing(self._profiled)
+        return found is not None and self.plan is not None and is_same(found, self.plan)
 
     def _seconds_of(self, trace: StepTrace | None) -> float:
         """Seconds of the step's blocks on the slowest rank."""
