@@ -869,8 +869,12 @@ def test_a_step_that_begins_with_more_than_was_weighed_has_a_plan_for_it_before_
         assert "steps that begin with" in attached.explain()
         search(model, batch, attached)
         assert attached.plan is second
-        # What no plan is for is borne, for as long as no step is over the budget.
-        notes, level = list(attached.notes), weighed.static_bytes + budget
-        for _ in range(3):
+        # What no plan is for is borne, for as long as no step is over the budget. It is looked for once.
+        notes, planned = list(attached.notes), []
+        make = Planner.plan
+        monkeypatch.setattr(Planner, "plan", lambda *args: (planned.append(args), make(*args))[1])
+        for change in (0, -1024, 1024, 0, -2048):
+            level = weighed.static_bytes + budget + change
             one_step(model, batch)
+        assert len(planned) == 1
         assert (attached.plan, attached.profile, list(attached.notes)) == (second, risen, notes)

@@ -138,7 +138,7 @@ class PlanController:
         self._over_at: int | None = None
         """The last of them that was above the budget."""
         self._refused: int | None = None
-        """The least bytes at the begin of a step for which there is no plan."""
+        """The least bytes at the begin of a step for which no plan was found."""
 
     @property
     def stage(self) -> Stage:
@@ -487,12 +487,13 @@ class PlanController:
         assert profile is not None
         assert plan is not None
         rise = level - profile.static_bytes
-        is_refused = self._refused is not None and level >= self._refused
-        if is_refused or rise <= self._target.margin(plan.predicted_peak):
+        if rise <= self._target.margin(plan.predicted_peak):
             return
-        # If levels keep rising, not every step has a plan of its own.
+        # If levels keep rising or change a little, not every step has a plan of its own.
         grain = max(self._target.budget // _GRAINS, 1)
         more = -(-rise // grain) * grain
+        if self._refused is not None and level > self._refused - grain:
+            return
         self.profile = self.collector.risen(profile, more)
         try:
             self._replan()
