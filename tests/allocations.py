@@ -177,6 +177,9 @@ class ExactMemory:
         self._meter = ExactMeter(self._resident())
         self._meter.mark()
 
+    def free_cached(self) -> None:
+        return None
+
 
 class NoMemory:
     """A :class:`~spillway.profiler.meter.DeviceMemory` that finds nothing: steps that hold a plan go unchecked."""
