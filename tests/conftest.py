@@ -23,10 +23,16 @@ from support import FAILED, Way
 def pytest_configure() -> None:
     # What is small is slow in several threads, if others want the cores.
     torch.set_num_threads(1)
+    # Nothing that is collected is garbage: 25,000 tests would be gone through again and again.
+    gc.disable()
     if not torch.accelerator.is_available():
         # Of devices that are not there, torch writes down where each seed came from: three stacks for a manual_seed.
         for absent in (torch.cuda, torch.mtia, torch.xpu):
             absent.manual_seed_all = lambda seed: None
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
