@@ -538,7 +538,7 @@ class Experts(torch.nn.Module):
 
 @one_place
 @pytest.mark.parametrize("read", ["tolist", "numpy", "item", "int", "bincount", "mask"])
-@pytest.mark.covered
+@pytest.mark.covered(times=2)
 @ways
 def test_ragged_experts(regions: Regions, read: str, how: Options) -> None:
     """The number of tokens of each expert, and of operators, is another one in each step."""
@@ -887,7 +887,7 @@ OPERATORS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @few_places
 @pytest.mark.parametrize("operators", OPERATORS)
-@pytest.mark.covered
+@pytest.mark.covered(times=2)
 @ways
 def test_operators(regions: Regions, operators: str, how: Options) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
@@ -974,7 +974,7 @@ STATEFUL: dict[str, Callable[[], torch.nn.Module]] = {
 @one_place
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
 @pytest.mark.parametrize("kind", STATEFUL)
-@pytest.mark.covered
+@pytest.mark.covered(times=2)
 @ways
 def test_statistics_are_counted_once(regions: Regions, kind: str, how: Options) -> None:
     """Over two regions of the same module, and three steps of an optimizer."""
@@ -1160,7 +1160,7 @@ def healthy(call: Call) -> Iterator[torch.Tensor]:
 
 @few_places
 @pytest.mark.parametrize("error", [Deliberate, KeyboardInterrupt, GeneratorExit, StopIteration])
-@pytest.mark.covered
+@pytest.mark.covered(times=2)
 @ways
 def test_an_exception_in_the_first_run_leaves_nothing(
     regions: Regions, no_collector: None, error: type[BaseException], how: Options
