@@ -224,9 +224,9 @@ def test_of_little_room_smaller_windows_are_tried() -> None:
 def test_less_is_fetched_ahead_where_the_memory_does_more_good_elsewhere() -> None:
     profile, allow = longer(LLAMA, 4), {"keep", "host", "recompute"}
     profile = replace(profile, calls=profile.calls[:8])
-    plans = [
+    plans = (
         make_plan(profile, H200, budget=gib << 30, window=WINDOW, may_grow=True, allow=allow) for gib in (23, 24, 26)
-    ]
+    )
     plan = next(each for each in plans if each.ahead is not None)
     assert plan.ahead is not None
     assert plan.ahead < plan.window

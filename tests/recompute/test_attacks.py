@@ -1160,7 +1160,6 @@ def healthy(call: Call) -> Iterator[torch.Tensor]:
 
 @few_places
 @pytest.mark.parametrize("error", [Deliberate, KeyboardInterrupt, GeneratorExit, StopIteration])
-@pytest.mark.covered(times=2)
 @ways
 def test_an_exception_in_the_first_run_leaves_nothing(
     regions: Regions, no_collector: None, error: type[BaseException], how: Options
