@@ -23,10 +23,16 @@ from support import FAILED, Way
 def pytest_configure() -> None:
     # What is small is slow in several threads, if others want the cores.
     torch.set_num_threads(1)
+    # Nothing that is collected is garbage: 25,000 tests would be gone through again and again.
+    gc.disable()
     if not torch.accelerator.is_available():
         # Of devices that are not there, torch writes down where each seed came from: three stacks for a manual_seed.
         for absent in (torch.cuda, torch.mtia, torch.xpu):
             absent.manual_seed_all = lambda seed: None
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -41,7 +47,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run a part of large matrices. ``make test-all`` runs all of them.
 
     Of three axes and more, so much runs that each pair of values of two axes occurs; of a matrix that is marked
-    ``covered``, so much that each value of each axis occurs.
+    ``covered``, so much that each value of each axis occurs, and with ``covered(times=2)`` twice or more.
     """
     matrices: dict[tuple[Any, str], list[pytest.Function]] = {}
     for item in items:
@@ -52,14 +58,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # Axes without a choice do not count.
         rows = {item: list(_values(item)) for item in matrix}
         axes = sum(len(set(axis)) > 1 for axis in zip(*rows.values(), strict=True))
-        together = 1 if matrix[0].get_closest_marker("covered") else min(axes, 2)
+        covered = matrix[0].get_closest_marker("covered")
+        together = 1 if covered else min(axes, 2)
         if together >= axes:
             continue
         rest = {item: set(combinations(row, together)) for item, row in rows.items()}
-        missing = set[Any]().union(*rest.values())
-        while missing:
-            best = max(rest, key=lambda item: len(rest[item] & missing))
-            missing -= rest.pop(best)
+        for _ in range(covered.kwargs.get("times", 1) if covered else 1):
+            missing = set[Any]().union(*rest.values())
+            while missing:
+                best = max(rest, key=lambda item: len(rest[item] & missing))
+                missing -= rest.pop(best)
         for item in rest:
             item.add_marker("long")
 

@@ -71,7 +71,7 @@ def test_the_peak_is_foreseen_whatever_is_preserved(seed: int, by: float, monkey
     """0: nothing leaves."""
     count_exactly(monkeypatch, lambda: 16 * MiB)
     torch.manual_seed(0)
-    model = stack(Wide, 4, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)).to(torch.bfloat16)
+    model = stack(Wide, 3, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 8)).to(torch.bfloat16)
     batch = torch.randn(16, 128, WIDTH, dtype=torch.bfloat16)
     with Session(backend=AdversaryBackend().serve) as session:
         profile = of_other_times(spillway.profile(model, batch, session=session), seed)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import spillway
-from running.scripts import keep_hardware
+from running.scripts import Server, keep_hardware
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples" / "tutorial"
@@ -251,9 +251,10 @@ sys.exit(f"snippets of {failed} failed" if failed else 0)
 """
 
 
-def test_the_snippets_of_each_page_run_one_after_the_other(tmp_path: Path, known_machine: None) -> None:
+def test_the_snippets_of_each_page_run_one_after_the_other(tmp_path: Path, server: Server) -> None:
     pages = [str(PAGES / f"{page}.md") for page in CODE]
-    python("-W", "error", "-c", RUN_PAGES, *pages, cwd=tmp_path)
+    done = server.run(tmp_path, f"import warnings; warnings.simplefilter('error')\n{RUN_PAGES}", "pages", *pages)
+    assert done.code == 0, done.err
 
 
 @pytest.mark.long

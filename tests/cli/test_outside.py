@@ -55,7 +55,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
     ],
 )
 def test_only_a_regular_file_is_read(command: tuple[str, ...], name: str, folder: Folder, server: Server) -> None:
-    done = server.spillway(folder.path, *(word.replace("NAME", name) for word in command))
+    done = server.told(folder.path, *(word.replace("NAME", name) for word in command))
     assert (done.code, done.out) == (2, "")
     assert name in done.err
     assert done.err.startswith("error: ")
@@ -81,7 +81,7 @@ def test_only_a_regular_file_is_read(command: tuple[str, ...], name: str, folder
 def test_a_file_that_cannot_be_written_is_refused_before_anything_runs(
     command: tuple[str, ...], name: str, folder: Folder, server: Server
 ) -> None:
-    done = server.spillway(folder.path, *(word.replace("NAME", name) for word in command))
+    done = server.told(folder.path, *(word.replace("NAME", name) for word in command))
     assert (done.code, done.out) == (2, "")
     assert f"'{name}'" in done.err
     assert done.err.startswith("error: ")
@@ -107,7 +107,7 @@ def test_a_cache_that_is_a_fifo_is_measured_again_and_replaced(folder: Folder, s
     cache.unlink()
     os.mkfifo(cache)
     assert read_kept(cache) is None
-    done = server.spillway(folder.path, "doctor", "--seconds", "0.1", SPILLWAY_CACHE=str(folder.cache))
+    done = server.told(folder.path, "doctor", "--seconds", "0.1", SPILLWAY_CACHE=str(folder.cache))
     assert done.code == 0, done.err
     assert cache.is_file()
     assert Hardware.load(cache).source.startswith("measured")
@@ -116,7 +116,7 @@ def test_a_cache_that_is_a_fifo_is_measured_again_and_replaced(folder: Folder, s
 
 @pytest.mark.timeout(120)
 def test_text_for_the_demo_is_read_from_regular_files_only(folder: Folder, server: Server) -> None:
-    done = server.spillway(folder.path, "demo", "--data", "fifo", "--ways", "baseline", "--steps", "3", "--layers", "1")
+    done = server.told(folder.path, "demo", "--data", "fifo", "--ways", "baseline", "--steps", "3", "--layers", "1")
     assert done.code == 2
     assert "--data: got 0 bytes of text in regular files of 'fifo'" in done.err
 
@@ -154,13 +154,13 @@ def named(profile: Profile) -> Profile:
 def test_names_of_a_file_reach_terminal_page_and_trace_as_text(folder: Folder, server: Server) -> None:
     profile = named(LLAMA)
     profile.save(folder.path / "named.json")
-    done = server.spillway(
+    done = server.told(
         folder.path, "plan", "named.json", "--budget", "50%", "--hardware", "h100", "-o", "named-plan.json"
     )
     assert done.code == 0, done.err
     assert r"\x1b[31mred" in done.out
     assert_harmless(done.out + done.err)
-    told = server.spillway(folder.path, "report", "named.json", "named-plan.json", "--text", "--hardware", "h100")
+    told = server.told(folder.path, "report", "named.json", "named-plan.json", "--text", "--hardware", "h100")
     assert told.code == 0, told.err
     assert_harmless(told.out + told.err)
     plan = spillway.Plan.load(folder.path / "named-plan.json")
@@ -218,7 +218,7 @@ def test_names_of_a_scripts_classes_and_modules_reach_the_terminal_as_text(
     text: str, options: list[str], folder: Folder, server: Server
 ) -> None:
     folder.write("named.py", text)
-    done = server.spillway(folder.path, "run", "--best-effort", *options, "named.py")
+    done = server.told(folder.path, "run", "--best-effort", *options, "named.py")
     assert r"\x1b[31mred" in done.err
     assert_harmless(done.err)
 
@@ -246,14 +246,14 @@ def test_names_of_a_scripts_classes_and_modules_reach_the_terminal_as_text(
 def test_what_a_command_is_given_is_repeated_as_text(
     arguments: tuple[str, ...], folder: Folder, server: Server
 ) -> None:
-    done = server.spillway(folder.path, *arguments)
+    done = server.told(folder.path, *arguments)
     assert done.code in (1, 2)
     assert_harmless(done.out + done.err)
 
 
 @pytest.mark.parametrize("name", ["..x", ".x", "x.", "a..b", "", ".", "__main__", "__mp_main__", "sys", "absent.x"])
 def test_a_name_of_no_module_is_one_sentence(name: str, folder: Folder, server: Server) -> None:
-    done = server.spillway(folder.path, "run", "-m", name)
+    done = server.told(folder.path, "run", "-m", name)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith(f"error: got -m {name!r}, expected")
     assert done.err.count("\n") == 1

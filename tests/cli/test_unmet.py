@@ -91,7 +91,7 @@ UNMET = [
 @pytest.mark.parametrize(("text", "reason"), UNMET)
 def test_a_budget_with_nothing_attached_ends_with_3(text: str, reason: str, folder: Folder, server: Server) -> None:
     script = folder.write("script.py", text)
-    done = server.spillway(folder.path, "run", "--budget", "3GiB", "--json", "out.json", script.name)
+    done = server.told(folder.path, "run", "--budget", "3GiB", "--json", "out.json", script.name)
     assert done.code == 3, done.err
     assert done.out == "trained\n"
     assert "error: --budget was not met, since nothing was attached: the table says why" in done.err
@@ -108,15 +108,15 @@ def test_the_scripts_exit_code_stands_where_the_user_says_so_or_asked_for_nothin
 ) -> None:
     script = folder.write("script.py", text)
     for options in (["--best-effort", "--budget", "3GiB"], []):
-        done = server.spillway(folder.path, "run", *options, script.name)
+        done = server.told(folder.path, "run", *options, script.name)
         assert (done.code, done.out) == (0, "trained\n")
         assert reason in " ".join(done.err.split())
         assert "error:" not in done.err
     failing = folder.write("failing.py", text + "raise SystemExit(5)\n")
-    assert server.spillway(folder.path, "run", "--budget", "3GiB", failing.name).code == 5
+    assert server.told(folder.path, "run", "--budget", "3GiB", failing.name).code == 5
     ending = folder.write("ending.py", text + "raise SystemExit(0)\n")
-    assert server.spillway(folder.path, "run", "--budget", "3GiB", ending.name).code == 3
-    quiet = server.spillway(folder.path, "run", "--quiet", "--budget", "3GiB", script.name)
+    assert server.told(folder.path, "run", "--budget", "3GiB", ending.name).code == 3
+    quiet = server.told(folder.path, "run", "--quiet", "--budget", "3GiB", script.name)
     assert quiet.code == 3
     assert quiet.err.startswith("error: --budget was not met, since nothing was attached: ")
     assert reason in quiet.err
@@ -127,7 +127,7 @@ def test_the_scripts_exit_code_stands_where_the_user_says_so_or_asked_for_nothin
 @pytest.mark.parametrize("options", [["--policy", "offload"], ["--ratio", "0.5"]])
 def test_any_other_way_that_was_asked_for_ends_with_3_too(options: list[str], folder: Folder, server: Server) -> None:
     script = folder.write("script.py", NEVER_CALLED)
-    done = server.spillway(folder.path, "run", *options, script.name)
+    done = server.told(folder.path, "run", *options, script.name)
     assert done.code == 3
     assert f"error: {options[0]} was not met" in done.err
 
@@ -136,7 +136,7 @@ def test_any_other_way_that_was_asked_for_ends_with_3_too(options: list[str], fo
 def test_checkpointing_of_transformers_is_named(folder: Folder, server: Server) -> None:
     pytest.importorskip("transformers")
     script = folder.write("hugging.py", TRANSFORMERS + LOOP)
-    done = server.spillway(folder.path, "run", "--budget", "3GiB", script.name)
+    done = server.told(folder.path, "run", "--budget", "3GiB", script.name)
     assert done.code == 3, done.err
     assert "model.gradient_checkpointing_disable()" in " ".join(done.err.split())
 
@@ -146,7 +146,7 @@ def test_checkpointing_of_transformers_is_named(folder: Folder, server: Server) 
 def test_a_script_that_ends_before_there_is_a_plan_is_told_what_it_takes(
     steps: int, left: str, folder: Folder, server: Server
 ) -> None:
-    done = server.spillway(folder.path, "run", "--budget", "3GiB", "--json", "short.json", "train.py", steps)
+    done = server.told(folder.path, "run", "--budget", "3GiB", "--json", "short.json", "train.py", steps)
     assert done.code == 3
     assert f"the script ended before there was a plan (GPT takes {left}" in done.err
     assert f"no plan yet: it takes {left}" in " ".join(done.err.split())
@@ -170,10 +170,10 @@ def train():
 @pytest.mark.timeout(120)
 def test_what_threads_train_after_the_script_has_ended_counts(folder: Folder, server: Server) -> None:
     script = folder.write("threaded.py", THREADED)
-    done = server.spillway(folder.path, "run", "--budget", "3GiB", script.name)
+    done = server.told(folder.path, "run", "--budget", "3GiB", script.name)
     assert (done.code, done.out) == (0, "trained\n"), done.err
     script = folder.write("threaded.py", THREADED.replace("model = call = GPT()", "call = (model := GPT()).forward"))
-    done = server.spillway(folder.path, "run", "--budget", "3GiB", script.name)
+    done = server.told(folder.path, "run", "--budget", "3GiB", script.name)
     assert (done.code, done.out) == (3, "trained\n"), done.err
     assert done.err.splitlines()[-1].startswith("error: --budget was not met, since nothing was attached")
 
@@ -185,7 +185,7 @@ POOLED = "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolEx
 @pytest.mark.parametrize(("text", "code"), [(TRAINING, 0), (NEVER_CALLED, 3)])
 def test_a_pool_of_threads_that_idles_is_not_waited_for(text: str, code: int, folder: Folder, server: Server) -> None:
     script = folder.write("pooled.py", POOLED + text)
-    done = server.spillway(folder.path, "run", "--budget", "3GiB", script.name, 5)
+    done = server.told(folder.path, "run", "--budget", "3GiB", script.name, 5)
     assert done.code == code, done.err
 
 
@@ -196,7 +196,7 @@ def test_stacks_of_recurrent_layers_have_a_plan(folder: Folder, server: Server) 
         "x = self.embed(tokens)\n        for rnn in self.rnn:\n            x = rnn(x)[0]\n        return self.head(x)",
     )
     script = folder.write("stack.py", text)
-    done = server.spillway(folder.path, "run", "--budget", "3GiB", script.name)
+    done = server.told(folder.path, "run", "--budget", "3GiB", script.name)
     assert done.code == 0, done.err
     assert "Tagger: 3 blocks, budget of 3.0 GiB, active" in done.err
 
@@ -213,7 +213,7 @@ def test_a_report_without_plotly_is_refused_before_training(folder: Folder, serv
         assert (done.code, done.out) == (2, "")
         assert "pip install 'spillway[report]'" in done.err
     for options in (["--policy", "keep"], ["--ratio", "0.5"]):
-        done = server.spillway(folder.path, "run", *options, "--report", "page.html", "train.py", "1")
+        done = server.told(folder.path, "run", *options, "--report", "page.html", "train.py", "1")
         assert (done.code, done.out) == (2, "")
         assert "got --report without a budget" in done.err
 
@@ -221,7 +221,7 @@ def test_a_report_without_plotly_is_refused_before_training(folder: Folder, serv
 def test_options_after_the_script_are_pointed_out(folder: Folder, server: Server) -> None:
     script = folder.write("args.py", "import sys\nprint(sys.argv[1:])\n")
     words = ["--budget=1GiB", "--lr", "3", "--plan", "x", "--", "--policy"]
-    done = server.spillway(folder.path, "run", script.name, *words)
+    done = server.told(folder.path, "run", script.name, *words)
     assert done.code == 0
     assert done.out == f"{words}\n"
     first = done.err.splitlines()[0]
@@ -234,8 +234,8 @@ def test_options_after_the_script_are_pointed_out(folder: Folder, server: Server
         [script.name, "--lr", "1"],
         ["--best-effort", "--budget", "1GiB", script.name, "--budget", "1"],
     ):
-        assert "the script gets" not in server.spillway(folder.path, "run", *quiet).err
-    profiled = server.spillway(folder.path, "profile", script.name, "--steps", "3")
+        assert "the script gets" not in server.told(folder.path, "run", *quiet).err
+    profiled = server.told(folder.path, "profile", script.name, "--steps", "3")
     assert "spillway: --steps after args.py: the script gets it. Options of spillway profile" in profiled.err
 
 
@@ -244,15 +244,15 @@ def test_a_plan_of_a_cpus_profile_for_a_gpu_says_whose_times_it_has(folder: Fold
     replace(LLAMA, calls=LLAMA.calls[:2]).save(folder.path / "cuda.json")
     note = "the times of operators are this profile's, which a CPU took; only the bandwidths are those of NVIDIA H100"
     arguments = ["--budget", "50%", "--hardware", "h100"]
-    done = server.spillway(folder.path, "plan", "cpu.json", *arguments, "-o", "cpu-plan.json")
+    done = server.told(folder.path, "plan", "cpu.json", *arguments, "-o", "cpu-plan.json")
     assert note in " ".join(done.out.split())
-    machine = server.spillway(folder.path, "plan", "cpu.json", *arguments, "--json")
+    machine = server.told(folder.path, "plan", "cpu.json", *arguments, "--json")
     assert note in machine.err
     assert spillway.Plan.from_json(machine.out).device == "cpu"
-    told = server.spillway(folder.path, "report", "cpu.json", "cpu-plan.json", "--text", "--hardware", "h100")
+    told = server.told(folder.path, "report", "cpu.json", "cpu-plan.json", "--text", "--hardware", "h100")
     assert note in " ".join(told.out.split())
-    other = server.spillway(folder.path, "plan", "cuda.json", *arguments)
-    here = server.spillway(folder.path, "plan", "cpu.json", "--budget", "50%")
+    other = server.told(folder.path, "plan", "cuda.json", *arguments)
+    here = server.told(folder.path, "plan", "cpu.json", "--budget", "50%")
     assert other.code == here.code == 0
     assert "which a CPU took" not in other.out + here.out
 
@@ -262,12 +262,12 @@ def test_run_takes_the_words_of_plan(folder: Folder, server: Server) -> None:
     text = TRAINING.replace("torch.randint(64, (4, 64))", "torch.randint(64, (16, 256))")
     script = folder.write("large.py", text)
     options = ["--budget", "60%", "--hardware", "h100", "--json", "words.json"]
-    done = server.spillway(folder.path, "run", *options, script.name, 8)
+    done = server.told(folder.path, "run", *options, script.name, 8)
     assert done.code == 0, done.err
     [root] = json.loads((folder.path / "words.json").read_text())["models"]
     assert root["predicted_peak"] <= root["budget"]
     assert root["missing"] is None
-    size = server.spillway(folder.path, "run", "--budget", "3G", "--json", "words.json", "train.py", 7)
+    size = server.told(folder.path, "run", "--budget", "3G", "--json", "words.json", "train.py", 7)
     assert size.code == 0, size.err
     [root] = json.loads((folder.path / "words.json").read_text())["models"]
     assert root["budget"] == 3 << 30

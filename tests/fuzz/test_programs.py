@@ -15,9 +15,9 @@ import pytest
 
 import spillway
 
-CASES = 200
+CASES = 120
 MANY = 10_000
-AT_ONCE = 100
+AT_ONCE = 120
 MANY_AT_ONCE = 500
 _FOLDERS = (Path(spillway.__file__).parents[1], Path(__file__).parents[1])
 _CHECK = """

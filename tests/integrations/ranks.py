@@ -75,7 +75,11 @@ class World:
     def _start(self) -> None:
         self._starts += 1
         store = str(self._folder / f"store-{self._starts}")
-        context = mp.get_context("spawn")
+        # Forks of a process that has imported all that takes long, and has no threads.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(
+            ["torch._dynamo.decorators", "torch.distributed.fsdp", "spillway.attaching.budget"]
+        )
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, store), daemon=True)

@@ -29,7 +29,7 @@ from support import assert_nothing_left
 
 pytestmark = pytest.mark.skipif(not torch.distributed.is_available(), reason="a torch without torch.distributed")
 
-QUICK = settings(derandomize=True, deadline=None, max_examples=50, database=None, phases=[Phase.generate])
+QUICK = settings(derandomize=True, deadline=None, max_examples=30, database=None, phases=[Phase.generate])
 THOROUGH = settings(QUICK, max_examples=3000)
 
 WIDTH, ROWS = 8, 3
@@ -287,7 +287,7 @@ def test_any_order_of_chunks_has_the_gradients_of_plain_pytorch(rooms: Rooms) ->
     assert sum(map(bool, moved)) > len(moved) / 3
 
 
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=15)
 @given(case=cases)
 def test_any_order_of_chunks_under_the_adversary(rooms: Rooms, case: Case) -> None:
     rooms.check(case, adversary=True)

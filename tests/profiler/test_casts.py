@@ -20,7 +20,7 @@ from spillway.planner.planner import problem_of
 from spillway.planner.solve import solve
 from spillway.types import Decision
 
-WIDTH, ROWS, LAYERS = 256, 128, 6
+WIDTH, ROWS, LAYERS = 256, 128, 4
 RESIDENT = 16 << 20
 CASTS = 10 * WIDTH * WIDTH * 2
 """Bytes of a block's casts: of ``qkv``, ``out``, ``gate``, ``up`` and ``down`` in bfloat16."""

@@ -538,6 +538,7 @@ class Experts(torch.nn.Module):
 
 @one_place
 @pytest.mark.parametrize("read", ["tolist", "numpy", "item", "int", "bincount", "mask"])
+@pytest.mark.covered(times=2)
 @ways
 def test_ragged_experts(regions: Regions, read: str, how: Options) -> None:
     """The number of tokens of each expert, and of operators, is another one in each step."""
@@ -886,6 +887,7 @@ OPERATORS: dict[str, Callable[[], Callable[[torch.Tensor], torch.Tensor]]] = {
 
 @few_places
 @pytest.mark.parametrize("operators", OPERATORS)
+@pytest.mark.covered(times=2)
 @ways
 def test_operators(regions: Regions, operators: str, how: Options) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
@@ -972,6 +974,7 @@ STATEFUL: dict[str, Callable[[], torch.nn.Module]] = {
 @one_place
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm`")
 @pytest.mark.parametrize("kind", STATEFUL)
+@pytest.mark.covered(times=2)
 @ways
 def test_statistics_are_counted_once(regions: Regions, kind: str, how: Options) -> None:
     """Over two regions of the same module, and three steps of an optimizer."""

@@ -373,6 +373,7 @@ WAYS = [
 
 @pytest.mark.parametrize("way", WAYS)
 @hows
+@pytest.mark.covered(times=2)
 def test_whatever_else_it_does_is_right(regions: Regions, way: str, how: Options) -> None:
     model = Odd()
 
@@ -582,6 +583,7 @@ CHANGES: dict[str, Callable[[Varying, Tensor, Tensor], Tensor]] = {
 
 @hows
 @pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.covered(times=2)
 def test_a_call_that_does_something_else_is_right(regions: Regions, name: str, how: Options) -> None:
     block = Varying(CHANGES[name])
     regions.compare_often(block, calls=3, **how)

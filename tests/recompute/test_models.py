@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import itertools
 from collections.abc import Callable, Iterator
@@ -48,6 +49,12 @@ mixtures = pytest.mark.parametrize(
 """Where each mode runs all of them, the rest has those that save, offload and recompute at once."""
 
 
+@functools.cache
+def plain_steps(name: str, dropout: float, autocast: bool = False) -> list[torch.Tensor]:
+    """What a model's steps come to without Spillway. They are the same for each way."""
+    return steps(name, plainly, contextlib.nullcontext, dropout=dropout, autocast=autocast)
+
+
 @pytest.mark.parametrize(("name", "how"), CASES)
 @pytest.mark.parametrize(
     ("dropout", "autocast"),
@@ -60,7 +67,7 @@ mixtures = pytest.mark.parametrize(
 def test_a_model_is_the_same_in_every_bit(
     name: str, how: str, dropout: float, autocast: bool, session: spillway.Session
 ) -> None:
-    plain = steps(name, plainly, contextlib.nullcontext, dropout=dropout, autocast=autocast)
+    plain = plain_steps(name, dropout, autocast)
     call = recomputed(session=session, **{**HOWS, **REENTRANT}[how])
     context = partial(spillway.offload, policy=spillway.policies.Keep(), min_bytes=0, session=session)
     ours = steps(name, call, context, dropout=dropout, autocast=autocast)
@@ -71,7 +78,7 @@ def test_a_model_is_the_same_in_every_bit(
 @pytest.mark.parametrize("name", MODELS)
 @mixtures
 def test_regions_in_regions_are_the_same_in_every_bit(name: str, how: str, session: spillway.Session) -> None:
-    plain = steps(name, plainly, contextlib.nullcontext, dropout=0.3, autocast=False)
+    plain = plain_steps(name, 0.3)
     region = partial(spillway.recompute, session=session, **HOWS[how])
     inner = partial(spillway.recompute, session=session, offload=["matmul"])
     context = partial(spillway.offload, min_bytes=0, session=session)
@@ -82,7 +89,7 @@ def test_regions_in_regions_are_the_same_in_every_bit(name: str, how: str, sessi
 @pytest.mark.parametrize("name", MODELS)
 @mixtures
 def test_under_the_adversary_too(name: str, how: str) -> None:
-    plain = steps(name, plainly, contextlib.nullcontext, dropout=0.3, autocast=False)
+    plain = plain_steps(name, 0.3)
     adversary = AdversaryBackend()
     with spillway.Session(backend=adversary.serve, window=0) as session:
         region = partial(spillway.recompute, session=session, **HOWS[how])

@@ -181,6 +181,7 @@ CHANGES: dict[str, Callable[[Stateful, Tensor], Any]] = {
 @pytest.mark.parametrize("kind", CHANGES)
 @pytest.mark.parametrize("calls", [1, 3], ids=["one call", "three calls"])
 @ways
+@pytest.mark.covered(times=3)
 def test_state_that_forward_changes_is_as_in_plain_training(
     regions: Regions, how: Options, calls: int, kind: str
 ) -> None:

@@ -81,10 +81,22 @@ class Ended:
 
 
 _SERVER = """
-import gc
-import json
+import atexit
 import os
 import sys
+
+code = 0
+
+def leave():
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+# Registered first, so that it is called last: to take torch apart, module by module, would take half a second.
+atexit.register(leave)
+
+import gc
+import json
 
 import torch._dynamo.decorators
 
@@ -107,35 +119,76 @@ os.environ.update(order["environment"])
 for number, name in enumerate(["stdin", "stdout", "stderr"]):
     os.dup2(os.open(name, os.O_RDWR | os.O_CREAT | (os.O_TRUNC if number else 0), 0o600), number)
 sys.argv = order["arguments"]
-exec(order["code"])
+if order["takes_apart"]:
+    atexit.unregister(leave)
+try:
+    exec(order["code"])
+except SystemExit as end:
+    code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    raise
+except KeyboardInterrupt:
+    # Python ends itself by this signal, after all else.
+    atexit.unregister(leave)
+    raise
+except BaseException:
+    code = 1
+    raise
 """
 
 
 class Server:
-    """A process that has imported all that takes long, and forks for each command: it ends as any process ends."""
+    """A process that has imported all that takes long, and forks for each command."""
 
     def __init__(self, environment: dict[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-c", _SERVER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
 
-    def run(self, folder: Path, code: str, *arguments: object, stdin: str = "", **environment: str) -> Ended:
-        """What code says and ends with, in a folder."""
+    def run(
+        self,
+        folder: Path,
+        code: str,
+        *arguments: object,
+        stdin: str = "",
+        takes_apart: bool = True,
+        **environment: str,
+    ) -> Ended:
+        """What code says and ends with, in a folder.
+
+        Args:
+            folder: where.
+            code: Python.
+            arguments: of its command line.
+            stdin: its input.
+            takes_apart: whether Python takes its modules apart in the end, as it does without this server. Threads
+                have ended and the functions of ``atexit`` were called in either case.
+            environment: more of its environment.
+        """
         (folder / "stdin").write_text(stdin)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         words = list(map(str, arguments))
-        order = {"folder": str(folder), "code": code, "environment": environment, "arguments": words}
+        order = {
+            "folder": str(folder),
+            "code": code,
+            "environment": environment,
+            "arguments": words,
+            "takes_apart": takes_apart,
+        }
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
         ended_with = int(self._process.stdout.readline())
         out, err = ((folder / name).read_text() for name in ("stdout", "stderr"))
         return Ended(ended_with, out, err)
 
-    def spillway(self, folder: Path, *arguments: object, stdin: str = "", **environment: str) -> Ended:
-        """The command line."""
+    def spillway(self, folder: Path, *arguments: object, takes_apart: bool = True, **environment: str) -> Ended:
+        """The command line. Its standard input is empty unless stdin is given."""
         code = "from spillway.cli.app import main; main()"
-        return self.run(folder, code, "spillway", *arguments, stdin=stdin, **environment)
+        return self.run(folder, code, "spillway", *arguments, takes_apart=takes_apart, **environment)
+
+    def told(self, folder: Path, *arguments: object, **environment: str) -> Ended:
+        """The same where only its words, files and exit code matter: Python does not take its modules apart."""
+        return self.spillway(folder, *arguments, takes_apart=False, **environment)
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -179,7 +179,7 @@ def test_an_interrupt_is_the_scripts_and_what_came_of_it_is_said_all_the_same(fo
 def test_frames_of_the_first_forward_are_not_shown(folder: Folder, server: Server) -> None:
     text = MODELS + "\nGPT()(torch.zeros(1, 4))\n"
     script = folder.write("script.py", text)
-    plain = folder.python(script.name)
+    plain = server.run(folder.path, "import runpy, sys; runpy.run_path(sys.argv[0])", script.name)
     managed = server.spillway(folder.path, "run", "--quiet", "--policy", "keep", script.name)
     assert managed.code == plain.code == 1
     assert PACKAGE not in managed.err
