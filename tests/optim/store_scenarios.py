@@ -197,7 +197,7 @@ def a_step_that_fails(way: Way) -> None:
                 **SETTINGS,  # type: ignore[arg-type]
             )
             Loop(steps=2, dtype=BF16).run(model, optimizer)
-            inner: Any = optimizer._placement.store._optimizer  # type: ignore[attr-defined]
+            inner: Any = optimizer._placement.stores[0]._optimizer  # type: ignore[attr-defined]
             inner.step_each = BreaksDown(inner.step_each)
             model(torch.randn(8, 33, dtype=BF16)).square().mean().backward()
             with contextlib.suppress(Broken):
@@ -217,7 +217,7 @@ def a_copy_in_that_fails(way: Way) -> None:
         model = net(BF16)
         optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
         Loop(steps=2, dtype=BF16).run(model, optimizer)
-        tier: Any = optimizer._placement.store.tier  # type: ignore[attr-defined]
+        tier: Any = optimizer._placement.stores[0].tier  # type: ignore[attr-defined]
         load = tier.load
         tier.load = BreaksDown(load)
         model(torch.randn(8, 33, dtype=BF16)).square().mean().backward()

@@ -499,7 +499,7 @@ def test_what_cannot_be_meant_is_refused(here: spillway.Session) -> None:
 
     with pytest.raises(UsageError, match="tier: got 'tape', expected 'host' or 'disk'"):
         make(tier="tape")
-    with pytest.raises(UsageError, match="step_on: got 'disk', expected 'cpu' or 'gpu'"):
+    with pytest.raises(UsageError, match="step_on: got 'disk', expected 'cpu', 'gpu' or 'auto'"):
         make(step_on="disk")
     with pytest.raises(UnsupportedError, match="Leave one of the two out"):
         make(tier="disk", step_on="gpu")
