@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import spillway
-from optim.store_loops import DEVICE, DISK, HOST, Loop, Way, net, same, saved, session
+from optim.store_loops import DEVICE, DISK, HOST, SPLIT, Loop, Way, net, same, saved, session
 from spillway import OffloadedOptimizer
 from spillway.optim import state_store
 from spillway.testing import AdversaryBackend
@@ -251,7 +251,7 @@ def steps_during_backward(way: Way) -> None:
 
 SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
     (scenario, way)
-    for way in (DEVICE, DISK, HOST)
+    for way in (DEVICE, DISK, HOST, SPLIT)
     for scenario in (
         narrow_windows,
         gradients_that_stay,
@@ -265,4 +265,4 @@ SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
     )
     # In CPU memory the small model is one chunk: nothing comes after a failure.
     if way is not HOST or scenario not in (a_step_that_fails, a_copy_in_that_fails)
-] + [(steps_during_backward, DEVICE)]
+] + [(steps_during_backward, way) for way in (DEVICE, SPLIT)]

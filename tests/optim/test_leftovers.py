@@ -343,7 +343,11 @@ def test_a_session_that_is_closed_first(adversary: AdversaryBackend) -> None:
         train(model, plainly(AdamW)(model), batches(1))
 
 
-@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_on": "auto", "cpu_share": 0.5}, {"step_in_backward": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("closes", ["optimizer", "session"])
 def test_steps_that_are_queued_are_finished_by_close(closes: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = wide()

@@ -424,7 +424,9 @@ def test_a_compiled_model(cpu_session: spillway.Session) -> None:
     optimizers[1].close()
 
 
-@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_on": "auto", "cpu_share": 0.5}], ids=str
+)
 @pytest.mark.parametrize("what", ["lr", "betas"])
 def test_a_queued_step_has_the_settings_of_its_time(
     what: str, options: dict[str, Any], adversary: AdversaryBackend, tmp_path: Path
