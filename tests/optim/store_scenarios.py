@@ -231,15 +231,16 @@ def a_copy_in_that_fails(way: Way) -> None:
 
 
 def blocks_that_wait_for_their_own(way: Way) -> None:
-    with hostile(window=6000) as where:
-        model, plain = net(BF16), net(BF16)
-        optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
-        optimizer.overlap_forward(model, blocks=nn.Linear)
-        Loop(dtype=BF16).run(model, optimizer)
-        optimizer.synchronize()
-        Loop(dtype=BF16).run_in_float(plain, AdamW, SETTINGS)
-        assert same(model, plain)
-        optimizer.close()
+    for window, micro in ((6000, 1), (6000, 2), (0, 2)):
+        with hostile(window=window) as where:
+            model, plain = net(BF16), net(BF16)
+            optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
+            optimizer.overlap_forward(model, blocks=nn.Linear)
+            Loop(dtype=BF16, micro=micro).run(model, optimizer)
+            optimizer.synchronize()
+            Loop(dtype=BF16, micro=micro).run_in_float(plain, AdamW, SETTINGS)
+            assert same(model, plain)
+            optimizer.close()
 
 
 def steps_during_backward(way: Way) -> None:

@@ -3,9 +3,10 @@
 NOTE [ Steps beside compute ]
 
 The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
-queues everything: copies in, the step, copies out. It waits for copies in only where they read gradients that were
-summed on the CPU, before it adds the next ones. So ``step()`` and hooks of backward only queue tasks, and the GPU
-computes the rest of backward or the next forward meanwhile. The order is kept by these waits:
+queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. The
+worker thread waits for copies in only where they read gradients that were summed on the CPU, before it adds the next
+ones. So ``step()`` and hooks of backward only queue tasks, and the GPU computes the rest of backward or the next forward
+meanwhile. The order is kept by these waits:
 
 1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.

@@ -63,11 +63,15 @@ class OffloadedOptimizer(Optimizer):
             cleared. A step on the CPU copies them, and one on the GPU reads them there.
         tier: the place of master weights and state: ``"host"``, CPU memory, or ``"disk"``, the session's spill file,
             from which they are streamed to CPU memory to be stepped.
-        step_on: the place of the step: ``"cpu"`` or ``"gpu"``. On the GPU, master weights and state are in pinned CPU
+        step_on: the place of the step: ``"cpu"``, ``"gpu"`` or ``"auto"``. On the GPU, master weights and state are in pinned CPU
             memory, and are streamed to the GPU for the step, beside other work of the GPU. At most 256 MiB of them are
             there at once, within the session's in-flight limit. The class runs with your own ``fused`` and
             ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in pieces, those
-            of other classes whole.
+            of other classes whole. ``"auto"`` divides the parameters between the two, which step at the same time.
+        cpu_share: the share of elements that the CPU steps with ``step_on="auto"``, from 0 to 1. The GPU steps the
+            others. ``None``: both begin with half. After about ten steps, their times decide, and state moves
+            once. :attr:`cpu_share` is the result. Without a GPU it is 1. Two runs may choose different shares. Pass the
+            number to both, and they have the same bits.
         threads: for the step. ``None``: one for each CPU of the process, shared by the ranks of the machine.
         session: its pinned memory is used. ``None``: the default one.
         hold: the parameters that the fraction takes first: the ``"last"``, whose gradients come first in backward, or
@@ -83,7 +87,7 @@ class OffloadedOptimizer(Optimizer):
     Raises:
         UsageError: an argument of the wrong type or range.
         UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; ``tier="disk"`` together with
-            ``step_on="gpu"``, or one of them with a class that is not torch's.
+            ``step_on="gpu"`` or ``"auto"``, or one of these with a class that is not torch's.
         SpillPathError: no spill file can be made.
 
     Example:
