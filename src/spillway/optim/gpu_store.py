@@ -5,8 +5,8 @@ NOTE [ Steps beside compute ]
 The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
 queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. The
 worker thread waits for copies in only where they read gradients that were summed on the CPU, before it adds the next
-ones. So ``step()`` and hooks of backward only queue tasks, and the GPU computes the rest of backward or the next forward
-meanwhile. The order is kept by these waits:
+ones. So ``step()`` and hooks of backward only queue tasks, and the GPU computes the rest of backward or the next
+forward meanwhile. The order is kept by these waits:
 
 1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.
@@ -69,7 +69,7 @@ from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import Pinned, aligned, on_error
-from spillway.runtime.backend import Backend, Event, Stream, TaskEnd
+from spillway.runtime.backend import Event, Stream, TaskEnd
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.units import format_bytes
 
@@ -104,8 +104,7 @@ class PinnedTier(ChunkTier):
     which the pieces are neighbours. So the CPU sees it whole without a copy.
     """
 
-    def __init__(self, *, timed: bool) -> None:
-        self._timed = timed
+    def __init__(self) -> None:
         self._streams: dict[DeviceContext, _Streams] = {}
         self._wholes: weakref.WeakValueDictionary[Hashable, Pinned] = weakref.WeakValueDictionary()
 
@@ -135,7 +134,7 @@ class PinnedTier(ChunkTier):
         memory = transfer.memory = self.memory(context, nbytes)
         # The step stream has waited until all that is stored is there.
         backend.wait(incoming, backend.record(backend.compute()))
-        began = self._begin(backend, incoming)
+        began = backend.record(incoming)
         ranges: tuple[_Range, ...] = chunk.place if stored else ()
         for one in ranges:
             self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
@@ -147,7 +146,7 @@ class PinnedTier(ChunkTier):
             transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
-        self._end(transfer, "in", began, transfer.arrived)
+        transfer.cost.copies[context, "in"].append(partial(backend.seconds_between, began, transfer.arrived))
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
         for step in (transfer.steps[index] for index, _, _ in gradients):
@@ -182,11 +181,12 @@ class PinnedTier(ChunkTier):
     def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
             return
-        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
-        backend, memory = transfers.backend, transfer.memory
+        context, memory = transfer.chunk.context, transfer.memory
+        transfers, outgoing = context.transfers, self.streams_of(context).outgoing
+        backend = transfers.backend
         assert memory is not None
         backend.wait(outgoing, backend.record(backend.compute()))
-        began = self._begin(backend, outgoing)
+        began = backend.record(outgoing)
         with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
             for one in place:
                 for event in one.pinned.before_write():
@@ -196,7 +196,7 @@ class PinnedTier(ChunkTier):
                     backend.copy(outgoing, one.bytes(), source)
                     transfers.count(sent=one.nbytes)
         transfer.left = backend.record(outgoing)
-        self._end(transfer, "out", began, transfer.left)
+        transfer.cost.copies[context, "out"].append(partial(backend.seconds_between, began, transfer.left))
         for one in place:
             one.pinned.after("out", transfer.left)
 
@@ -240,15 +240,6 @@ class PinnedTier(ChunkTier):
             self._streams[context] = _Streams(incoming, outgoing, stepping)
         return self._streams[context]
 
-    def _begin(self, backend: Backend, stream: Stream) -> Event | None:
-        return backend.record(stream) if self._timed else None
-
-    def _end(self, transfer: ChunkTransfer, direction: str, began: Event | None, end: Event) -> None:
-        if began is not None:
-            context = transfer.chunk.context
-            seconds = partial(context.transfers.backend.seconds_between, began, end)
-            transfer.cost.copies[context, direction].append(seconds)
-
     def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:
         """A piece's part of the memory of a whole tensor."""
         key = (part.held, slot.name, slot.dtype)
@@ -270,10 +261,8 @@ class GpuStore(StateStore):
     tier: PinnedTier
     steps_on_device = True
 
-    def __init__(
-        self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf, *, timed: bool = False
-    ) -> None:
-        super().__init__(PinnedTier(timed=timed), optimizer_class, given, settings)
+    def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
+        super().__init__(PinnedTier(), optimizer_class, given, settings)
         self._fused = ClassTraits.of(optimizer_class).fused
         self._streamed: dict[DeviceContext, _Streamed] = {}
 

@@ -33,8 +33,6 @@ MEASURED = 5
 MOST_CHOICES = 6
 ENOUGH = 3
 """How often in a row a fraction has to be cheap enough to be final."""
-HALF = 0.5
-"""The share of the CPU until it is measured."""
 _MARGIN = 0.97
 
 
@@ -89,7 +87,7 @@ class Options:
     @property
     def first_cpu_share(self) -> float:
         """The share of elements that the CPU steps, of those whose state is not kept on the GPU; at first."""
-        return {"cpu": 1.0, "gpu": 0.0}.get(self.step_on, HALF if self.cpu_share is None else self.cpu_share)
+        return {"cpu": 1.0, "gpu": 0.0}.get(self.step_on, 0.5 if self.cpu_share is None else self.cpu_share)
 
     @property
     def measures_share(self) -> bool:
@@ -325,13 +323,7 @@ class ShareTuner:
         self._skip = WARM_UP
 
     def note(self, on_cpu: float, on_gpu: float) -> float | None:
-        """Note a step: the CPU's and the GPU's seconds for an element. Gives the share, once it is known.
-
-        Example:
-            >>> tuner = ShareTuner()
-            >>> [tuner.note(on_cpu=3e-9, on_gpu=1e-9) for _ in range(WARM_UP + MEASURED)][-1]
-            0.25
-        """
+        """Note a step: the CPU's and the GPU's seconds for an element. Gives the share, once it is known."""
         if self._skip:
             self._skip -= 1
             return None

@@ -6,10 +6,9 @@ With ``step_on="auto"`` there are two stores: one steps on the CPU, the other st
 They work at the same time, on different parameters. The CPU is limited by the bandwidth of its memory, and the streamed
 part by that of the link. So both together take about half of the time of each alone.
 
-The parameters of the two alternate in the order of the model. Then both processors get gradients from the begin of
-backward to its end, and both have stepped something by the time that any block of the next forward needs it. If one had
-the first layers and the other the last ones, each would be idle for a half of backward, and for a half of the forward.
-Whole parameters alternate: a store has the state of a parameter in one form, and a view of it.
+Whole parameters of the two alternate in the order of the model. So both processors get gradients during all of
+backward, and blocks of the next forward wait for both alike. If one had the first layers and the other the last ones,
+each would be idle for a half of backward, and for a half of the forward.
 
 A parameter's store depends only on its place among all parameters, and on the share. So it does not change if other
 parameters are added, or if ``divide`` lets the GPU keep some of them. Two runs with the same share have the same bits.
@@ -34,7 +33,7 @@ from spillway.errors import UnsupportedError
 from spillway.optim.cpu_store import CpuStore, MemoryTier
 from spillway.optim.disk_tier import DiskTier
 from spillway.optim.gpu_store import GpuStore
-from spillway.optim.gradient import DeviceContext, Snapshot
+from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import (
     BorrowingOptimizer,
@@ -197,20 +196,10 @@ class Placement:
         """Those parameters that may be stepped during backward, of some whose gradients have arrived."""
         return [one for store, some in self.of_stores(waiting) for one in store.complete(some)]
 
-    def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
-        """Step parameters by their gradients, or queue that. ``overlapped``: blocks wait in the next forward."""
-        by_parameter = {step.held: step for step in steps}
-        for store, some in self.of_stores(by_parameter):
-            store.step([by_parameter[one] for one in some], cost, overlapped=overlapped)
-
     def settle(self, cost: StepCost) -> None:
         """All parameters of a step are queued: complete it, or queue that."""
         for store in self.stores:
             store.settle(cost)
-
-    def end_step(self) -> dict[int, dict[str, Any]]:
-        """A step has ended. Gives the group entries that the class changed, by group."""
-        return {index: written for store in self.stores for index, written in store.end_step().items()}
 
     # States.
 
@@ -286,8 +275,7 @@ class Placement:
             )
         stores: list[StateStore] = []
         if step_on != "cpu":
-            timed, settings = self.options.measures_share, lambda held: settings_of(self._groups()[held.group])
-            stores.append(GpuStore(self._class, self._given, settings, timed=timed))
+            stores.append(GpuStore(self._class, self._given, lambda held: settings_of(self._groups()[held.group])))
         if step_on != "gpu":
             workers, _ = workers_of(self.options.threads_of_step)
             place = DiskTier() if tier == "disk" else MemoryTier()

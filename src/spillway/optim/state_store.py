@@ -79,7 +79,7 @@ class StepCost:
     written_bytes: int = 0
     """Bytes written there."""
     copies: defaultdict[Hashable, list[Callable[[], float]]] = field(default_factory=lambda: defaultdict(list))
-    """The seconds of copies of state to the GPU and back, by GPU and direction, if they are timed."""
+    """The seconds of copies of state to the GPU and back, by GPU and direction."""
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
     kept: list[object] = field(default_factory=list)

@@ -169,9 +169,11 @@ class StepQueue:
 
     def _step(self, steps: Sequence[Snapshot], *, overlapped: bool) -> None:
         """Let the stores step, and note the parameters that were queued, also on an error."""
-        before = {step.held: step.held.updated for step in steps}
+        by_parameter = {step.held: step for step in steps}
+        before = {held: held.updated for held in by_parameter}
         try:
-            self._placement.step(steps, self.now, overlapped=overlapped)
+            for store, some in self._placement.of_stores(by_parameter):
+                store.step([by_parameter[held] for held in some], self.now, overlapped=overlapped)
         finally:
             self.pending.update(held for held, event in before.items() if held.updated is not event)
 
@@ -255,8 +257,9 @@ class StepQueue:
         for one in arriving:
             self._views.show(one.parameter)
         if arriving and not self.pending:
-            for index, written in self._placement.end_step().items():
-                self._groups()[index].update(written)
+            for store in self._placement.stores:
+                for index, written in store.end_step().items():
+                    self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
