@@ -127,6 +127,36 @@ def test_fifty_steps_are_those_of_the_plain_class(
     adversary.check()
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_each_parameter_has_the_bits_of_its_place(moves: bool, hostile: spillway.Session) -> None:
+    torch.manual_seed(0)
+    shapes = [(67,), (9, 11), (1030,), (20, 33), (5,), (700,)]
+    mine = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    plain = [nn.Parameter(one.detach().clone()) for one in mine]
+    # Without fused=True the class loops on the GPU. The CPU uses its fused kernel.
+    kinds = {here: AdamW(plain, lr=1e-2, fused=here, foreach=False) for here in (True, False)}
+    optimizer = OffloadedOptimizer(mine, AdamW, session=hostile, lr=1e-2, **SPLIT.options)
+    for step in range(STEPS):
+        if moves and step == STEPS // 2:
+            list(optimizer._placement.move_between_stores(0.2))
+            optimizer._steps.take_edits()
+        gradients = [torch.randn(shape) for shape in shapes]
+        for one, gradient in zip(mine, gradients, strict=True):
+            one.grad = gradient
+        optimizer.step()
+        for here, reference in kinds.items():
+            for one, gradient, is_here in zip(plain, gradients, on_cpu(optimizer), strict=True):
+                one.grad = gradient if is_here is here else None
+                other = kinds[not here].state
+                if is_here is here and one in other:
+                    reference.state[one] = other.pop(one)
+            reference.step()
+    optimizer.synchronize()
+    assert_same_values(mine, plain)
+    assert len(set(on_cpu(optimizer))) == 2
+    optimizer.close()
+
+
 def test_a_state_goes_from_the_plain_class_to_both_and_back(hostile: spillway.Session) -> None:
     expected = plain_after(Loop(steps=6))
     model = net()
@@ -280,6 +310,11 @@ def test_states_move_between_two_steps(
         # Each share is the last one otherwise.
         optimizer._share_tuner = ShareTuner()
         places.append(tuple(on_cpu(optimizer)))
+        if len(set(places)) > 1:
+            # Also what the user sees.
+            seen = {index: dict(optimizer.state[one]) for index, one in enumerate(model.parameters())}
+            state = optimizer.state_dict()["state"]
+            assert all(torch.equal(seen[index][name], value) for index in state for name, value in state[index].items())
 
     loop.each = each
     loop.run(model, optimizer)
