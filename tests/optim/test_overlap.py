@@ -262,11 +262,12 @@ def test_gradients_that_are_written_to_in_flight(late: spillway.Session) -> None
     optimizer.close()
 
 
-def test_gradients_that_stay_and_are_written_to_in_flight() -> None:
+@pytest.mark.parametrize("options", [{}, {"step_on": "auto", "cpu_share": 0.5}], ids=str)
+def test_gradients_that_stay_and_are_written_to_in_flight(options: dict[str, Any]) -> None:
     # The copies of a step's gradients are late; what is written to the gradients after the step is not for it.
     with spillway.Session(backend=SlowBackend("gradients", 0.005).serve) as session:
         model, data = wide(), batches(4)
-        optimizer = overlapped(session, offload_gradients=False)(model)
+        optimizer = overlapped(session, offload_gradients=False, fused=True, **options)(model)
         train(model, optimizer, data, set_to_none=False)
         optimizer.synchronize()
         plain = wide()

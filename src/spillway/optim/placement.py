@@ -297,7 +297,8 @@ class Placement:
         """The store of every parameter, for as long as it is held: see NOTE [ Steps on both ]."""
         parameters = [parameter for _, parameter in self.parameters()]
         may_stream = counted([local_of(parameter).device for parameter in parameters])
-        sizes = [local_of(one).numel() if counts else 0 for one, counts in zip(parameters, may_stream, strict=True)]
+        # Whole parameters count, not shards: all ranks then step a parameter in the same place.
+        sizes = [one.numel() if counts else 0 for one, counts in zip(parameters, may_stream, strict=True)]
         on_cpu = alternating(sizes, self.cpu_share)
         first, last = self.stores[0], self.stores[-1]
         return {
