@@ -29,7 +29,7 @@ from spillway.optim import state_store
 from spillway.optim.options import MEASURED, WARM_UP, ShareTuner, alternating
 from spillway.optim.state_store import StepCost
 from spillway.testing import AdversaryBackend
-from support import pairwise
+from support import SlowBackend, pairwise
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 KiB = 1024
@@ -125,6 +125,24 @@ def test_fifty_steps_are_those_of_the_plain_class(
         gc.collect()
         assert session.used_bytes == (0, 0)
     adversary.check()
+
+
+@pytest.mark.parametrize("stream", ["states in", "states out", "parameters", "gradients"])
+@pytest.mark.parametrize(("kind", "options"), list(LOOPS.values()), ids=list(LOOPS))
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+def test_copies_of_either_that_are_late(
+    stream: str, kind: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, pieces_of: Callable[[int], None]
+) -> None:
+    pieces_of(512)
+    model, plain = net(dtype), plain_after(Loop(steps=6, dtype=dtype, **kind))
+    with spillway.Session(backend=SlowBackend(stream, 0.001).serve, window=8 * KiB) as session:
+        optimizer = split(model, session, **options)
+        optimizer.overlap_forward(model, blocks=nn.Linear)
+        Loop(steps=6, dtype=dtype, **kind).run(model, optimizer)
+        optimizer.synchronize()
+        assert same(model, plain)
+        optimizer.close()
+        assert session.used_bytes == (0, 0)
 
 
 @pytest.mark.parametrize("moves", [False, True])
