@@ -152,16 +152,13 @@ class Options:
                 f"cpu_share: got {share!r} with step_on={self.step_on!r}, where all parameters step in one place. Pass "
                 f"step_on='auto', or leave cpu_share out."
             )
-        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share <= 1:
-            raise UsageError(
-                f"cpu_share: got {share!r}, expected a number from 0 (all on the GPU) to 1 (all on the CPU), or None"
-            )
+        check_fraction(share, "None, or a number", name="cpu_share")
 
 
-def check_fraction(fraction: object, expected: str = "a number") -> None:
+def check_fraction(fraction: object, expected: str = "a number", *, name: str = "fraction") -> None:
     """Raise a ``UsageError`` if a fraction is no number from 0 to 1."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise UsageError(f"fraction: got {fraction!r}, expected {expected} from 0 (none on the CPU) to 1 (all)")
+        raise UsageError(f"{name}: got {fraction!r}, expected {expected} from 0 (none on the CPU) to 1 (all)")
 
 
 def workers_of(threads: int) -> tuple[int, int]:
