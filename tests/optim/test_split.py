@@ -604,7 +604,7 @@ class Own(AdamW):
     [
         ({"step_on": "both"}, UsageError, "step_on: got 'both', expected 'cpu', 'gpu' or 'auto'"),
         ({"step_on": 0.5}, UsageError, "step_on: got 0.5, expected 'cpu', 'gpu' or 'auto'"),
-        ({"cpu_share": 1.5}, UsageError, r"cpu_share: got 1.5, expected None, or a number from 0 \(none on the CPU\) to 1"),
+        ({"cpu_share": 1.5}, UsageError, r"cpu_share: got 1.5, expected None, or a number from 0 \(none on the CPU\)"),
         ({"cpu_share": True}, UsageError, "cpu_share: got True"),
         ({"cpu_share": "half"}, UsageError, "cpu_share: got 'half'"),
         ({"step_on": "gpu"}, UsageError, "cpu_share: got 0.5 with step_on='gpu'.*or leave cpu_share out"),
