@@ -5,6 +5,8 @@
     python benchmarks/optimizer.py --micro 2 --ways "on the GPU, clipped" "GPU in chunks, fp32 master weights, clipped"
     python benchmarks/optimizer.py --micro 8 --seq 2048 --ways "fp32 master weights, all on the GPU" \
         "GPU in chunks, fp32 master weights, vertical, in backward, overlapping"
+    python benchmarks/optimizer.py --cpu-share 0.4 \
+        --ways "split over CPU and GPU, fp32 master weights, clipped, overlapping"
     python benchmarks/optimizer.py --shape 8b --layers 32 --ways "fp32 master weights, clipped, overlapping"
 
 A step is ``--micro`` forwards and backwards over a stack of decoder layers in bfloat16, each layer checkpointed, and
@@ -18,7 +20,9 @@ the backward where nothing is clipped.
 
 *GPU in chunks* streams state through the GPU, where it is stepped. The bytes in a row are those of the last step in
 each direction, gradients included. Its *bound* takes these bytes at the rate of copies in both directions at once,
-measured in the same run, in place of the CPU's step. *Vertical* is ``Accumulator(order="vertical")``.
+measured in the same run, in place of the CPU's step. *Split over CPU and GPU* steps parameters in both places at once,
+divided by ``--cpu-share``, or by the times of the first steps. Its *bound* takes the longer of the two. *Vertical* is
+``Accumulator(order="vertical")``.
 
 Other systems are measured if they can be imported, and named as absent if not.
 """
@@ -128,6 +132,10 @@ def offloaded(
     return updates(stack, optimizer, clipped=clipped)
 
 
+def split(stack: Stack, options: argparse.Namespace, **given: Any) -> Update:
+    return offloaded(stack, options, step_on="auto", cpu_share=options.cpu_share, overlap=True, **given)
+
+
 def vertical(
     stack: Stack, options: argparse.Namespace, *, clipped: bool = False, overlap: bool = True, **given: Any
 ) -> Loop:
@@ -198,6 +206,8 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update | Loop]] = {
     "GPU in chunks, fp32 master weights, clipped, overlapping, gradients stay": partial(
         offloaded, clipped=True, step_on="gpu", overlap=True, offload_gradients=False
     ),
+    "split over CPU and GPU, fp32 master weights, clipped, overlapping": partial(split, clipped=True),
+    "split over CPU and GPU, fp32 master weights, in backward, overlapping": partial(split, step_in_backward=True),
     "GPU in chunks, fp32 master weights, vertical, in backward, overlapping": partial(vertical, step_in_backward=True),
     "GPU in chunks, fp32 master weights, vertical, clipped, overlapping, gradients stay": partial(
         vertical, clipped=True, offload_gradients=False
@@ -247,7 +257,7 @@ def measure(options: argparse.Namespace) -> Row:
 
     first = run(1)
     run(2)
-    if options.child.endswith("auto"):
+    if options.child.endswith("auto") or "split" in options.child:
         settle(last, run)
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
@@ -267,11 +277,11 @@ def measure(options: argparse.Namespace) -> Row:
 
 
 def settle(last: list[Any], run: Callable[[int], float]) -> None:
-    """Step until the fraction is chosen."""
+    """Step until the fraction, and the CPU's share of it, are chosen."""
     for _ in range(8):
-        before = last[0].fraction
+        before = last[0].fraction, last[0].cpu_share
         run(20)
-        if last[0].fraction == before:
+        if (last[0].fraction, last[0].cpu_share) == before:
             return
 
 
@@ -344,14 +354,16 @@ def bound(row: Row, plain: Row, rates: dict[str, float], options: argparse.Names
     elsewhere = any(word in row.way for word in ("auto", "all on the GPU"))
     if "master weights" not in row.way or elsewhere or not plain.step_seconds or not rates["stream"]:
         return 0.0
-    if "GPU in chunks" in row.way:
+    with_masters = "no fp32 master weights" not in row.way
+    share = 0.5 if "half" in row.way else 1.0
+    on_link = any(word in row.way for word in ("GPU in chunks", "split"))
+    if on_link:
         if not row.stats or "link" not in rates:
             return 0.0
-        host = max(row.stats["received_bytes"], row.stats["sent_bytes"]) / (rates["link"] * 1e9)
-    else:
-        with_masters = "no fp32 master weights" not in row.way
-        share = 0.5 if "half" in row.way else 1.0
-        host = (32 if with_masters else 14) * row.parameters * share / (rates["stream"] * 1e9)
+        share = row.stats["stepped_on_host"] / row.parameters
+    host = (32 if with_masters else 14) * row.parameters * share / (rates["stream"] * 1e9)
+    if on_link:
+        host = max(host, max(row.stats["received_bytes"], row.stats["sent_bytes"]) / (rates["link"] * 1e9))
     backward = plain.step_seconds / options.micro - plain.forward_seconds
     hidden = plain.forward_seconds if "overlapping" in row.way else 0.0
     if "in backward" in row.way or ("clipped" not in row.way and "GPU in chunks" not in row.way):
@@ -360,8 +372,10 @@ def bound(row: Row, plain: Row, rates: dict[str, float], options: argparse.Names
 
 
 def run_child(way: str, options: argparse.Namespace) -> Row:
-    names = ("shape", "layers", "seq", "micro", "runs", "together", "device", "threads")
-    given = [f"--{name}={getattr(options, name)}" for name in names if getattr(options, name) is not None]
+    names = ("shape", "layers", "seq", "micro", "runs", "together", "device", "threads", "cpu_share")
+    given = [
+        f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names if getattr(options, name) is not None
+    ]
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         subprocess.run([sys.executable, __file__, *given, f"--child={way}", f"--json={file.name}"], check=True)
         return Row(**json.loads(Path(file.name).read_text()))
@@ -399,6 +413,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--together", type=int, default=4, help="steps that are timed together")
     parser.add_argument("--runs", type=int, default=5, help="such runs, to take the median of")
     parser.add_argument("--threads", type=int, help="of the host's step")
+    parser.add_argument("--cpu-share", type=float, help="of the ways that are split; default: measured")
     parser.add_argument(
         "--host-elements", type=int, default=1 << 20 if small else 1 << 28, help="for the CPU's bandwidths; 0 for none"
     )

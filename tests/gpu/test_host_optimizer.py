@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from spillway.optim.options import alternating
 
 pytestmark = pytest.mark.gpu
 
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 WIDTH, LAYERS, STEPS, MAX_NORM = 512, 6, 6, 0.5
+SHARE = 0.4
 
 
 @pytest.fixture
@@ -43,8 +45,13 @@ def plainly(
 ) -> list[Tensor]:
     """Masters, sums and the step, all written out."""
     model = make(device, dtype)
-    there = device if step_on == "gpu" else torch.device("cpu")
-    masters = [nn.Parameter(parameter.detach().to(there, torch.float32, copy=True)) for parameter in model.parameters()]
+    share = {"cpu": 1.0, "gpu": 0.0, "auto": SHARE}[step_on]
+    on_cpu = alternating([parameter.numel() for parameter in model.parameters()], share)
+    places = [torch.device("cpu") if here else device for here in on_cpu]
+    masters = [
+        nn.Parameter(parameter.detach().to(place, torch.float32, copy=True))
+        for parameter, place in zip(model.parameters(), places, strict=True)
+    ]
     optimizer = torch.optim.AdamW(masters, fused=True, **ADAMW)
     for several in batches(device, dtype, micro):
         sums: list[Tensor] = []
@@ -55,7 +62,7 @@ def plainly(
             gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
             # By the kernel that clip_grad_norm_ takes on a device.
             norms = [*torch._foreach_norm(gradients, 2.0, dtype=torch.float32)]
-            new = [gradient.to(there).float() for gradient in gradients]
+            new = [gradient.to(place).float() for gradient, place in zip(gradients, places, strict=True)]
             sums = [one + other for one, other in zip(sums, new, strict=True)] if sums else new
         if micro > 1:
             norms = [torch.linalg.vector_norm(total).to(device) for total in sums]
@@ -111,9 +118,11 @@ def test_a_run_is_bit_for_bit_the_one_written_out(
         {"step_in_backward": True},
         {"step_on": "gpu", "fused": True},
         {"step_on": "gpu", "fused": True, "step_in_backward": True},
+        {"step_on": "auto", "cpu_share": SHARE, "fused": True},
+        {"step_on": "auto", "cpu_share": SHARE, "fused": True, "step_in_backward": True},
         {"tier": "disk"},
     ],
-    ids=["in backward", "streamed", "streamed in backward", "disk"],
+    ids=["in backward", "streamed", "streamed in backward", "split", "split in backward", "disk"],
 )
 def test_a_run_with_state_elsewhere_is_the_one_written_out(
     device: torch.device,
@@ -138,6 +147,31 @@ def test_a_run_with_state_elsewhere_is_the_one_written_out(
     optimizer.synchronize()
     for one, other in zip(model.parameters(), expected, strict=True):
         assert torch.equal(one, other)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_the_share_of_the_cpu_is_measured(device: torch.device, session: spillway.Session, early: bool) -> None:
+    model = make(device, torch.bfloat16)
+    optimizer = spillway.OffloadedOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        session=session,
+        step_on="auto",
+        step_in_backward=early,
+        fused=True,
+        **ADAMW,
+    )
+    optimizer.overlap_forward(model)
+    batch = torch.randn(64, WIDTH, device=device, dtype=torch.bfloat16)
+    for _ in range(20):
+        model(batch).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert optimizer._share_tuner is None, "it was chosen"
+    assert 0 <= optimizer.cpu_share <= 1
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
     optimizer.close()
 
 

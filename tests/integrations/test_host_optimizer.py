@@ -83,7 +83,8 @@ def train(built: Built, optimizer: torch.optim.Optimizer, max_norm: float | None
     return [*found, *(local(parameter).detach().clone() for parameter in inner.parameters())]
 
 
-def case(name: str, max_norm: float | None, accumulate: bool) -> None:
+def case(name: str, max_norm: float | None, accumulate: bool, **given: Any) -> list[float]:
+    """Gives 1 for each held parameter that the CPU steps, else 0."""
     make, options = MODELS[name]
     settings = LOOP if name == "tensor parallel" else ADAMW
     torch.manual_seed(0)
@@ -91,8 +92,9 @@ def case(name: str, max_norm: float | None, accumulate: bool) -> None:
     expected = train(plain, torch.optim.AdamW(plain[1].parameters(), **settings), max_norm, accumulate=accumulate)
     torch.manual_seed(0)
     built = make(**options)
-    optimizer = spillway.OffloadedOptimizer(built[1].parameters(), torch.optim.AdamW, **settings)
+    optimizer = spillway.OffloadedOptimizer(built[1].parameters(), torch.optim.AdamW, **given, **settings)
     got = train(built, optimizer, max_norm, accumulate=accumulate)
+    places = [float(not one.store.steps_on_device) for one in optimizer._placement.held.values()]
     for one, other in zip(got, expected, strict=True):
         assert torch.equal(one, other)
     for parameter in built[1].parameters():
@@ -100,6 +102,7 @@ def case(name: str, max_norm: float | None, accumulate: bool) -> None:
         assert type(state["exp_avg"]) is type(parameter.data) or not hasattr(parameter, "placements")
         assert local_of(state["exp_avg"]).shape == local_of(parameter).shape
     optimizer.close()
+    return places
 
 
 @pytest.mark.parametrize("accumulate", [False, True], ids=["reduced last", "reduced each time"])
@@ -111,6 +114,35 @@ def test_a_step_over_two_ranks_is_the_plain_one(
     if max_norm is not None and name.startswith("tensor parallel"):
         pytest.skip("torch takes no norm over parameters of several meshes, or of none")
     world.run(case, name, max_norm, accumulate)
+
+
+def split(name: str, max_norm: float | None) -> list[float]:
+    return case(name, max_norm, accumulate=False, step_on="auto", cpu_share=0.5)
+
+
+@pytest.mark.parametrize(("name", "max_norm"), [("fsdp", 0.05), ("ddp", 0.05), ("tensor parallel", None)])
+def test_steps_on_the_cpu_and_on_the_gpu_are_the_plain_ones(world: World, name: str, max_norm: float | None) -> None:
+    places, others = world.run(split, name, max_norm)
+    assert set(places) == {0.0, 1.0}
+    assert places == others
+
+
+def measured() -> str:
+    model, inner = ddp()
+    optimizer = spillway.OffloadedOptimizer(inner.parameters(), torch.optim.AdamW, step_on="auto")
+    model(torch.randint(TOKENS, (ROWS, LENGTH))).square().mean().backward()
+    try:
+        optimizer.step()
+    except spillway.UnsupportedError as error:
+        return str(error)
+    finally:
+        optimizer.close()
+    return ""
+
+
+def test_ranks_measure_no_share(world: World) -> None:
+    for told in world.run(measured):
+        assert "Give the same cpu_share on every rank" in told
 
 
 def leaving(name: str) -> tuple[int, int]:

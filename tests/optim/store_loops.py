@@ -26,7 +26,7 @@ class Way:
     """Where masters and states lie."""
 
     name: str
-    options: dict[str, str]
+    options: dict[str, Any]
 
     def __str__(self) -> str:
         return self.name
@@ -42,6 +42,7 @@ class Way:
 DEVICE = Way("device", {"step_on": "gpu"})
 DISK = Way("disk", {"tier": "disk"})
 HOST = Way("host", {})
+SPLIT = Way("split", {"step_on": "auto", "cpu_share": 0.5})
 WAYS = [DEVICE, DISK]
 
 

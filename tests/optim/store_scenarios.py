@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 
 import spillway
-from optim.store_loops import DEVICE, DISK, HOST, Loop, Way, net, same, saved, session
+from optim.store_loops import DEVICE, DISK, HOST, SPLIT, Loop, Way, net, same, saved, session
 from spillway import OffloadedOptimizer
 from spillway.optim import state_store
 from spillway.testing import AdversaryBackend
@@ -197,7 +197,7 @@ def a_step_that_fails(way: Way) -> None:
                 **SETTINGS,  # type: ignore[arg-type]
             )
             Loop(steps=2, dtype=BF16).run(model, optimizer)
-            inner: Any = optimizer._placement.store._optimizer  # type: ignore[attr-defined]
+            inner: Any = optimizer._placement.stores[0]._optimizer  # type: ignore[attr-defined]
             inner.step_each = BreaksDown(inner.step_each)
             model(torch.randn(8, 33, dtype=BF16)).square().mean().backward()
             with contextlib.suppress(Broken):
@@ -217,7 +217,7 @@ def a_copy_in_that_fails(way: Way) -> None:
         model = net(BF16)
         optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
         Loop(steps=2, dtype=BF16).run(model, optimizer)
-        tier: Any = optimizer._placement.store.tier  # type: ignore[attr-defined]
+        tier: Any = optimizer._placement.stores[0].tier  # type: ignore[attr-defined]
         load = tier.load
         tier.load = BreaksDown(load)
         model(torch.randn(8, 33, dtype=BF16)).square().mean().backward()
@@ -231,15 +231,16 @@ def a_copy_in_that_fails(way: Way) -> None:
 
 
 def blocks_that_wait_for_their_own(way: Way) -> None:
-    with hostile(window=6000) as where:
-        model, plain = net(BF16), net(BF16)
-        optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
-        optimizer.overlap_forward(model, blocks=nn.Linear)
-        Loop(dtype=BF16).run(model, optimizer)
-        optimizer.synchronize()
-        Loop(dtype=BF16).run_in_float(plain, AdamW, SETTINGS)
-        assert same(model, plain)
-        optimizer.close()
+    for window, micro in ((6000, 1), (6000, 2), (0, 2)):
+        with hostile(window=window) as where:
+            model, plain = net(BF16), net(BF16)
+            optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
+            optimizer.overlap_forward(model, blocks=nn.Linear)
+            Loop(dtype=BF16, micro=micro).run(model, optimizer)
+            optimizer.synchronize()
+            Loop(dtype=BF16, micro=micro).run_in_float(plain, AdamW, SETTINGS)
+            assert same(model, plain)
+            optimizer.close()
 
 
 def steps_during_backward(way: Way) -> None:
@@ -251,7 +252,7 @@ def steps_during_backward(way: Way) -> None:
 
 SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
     (scenario, way)
-    for way in (DEVICE, DISK, HOST)
+    for way in (DEVICE, DISK, HOST, SPLIT)
     for scenario in (
         narrow_windows,
         gradients_that_stay,
@@ -265,4 +266,4 @@ SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
     )
     # In CPU memory the small model is one chunk: nothing comes after a failure.
     if way is not HOST or scenario not in (a_step_that_fails, a_copy_in_that_fails)
-] + [(steps_during_backward, DEVICE)]
+] + [(steps_during_backward, way) for way in (DEVICE, SPLIT)]

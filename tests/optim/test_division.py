@@ -18,6 +18,7 @@ from spillway import OffloadedOptimizer, UsageError
 from spillway.attaching import collector
 from spillway.planner.profile import OptimizerProfile
 
+SPLIT = {"step_on": "auto", "cpu_share": 0.5}
 PARTS = [1.0, 0.4, 0.0, 0.7, 1.0, 0.2]
 
 
@@ -52,7 +53,7 @@ def divide(optimizer: Any, step: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("options", [{}, {"tier": "disk"}], ids=["memory", "disk"])
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, SPLIT], ids=["memory", "disk", "split"])
 def test_steps_are_those_of_an_optimizer_that_is_never_divided(
     dtype: torch.dtype, options: dict[str, Any], session: spillway.Session
 ) -> None:
@@ -125,7 +126,9 @@ def test_where_something_else_says_the_fraction_it_is_refused(
 # Between two steps
 
 
-@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}], ids=["memory", "disk", "streamed"])
+@pytest.mark.parametrize(
+    "options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, SPLIT], ids=["memory", "disk", "streamed", "split"]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_state_is_whole_right_after(options: dict[str, Any], dtype: torch.dtype, session: spillway.Session) -> None:
     model = wide(dtype)

@@ -236,7 +236,7 @@ def test_nothing_waits_for_the_collector_after_close(use: Use, cpu_session: spil
         optimizer = offloaded(torch.optim.SGD, cpu_session, lr=0.1)(model)
         use(model, optimizer)
         held = [weakref.ref(one) for one in optimizer._placement.held.values()]
-        store = optimizer._placement.store
+        store = optimizer._placement.stores[0]
         states = [value for one in held for value in store.state_of(one()).values()]  # type: ignore[arg-type]
         tensors = [weakref.ref(value) for value in states if isinstance(value, Tensor)]
         del states
@@ -343,7 +343,11 @@ def test_a_session_that_is_closed_first(adversary: AdversaryBackend) -> None:
         train(model, plainly(AdamW)(model), batches(1))
 
 
-@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_in_backward": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_on": "auto", "cpu_share": 0.5}, {"step_in_backward": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("closes", ["optimizer", "session"])
 def test_steps_that_are_queued_are_finished_by_close(closes: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = wide()
@@ -369,7 +373,7 @@ def test_a_session_that_closes_raises_what_went_wrong_in_a_step(closes: bool, cp
     model = wide()
     optimizer = offloaded(AdamW, cpu_session)(model)
     optimizer.overlap_forward(model, blocks=Block)
-    optimizer._placement.store._optimizer.step_each = failing  # type: ignore[method-assign]
+    optimizer._placement.stores[0]._optimizer.step_each = failing  # type: ignore[method-assign]
     train(model, optimizer, batches(1))
     with pytest.raises(OSError, match="no step"):
         optimizer.close() if closes else cpu_session.close()

@@ -262,11 +262,12 @@ def test_gradients_that_are_written_to_in_flight(late: spillway.Session) -> None
     optimizer.close()
 
 
-def test_gradients_that_stay_and_are_written_to_in_flight() -> None:
+@pytest.mark.parametrize("options", [{}, {"step_on": "auto", "cpu_share": 0.5}], ids=str)
+def test_gradients_that_stay_and_are_written_to_in_flight(options: dict[str, Any]) -> None:
     # The copies of a step's gradients are late; what is written to the gradients after the step is not for it.
     with spillway.Session(backend=SlowBackend("gradients", 0.005).serve) as session:
         model, data = wide(), batches(4)
-        optimizer = overlapped(session, offload_gradients=False)(model)
+        optimizer = overlapped(session, offload_gradients=False, fused=True, **options)(model)
         train(model, optimizer, data, set_to_none=False)
         optimizer.synchronize()
         plain = wide()
@@ -424,7 +425,9 @@ def test_a_compiled_model(cpu_session: spillway.Session) -> None:
     optimizers[1].close()
 
 
-@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_on": "auto", "cpu_share": 0.5}], ids=str
+)
 @pytest.mark.parametrize("what", ["lr", "betas"])
 def test_a_queued_step_has_the_settings_of_its_time(
     what: str, options: dict[str, Any], adversary: AdversaryBackend, tmp_path: Path

@@ -94,7 +94,9 @@ def bytes_there(optimizer: OffloadedOptimizer, model: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("more", [{}, {"step_on": "gpu"}, {"tier": "disk"}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, {"step_on": "gpu"}, {"step_on": "auto", "cpu_share": 0.5}, {"tier": "disk"}], ids=str
+)
 def test_the_device_has_no_more_state_than_its_budget(tmp_path: Path, more: dict[str, str], dtype: torch.dtype) -> None:
     models = [net(dtype), net(dtype)]
     each = 12 if dtype == torch.bfloat16 else 8

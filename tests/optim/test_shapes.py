@@ -207,8 +207,15 @@ NEIGHBOURS: dict[str, list[Make]] = {
 
 @pytest.mark.parametrize(
     "way",
-    [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"fraction": 0.0}, {"step_in_backward": True}],
-    ids=["host", "disk", "streamed", "device", "in-backward"],
+    [
+        {},
+        {"tier": "disk"},
+        {"step_on": "gpu"},
+        {"step_on": "auto", "cpu_share": 0.5},
+        {"fraction": 0.0},
+        {"step_in_backward": True},
+    ],
+    ids=["host", "disk", "streamed", "split", "device", "in-backward"],
 )
 @pytest.mark.parametrize("name", NEIGHBOURS, ids=lambda name: name.replace(" ", "-").replace(",", ""))
 @pytest.mark.parametrize("optimizer_class", [torch.optim.RMSprop, torch.optim.NAdam], ids=lambda one: one.__name__)

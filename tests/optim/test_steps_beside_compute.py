@@ -195,7 +195,7 @@ def test_a_chunk_is_prepared_again_after_its_step_was_queued() -> None:
         model = net()
         optimizer = offloaded(model, AdamW, session, lr=1e-2, **EARLY)
         model(torch.randn(8, 33)).square().mean().backward()
-        store: Any = optimizer._placement.store
+        store: Any = optimizer._placement.stores[0]
         chunks = [
             (held, chunk, index) for held in optimizer._steps.early.stepped for chunk, index in store._parts_of(held)
         ]
@@ -367,7 +367,7 @@ def test_a_copy_that_fails_leaves_no_chunk_in_between(
         optimizer = offloaded(model, AdamW, session, lr=1e-2, fused=True, step_in_backward=early)
         Loop(steps=2, dtype=BF16).run(model, optimizer)
         before = copy.deepcopy(optimizer.state_dict()["state"])
-        tier: Any = optimizer._placement.store.tier  # type: ignore[attr-defined]
+        tier: Any = optimizer._placement.stores[0].tier  # type: ignore[attr-defined]
         method = getattr(tier, fails)
         broken = BreaksDown(method)
         broken.calls = 2 - at
@@ -627,7 +627,7 @@ def test_gradients_that_are_stepped_in_backward_stay_within_the_limit(
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda _: seen.append(sum(lent.nbytes.values())))
         # Those of a chunk wait for one another.
-        store: Any = optimizer._placement.store
+        store: Any = optimizer._placement.stores[0]
         store._form_chunks()
         every = [chunk for some in store._chunks.values() for chunk, _ in some]
         together = max(sum(part.nbytes for part in chunk.parts) for chunk in every)

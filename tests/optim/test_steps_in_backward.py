@@ -432,7 +432,7 @@ def test_what_could_not_be_queued_in_backward_is_stepped_later(
     optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
     (batch,) = batches(1)
     transfers_of: Any = next(iter(optimizer._placement.contexts.values())).transfers
-    owner: Any = {"flush": transfers_of, "prepare": optimizer._placement.store, "check": HostParameter}[fails]
+    owner: Any = {"flush": transfers_of, "prepare": optimizer._placement.stores[0], "check": HostParameter}[fails]
     works, calls = getattr(owner, fails), itertools.count()
 
     def fail(*arguments: Any) -> Any:

@@ -18,6 +18,7 @@ import spillway
 from optim.store_loops import (
     DEVICE,
     DISK,
+    SPLIT,
     WAYS,
     Loop,
     Way,
@@ -220,7 +221,11 @@ def closed(optimizer: Optimizer) -> None:
         optimizer.close()
 
 
-RESUMED = [pair for pair in itertools.product([PLAIN, MEMORY, *WAYS], repeat=2) if any(one in WAYS for one in pair)]
+RESUMED = [
+    pair
+    for pair in itertools.product([PLAIN, MEMORY, *WAYS, SPLIT], repeat=2)
+    if any(one in (*WAYS, SPLIT) for one in pair)
+]
 
 
 @pytest.mark.parametrize(("first", "second"), RESUMED, ids=str)
@@ -245,7 +250,7 @@ def test_training_resumes_from_and_with_other_ways(first: Way, second: Way, here
 
 
 @pytest.mark.parametrize(
-    ("way", "other", "weights_first"), pairwise(WAYS, [MEMORY, DEVICE, DISK], [True, False]), ids=str
+    ("way", "other", "weights_first"), pairwise([*WAYS, SPLIT], [MEMORY, DEVICE, DISK, SPLIT], [True, False]), ids=str
 )
 def test_masters_are_carried_whatever_is_loaded_first(
     way: Way, other: Way, here: spillway.Session, weights_first: bool
@@ -499,7 +504,7 @@ def test_what_cannot_be_meant_is_refused(here: spillway.Session) -> None:
 
     with pytest.raises(UsageError, match="tier: got 'tape', expected 'host' or 'disk'"):
         make(tier="tape")
-    with pytest.raises(UsageError, match="step_on: got 'disk', expected 'cpu' or 'gpu'"):
+    with pytest.raises(UsageError, match="step_on: got 'disk', expected 'cpu', 'gpu' or 'auto'"):
         make(step_on="disk")
     with pytest.raises(UnsupportedError, match="Leave one of the two out"):
         make(tier="disk", step_on="gpu")

@@ -117,6 +117,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "half": {"fraction": 0.5},
     "all on the device": {"fraction": 0.0},
     "streamed": {"step_on": "gpu"},
+    "split": {"step_on": "auto", "cpu_share": 0.5},
     "disk": {"tier": "disk"},
     "gradients stay": {"offload_gradients": False},
     "in backward": {"step_in_backward": True},
@@ -186,7 +187,9 @@ def test_a_write_is_where_the_next_step_starts(
     both.optimizer.close()
 
 
-@pytest.mark.parametrize("way", ["host", "streamed", "disk", "in backward"], ids=lambda way: way.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "way", ["host", "streamed", "split", "disk", "in backward"], ids=lambda way: way.replace(" ", "-")
+)
 @TYPES
 def test_of_pieces(
     way: str,

@@ -28,7 +28,8 @@ NOTE [ Threads ]
 The caller's threads (the one that calls ``step``, and those of backward) decide and queue. Only the worker thread
 touches master weights, sums and states, in the order in which tasks were queued. So do its workers: each has chunks of
 its own, and the next step of a chunk waits for them. So the notes of the caller's side (``Gradient.raw``, ``summed``,
-``factors``) describe the state after all queued tasks. A block of pinned memory carries the events after which its next
+``factors``) describe the state after all queued tasks. With ``step_on="auto"`` a second thread queues steps on the GPU
+(NOTE [ Steps on both ] in ``placement.py``). A block of pinned memory carries the events after which its next
 owner may write it.
 
 NOTE [ Pieces ]

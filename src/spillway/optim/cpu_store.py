@@ -152,13 +152,17 @@ class CpuStore(StateStore):
     ) -> None:
         super().__init__(tier, optimizer_class, for_cpu(given), settings)
         self._in_memory = tier if isinstance(tier, MemoryTier) else None
-        self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
+        self._traits = ClassTraits.of(optimizer_class)
+        self._steps_alone = self._traits.steps_alone
         self._workers = workers
         self._lock = threading.Lock()
         self._written: dict[int, Settings] = {}
         """Group entries that the class changed, by group; complete when the step is done."""
         self._own: dict[HostParameter, torch.nn.Parameter] = {}
         """The parameters that a class of the user's own has seen: it may know them again."""
+
+    def may_cut(self, held: HostParameter) -> bool:
+        return self._traits.is_fused(self._settings(held), held.work_dtype)
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         # The next forward needs the first parameters first.

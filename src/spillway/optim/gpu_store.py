@@ -3,9 +3,10 @@
 NOTE [ Steps beside compute ]
 
 The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
-queues everything: copies in, the step, copies out. It waits for copies in only where they read gradients that were
-summed on the CPU, before it adds the next ones. So ``step()`` and hooks of backward only queue tasks, and the GPU
-computes the rest of backward or the next forward meanwhile. The order is kept by these waits:
+queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. The
+worker thread waits for copies in only where they read gradients that were summed on the CPU, before it adds the next
+ones. So ``step()`` and hooks of backward only queue tasks, and the GPU computes the rest of backward or the next
+forward meanwhile. The order is kept by these waits:
 
 1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.
@@ -63,12 +64,12 @@ from spillway.errors import TierFullError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import State
+from spillway.optim.optimizer_class import ClassTraits, State
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import Pinned, aligned, on_error
-from spillway.runtime.backend import Event, Stream
+from spillway.runtime.backend import Event, Stream, TaskEnd
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.units import format_bytes
 
@@ -133,6 +134,7 @@ class PinnedTier(ChunkTier):
         memory = transfer.memory = self.memory(context, nbytes)
         # The step stream has waited until all that is stored is there.
         backend.wait(incoming, backend.record(backend.compute()))
+        began = backend.record(incoming)
         ranges: tuple[_Range, ...] = chunk.place if stored else ()
         for one in ranges:
             self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
@@ -144,6 +146,7 @@ class PinnedTier(ChunkTier):
             transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
+        transfer.cost.copies[context, "in"].append(partial(backend.seconds_between, began, transfer.arrived))
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
         for step in (transfer.steps[index] for index, _, _ in gradients):
@@ -178,10 +181,12 @@ class PinnedTier(ChunkTier):
     def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
             return
-        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
-        backend, memory = transfers.backend, transfer.memory
+        context, memory = transfer.chunk.context, transfer.memory
+        transfers, outgoing = context.transfers, self.streams_of(context).outgoing
+        backend = transfers.backend
         assert memory is not None
         backend.wait(outgoing, backend.record(backend.compute()))
+        began = backend.record(outgoing)
         with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
             for one in place:
                 for event in one.pinned.before_write():
@@ -191,6 +196,7 @@ class PinnedTier(ChunkTier):
                     backend.copy(outgoing, one.bytes(), source)
                     transfers.count(sent=one.nbytes)
         transfer.left = backend.record(outgoing)
+        transfer.cost.copies[context, "out"].append(partial(backend.seconds_between, began, transfer.left))
         for one in place:
             one.pinned.after("out", transfer.left)
 
@@ -257,7 +263,13 @@ class GpuStore(StateStore):
 
     def __init__(self, optimizer_class: type[Optimizer], given: dict[str, Any], settings: SettingsOf) -> None:
         super().__init__(PinnedTier(), optimizer_class, given, settings)
+        self._fused = ClassTraits.of(optimizer_class).fused
         self._streamed: dict[DeviceContext, _Streamed] = {}
+
+    def may_cut(self, held: HostParameter) -> bool:
+        # A class with a fused kernel computes each element by itself: an accelerator gives the same bits.
+        is_fused = held.local().device.type != "cpu" or bool(self._settings(held).get("fused"))
+        return held.work_dtype in self._fused and is_fused
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         ends: dict[HostParameter, list[Event]] = {}
@@ -277,12 +289,14 @@ class GpuStore(StateStore):
             streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
             streamed.has_sums |= any(step.sum is not None for one in transfers for step in one.steps.values())
             if streamed.has_sums:
-                # In the worker thread: a task before it must not read sums that later additions of this thread make.
-                context.lane.run(partial(streamed.pipeline.expect, transfers))
+                # In the thread: a task before it must not read sums that later additions make.
+                context.stepper.run(partial(streamed.expect_sums, transfers, context.last_task()))
             else:
                 streamed.pipeline.expect(transfers)
             for transfer in transfers:
-                end = transfer.chunk.stepped = context.lane.run(partial(self._step_chunk, transfer, streamed.pipeline))
+                end = transfer.chunk.stepped = context.stepper.run(
+                    partial(self._step_chunk, transfer, streamed.pipeline)
+                )
                 for step in transfer.steps.values():
                     ends.setdefault(step.held, []).append(end)
         for held, some in ends.items():
@@ -293,10 +307,11 @@ class GpuStore(StateStore):
 
     def settle(self, cost: StepCost) -> None:
         for context, streamed in self._streamed.items():
-            cost.closing.append(context.lane.run(streamed.settle))
+            end = context.stepper.run(streamed.settle)
+            cost.closing.append(end)
             if streamed.has_sums:
-                # Later tasks of the thread write the sums.
-                context.lane.run(streamed.wait_for_sums)
+                # Later tasks of the worker thread write the sums.
+                context.lane.run(partial(streamed.wait_for_sums, end))
         self._streamed = {}
 
     def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
@@ -319,7 +334,7 @@ class GpuStore(StateStore):
         stays = key == STEP and not settings.get("capturable") and not settings.get("fused")
         return value if stays else value.to(held.local().device)
 
-    # All below is for the CPU worker thread.
+    # All below is for the thread that queues the steps.
 
     def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
         context = transfer.chunk.context
@@ -382,17 +397,24 @@ class _Streamed:
         self._streams = tier.streams_of(context)
         self._loaded: Event | None = None
 
-    # All below is for the CPU worker thread.
+    def wait_for_sums(self, settled: TaskEnd) -> None:
+        """Wait until no copy reads the sums; for the CPU worker thread."""
+        settled.finish()
+        assert self._loaded is not None
+        self._loaded.synchronize()
+
+    # All below is for the thread that queues the steps.
+
+    def expect_sums(self, transfers: Sequence[ChunkTransfer], added: TaskEnd) -> None:
+        """More chunks are to be stepped, by gradients that were summed on the CPU."""
+        added.finish()
+        self.pipeline.expect(transfers)
 
     def settle(self) -> None:
         """The step stream waits for all chunks that are being stored."""
         with self._backend.compute_on(self._streams.stepping):
             self._loaded = self._backend.record(self._streams.incoming)
             self.pipeline.settle()
-
-    def wait_for_sums(self) -> None:
-        assert self._loaded is not None
-        self._loaded.synchronize()
 
 
 def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:

@@ -83,6 +83,8 @@ class DeviceContext:
     """The CPU worker thread."""
     workers: HostQueue
     """Threads that compute for it."""
+    stepper: HostQueue
+    """The thread that queues steps on the GPU. It is the CPU worker thread if that has no steps on the CPU."""
     check_session: Callable[[], None]
     """Raises if the session is closed. Without it, waits for a copy would never end."""
     pins_sums: bool
@@ -112,6 +114,7 @@ class DeviceContext:
         """Finish all queued tasks, and end."""
         self.lane.close()
         self.workers.close()
+        self.stepper.close()
         if not lost:
             self.transfers.settle()
         self.forget_factor()

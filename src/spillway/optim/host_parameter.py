@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,6 +26,9 @@ from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import is_dense, local_of
 from spillway.runtime.backend import Event
 from spillway.runtime.cpu import anonymous_pages
+
+if TYPE_CHECKING:
+    from spillway.optim.state_store import StateStore
 
 _HUGE_PAGES = 4 << 20
 """Tensors of so many bytes get pages of their own."""
@@ -50,12 +53,14 @@ class HostParameter:
 
     Args:
         work_dtype: the type of its master weight, and of the gradient that it is stepped with.
-        cut: whether it may be stepped in pieces.
     """
 
-    def __init__(
-        self, parameter: torch.Tensor, group: int, context: DeviceContext, work_dtype: torch.dtype, *, cut: bool
-    ) -> None:
+    store: StateStore
+    """It has the master weight and the state, and steps the parameter."""
+    cut: bool
+    """Whether the store may step it in pieces."""
+
+    def __init__(self, parameter: torch.Tensor, group: int, context: DeviceContext, work_dtype: torch.dtype) -> None:
         self.parameter = parameter
         self.group = group
         self.context = context
@@ -68,7 +73,6 @@ class HostParameter:
                 f"overlap or leave gaps. Make it contiguous, or give it to an optimizer of its own."
             )
         self.numel = local.numel()
-        self.cut = cut
         self.gradient = Gradient(self, context)
         self.unhook: Callable[[], object] = lambda: None
         """Removes the hook on the accumulation of its gradients."""

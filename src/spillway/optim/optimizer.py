@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
-from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction
+from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, ShareTuner, check_fraction
 from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
@@ -63,11 +63,15 @@ class OffloadedOptimizer(Optimizer):
             cleared. A step on the CPU copies them, and one on the GPU reads them there.
         tier: the place of master weights and state: ``"host"``, CPU memory, or ``"disk"``, the session's spill file,
             from which they are streamed to CPU memory to be stepped.
-        step_on: the place of the step: ``"cpu"`` or ``"gpu"``. On the GPU, master weights and state are in pinned CPU
-            memory, and are streamed to the GPU for the step, beside other work of the GPU. At most 256 MiB of them are
-            there at once, within the session's in-flight limit. The class runs with your own ``fused`` and
+        step_on: the place of the step: ``"cpu"``, ``"gpu"`` or ``"auto"``. On the GPU, master weights and state are in
+            pinned CPU memory, and are streamed to the GPU for the step, beside other work of the GPU. At most 256 MiB
+            of them are there at once, within the session's in-flight limit. The class runs with your own ``fused`` and
             ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in pieces, those
-            of other classes whole.
+            of other classes whole. ``"auto"`` divides the parameters between the two, which step at the same time.
+        cpu_share: the share of elements that the CPU steps with ``step_on="auto"``, from 0 to 1. The GPU steps the
+            others. ``None``: both begin with half. After about ten steps, their times decide, and state moves
+            once. :attr:`cpu_share` is the result. Without a GPU it is 1. Two runs may choose different shares. Pass the
+            number to both, and they have the same bits.
         threads: for the step. ``None``: one for each CPU of the process, shared by the ranks of the machine.
         session: its pinned memory is used. ``None``: the default one.
         hold: the parameters that the fraction takes first: the ``"last"``, whose gradients come first in backward, or
@@ -83,7 +87,7 @@ class OffloadedOptimizer(Optimizer):
     Raises:
         UsageError: an argument of the wrong type or range.
         UnsupportedError: ``SparseAdam``, ``LBFGS``; a parameter whose elements overlap; ``tier="disk"`` together with
-            ``step_on="gpu"``, or one of them with a class that is not torch's.
+            ``step_on="gpu"`` or ``"auto"``, or one of these with a class that is not torch's.
         SpillPathError: no spill file can be made.
 
     Example:
@@ -107,6 +111,7 @@ class OffloadedOptimizer(Optimizer):
         offload_gradients: bool = True,
         tier: str = "host",
         step_on: str = "cpu",
+        cpu_share: float | None = None,
         threads: int | None = None,
         session: Session | None = None,
         hold: str = "last",
@@ -126,6 +131,7 @@ class OffloadedOptimizer(Optimizer):
             offload_gradients=offload_gradients,
             tier=tier,
             step_on=step_on,
+            cpu_share=cpu_share,
             threads=threads,
             hold=hold,
             step_in_backward=step_in_backward,
@@ -146,6 +152,7 @@ class OffloadedOptimizer(Optimizer):
         self._closed = False
         self._session = session if session is not None else Session.default()
         self._tuner = FractionTuner(slowdown) if fraction == "auto" else None
+        self._share_tuner = ShareTuner() if options.measures_share else None
         groups = lambda: self.param_groups  # noqa: E731
         self._placement = Placement(optimizer_class, device_class, arguments, options, self._session, groups)
         self._views = StateViews(self._placement.state_of, self._open_state)
@@ -165,10 +172,14 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._check_alone()
         self._steps.begin()
         if self._tuner is not None:
             self._tune(self._tuner)
         self._steps.run()
+        if self._share_tuner is not None:
+            # Now, since the next backward may step.
+            self._tune_share(self._share_tuner)
         return loss
 
     def synchronize(self) -> None:
@@ -183,6 +194,15 @@ class OffloadedOptimizer(Optimizer):
     def fraction(self) -> float:
         """The share of all elements that the CPU steps."""
         return self._placement.fraction()
+
+    @property
+    def cpu_share(self) -> float:
+        """The share of elements that the CPU steps, of those whose state is not kept on the GPU.
+
+        With ``step_on="auto"`` it is the number that was given or, after the first steps, the one that was chosen.
+        ``cpu_share=`` that number divides the parameters of another run in the same way.
+        """
+        return self._placement.cpu_share
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's state and step are on the CPU."""
@@ -243,11 +263,8 @@ class OffloadedOptimizer(Optimizer):
                 "the fraction themselves. Leave these out, or give a number."
             )
         check_fraction(fraction)
-        self.synchronize()
+        self._finish_steps()
         self._steps.take_edits()
-        for context in self._placement.contexts.values():
-            # Tasks that write master weights end.
-            context.last_task().finish()
         self._divide(float(fraction))
         self._steps.forget_costs()
 
@@ -262,7 +279,8 @@ class OffloadedOptimizer(Optimizer):
         self.synchronize()
         steps, counted = self._steps, self._placement.counted()
         on_cpu = self._placement.held.keys()
-        if steps.older is steps.last or on_cpu < {one for _, one in counted} or not steps.older.on_host:
+        is_whole = on_cpu >= {one for _, one in counted} and self._placement.cpu_share == 1
+        if steps.older is steps.last or not is_whole or not steps.older.on_host:
             return None
         stats = steps.last.stats()
         parts = [(local_of(parameter), self._placement.options.work_dtype(parameter)) for _, parameter in counted]
@@ -282,7 +300,7 @@ class OffloadedOptimizer(Optimizer):
         self._steps.early.check_none("refresh_master_weights()")
         self.synchronize()
         for held in self._placement.held.values():
-            self._placement.store.forget_master(held)
+            held.store.forget_master(held)
         self._placement.device.refresh_master_weights()
 
     def close(self) -> None:
@@ -388,17 +406,41 @@ class OffloadedOptimizer(Optimizer):
         for held in self._placement.add(parameters):
             self._steps.watch(held)
 
+    def _check_alone(self) -> None:
+        """Raise in a process group, if a number is to be measured."""
+        option, number = ("fraction", "fraction") if self._tuner is not None else ("step_on", "cpu_share")
+        if (self._tuner is not None or self._share_tuner is not None) and many_processes():
+            raise UnsupportedError(
+                f"{option}='auto' in a process group: ranks would choose different numbers. Give the same {number} on "
+                f"every rank. A run of one process finds it: optimizer.{number}."
+            )
+
+    def _finish_steps(self) -> None:
+        self.synchronize()
+        for context in self._placement.contexts.values():
+            # Tasks that write master weights end.
+            context.last_task().finish()
+
     def _tune(self, tuner: FractionTuner) -> None:
         """Let the CPU step another fraction, if the measured steps say so."""
-        if many_processes():
-            raise UnsupportedError(
-                "fraction='auto' in a process group: ranks would choose different ones. Give the same number on every "
-                "rank. A run of one process finds it: optimizer.fraction."
-            )
         # The GPU may not have waited for the last step yet.
         chosen = tuner.note(self._steps.older.times(), self.fraction)
         if chosen is not None:
             self._divide(chosen)
+
+    def _tune_share(self, tuner: ShareTuner) -> None:
+        """Let the CPU step another share of the elements, once it was measured."""
+        # The GPU may not have ended later steps.
+        seen = self._steps.older
+        streamed = seen.streamed_seconds() if seen.on_host and seen.streamed else 0.0
+        chosen = tuner.note(seen.host_seconds / seen.on_host, streamed / seen.streamed) if streamed else None
+        if chosen is None:
+            return
+        self._share_tuner = None
+        self._finish_steps()
+        for parameter in self._placement.move_between_stores(chosen):
+            self._views.show(parameter)
+        self._steps.forget_costs()
 
     def _divide(self, fraction: float) -> None:
         for group, parameter in self._placement.changes(fraction):
@@ -417,7 +459,8 @@ class OffloadedOptimizer(Optimizer):
 
     def _open_state(self, parameter: torch.Tensor) -> dict[Any, Any]:
         self.synchronize()
-        return self._placement.store.open(self._placement.held[parameter])
+        held = self._placement.held[parameter]
+        return held.store.open(held)
 
     def _begin_states(self) -> None:
         """Show the states of new parameters that the class's constructor makes."""

@@ -47,6 +47,7 @@ class Options:
     offload_gradients: bool
     tier: str
     step_on: str
+    cpu_share: float | None
     threads: int | None
     hold: str
     step_in_backward: bool
@@ -55,10 +56,13 @@ class Options:
         for name in ("offload_gradients", "step_in_backward"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}: got {getattr(self, name)!r}, expected True or False")
-        for name, known in (("hold", ("last", "first")), ("tier", ("host", "disk")), ("step_on", ("cpu", "gpu"))):
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name}: got {getattr(self, name)!r}, expected {known[0]!r} or {known[1]!r}")
+        all_known = {"hold": ("last", "first"), "tier": ("host", "disk"), "step_on": ("cpu", "gpu", "auto")}
+        for name, (*first, last) in all_known.items():
+            if getattr(self, name) not in (*first, last):
+                expected = f"{', '.join(map(repr, first))} or {last!r}"
+                raise UsageError(f"{name}: got {getattr(self, name)!r}, expected {expected}")
         self._check_fraction()
+        self._check_cpu_share()
         dtype = self.master_dtype
         if dtype not in (None, "auto") and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise UsageError(f"master_dtype: got {dtype!r}, expected 'auto', None or a floating point type of torch's")
@@ -69,16 +73,26 @@ class Options:
                 f"step_in_backward=True needs tier='host' and offload_gradients=True, got tier={self.tier!r}, "
                 f"offload_gradients={self.offload_gradients}"
             )
-        if self.tier == "disk" and self.step_on == "gpu":
+        if self.tier == "disk" and self.step_on != "cpu":
             raise UnsupportedError(
-                'got tier="disk" with step_on="gpu", but a state on disk is loaded to CPU memory and stepped there. '
-                "Leave one of the two out."
+                f'got tier="disk" with step_on="{self.step_on}", but a state on disk is loaded to CPU memory and '
+                f"stepped there. Leave one of the two out."
             )
 
     @cached_property
     def budget(self) -> int | None:
         """The bytes of state that may stay on the GPU."""
         return None if self.device_budget is None else parse_bytes(self.device_budget, what="device_budget")
+
+    @property
+    def first_cpu_share(self) -> float:
+        """The share of elements that the CPU steps, of those whose state is not kept on the GPU; at first."""
+        return {"cpu": 1.0, "gpu": 0.0}.get(self.step_on, 0.5 if self.cpu_share is None else self.cpu_share)
+
+    @property
+    def measures_share(self) -> bool:
+        """Whether that share is chosen from the times of the first steps."""
+        return self.step_on == "auto" and self.cpu_share is None
 
     @cached_property
     def threads_of_step(self) -> int:
@@ -116,6 +130,11 @@ class Options:
             return
         if self.step_on == "gpu":
             raise UsageError("fraction='auto' with step_on='gpu': the CPU steps nothing. Give a number.")
+        if self.step_on == "auto":
+            raise UsageError(
+                "fraction='auto' with step_on='auto': both are chosen from the times of the same steps. Give the "
+                "fraction as a number."
+            )
         if self.step_in_backward:
             raise UsageError(
                 "fraction='auto' with step_in_backward=True: the CPU's work is hidden behind backward, so its cost "
@@ -124,11 +143,22 @@ class Options:
         if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
             raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
 
+    def _check_cpu_share(self) -> None:
+        share = self.cpu_share
+        if share is None:
+            return
+        if self.step_on != "auto":
+            raise UsageError(
+                f"cpu_share: got {share!r} with step_on={self.step_on!r}, where all parameters step in one place. Pass "
+                f"step_on='auto', or leave cpu_share out."
+            )
+        check_fraction(share, "None, or a number", name="cpu_share")
 
-def check_fraction(fraction: object, expected: str = "a number") -> None:
+
+def check_fraction(fraction: object, expected: str = "a number", *, name: str = "fraction") -> None:
     """Raise a ``UsageError`` if a fraction is no number from 0 to 1."""
     if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
-        raise UsageError(f"fraction: got {fraction!r}, expected {expected} from 0 (none on the CPU) to 1 (all)")
+        raise UsageError(f"{name}: got {fraction!r}, expected {expected} from 0 (none on the CPU) to 1 (all)")
 
 
 def workers_of(threads: int) -> tuple[int, int]:
@@ -200,6 +230,22 @@ def held_beyond(nbytes: Sequence[int], budget: int) -> list[bool]:
     return held
 
 
+def alternating(sizes: Sequence[int], share: float) -> list[bool]:
+    """Whether the CPU steps each parameter, so that it has a share of all elements, and of those up to any parameter.
+
+    Example:
+        >>> alternating([4, 4, 2, 2], 0.5)
+        [True, False, True, False]
+    """
+    on_cpu = []
+    seen = taken = 0
+    for size in sizes:
+        seen += size
+        on_cpu.append(share * seen - taken >= size / 2)
+        taken += size if on_cpu[-1] else 0
+    return on_cpu
+
+
 class StepTimes(NamedTuple):
     """How long one step took."""
 
@@ -261,3 +307,23 @@ def affordable(seen: StepTimes, fraction: float, slowdown: float) -> float:
         return fraction
     hidden = max(0.0, seen.host_seconds - seen.stall_seconds)
     return min(fraction, _MARGIN * fraction * (hidden + allowed) / max(seen.host_seconds, 1e-9))
+
+
+class ShareTuner:
+    """Chooses the share of elements that the CPU steps, for ``step_on="auto"``: both processors end together.
+
+    Both are measured while they step at the same time, since they share the bandwidth of CPU memory.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[float] = []
+        self._skip = WARM_UP
+
+    def note(self, on_cpu: float, on_gpu: float) -> float | None:
+        """Note a step: the CPU's and the GPU's seconds for an element. Gives the share, once it is known."""
+        if self._skip:
+            self._skip -= 1
+            return None
+        self._seen.append(on_gpu / (on_cpu + on_gpu))
+        # A number that one can write down gives the same division in another run.
+        return round(statistics.median(self._seen), 2) if len(self._seen) == MEASURED else None

@@ -1,10 +1,28 @@
-"""The division of parameters between the CPU and their GPU, and the step on the GPU."""
+"""The division of parameters between the CPU and their GPU, and the step on the GPU.
+
+NOTE [ Steps on both ]
+
+With ``step_on="auto"`` there are two stores: one steps on the CPU, the other streams states to the GPU and steps there.
+They work at the same time, on different parameters. The CPU is limited by the bandwidth of its memory, and the streamed
+part by that of the link. So both together take about half of the time of each alone.
+
+Whole parameters of the two alternate in the order of the model. So both processors get gradients during all of
+backward, and blocks of the next forward wait for both alike. If one had the first layers and the other the last ones,
+each would be idle for a half of backward, and for a half of the forward.
+
+A parameter's store depends only on its place among all parameters, and on the share. So it does not change if other
+parameters are added, or if ``divide`` lets the GPU keep some of them. Two runs with the same share have the same bits.
+
+A thread of its own queues the steps on the GPU: the CPU worker thread waits for its workers. The two threads wait for
+each other only where gradients were summed on the CPU. Copies to the GPU read the sums after the last addition, and
+the next addition comes after these copies.
+"""
 
 from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -29,8 +47,8 @@ from spillway.optim.optimizer_class import (
     settings_of,
     written_by_step,
 )
-from spillway.optim.options import Options, compute_with, counted, held_beyond, held_of, workers_of
-from spillway.optim.state_store import StateStore
+from spillway.optim.options import Options, alternating, compute_with, counted, held_beyond, held_of, workers_of
+from spillway.optim.state_store import StateStore, StepCost
 from spillway.optim.states import MASTER, device_copy
 from spillway.optim.tensors import follow, local_of
 from spillway.optim.transfers import Transfers, on_error
@@ -45,7 +63,10 @@ Groups = Callable[[], list[dict[str, Any]]]
 
 
 class Placement:
-    """Parameters that the CPU steps or streams (``held``), parameters of the GPU (``device``), and all their states."""
+    """Parameters whose state is in a store (``held``), parameters of the GPU (``device``), and all their states.
+
+    ``HostParameter.store`` is the store of a parameter.
+    """
 
     def __init__(
         self,
@@ -65,9 +86,11 @@ class Placement:
         self._session = session
         self._groups = groups
         self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
-        self._threads: tuple[HostQueue, HostQueue] | None = None
+        self._threads: tuple[HostQueue, HostQueue, HostQueue] | None = None
         self.device = DeviceStep(device_class, arguments)
-        self.store = self._new_store()
+        self.stores = self._new_stores()
+        self.cpu_share = options.first_cpu_share
+        """The share of elements that the CPU steps, if all parameters were held. See :func:`alternating`."""
 
     def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
         """All parameters, with the indices of their groups."""
@@ -95,13 +118,16 @@ class Placement:
         """Place new parameters, given with the indices of their groups. Gives those that the CPU steps."""
         if self.traits.steps_alone:
             check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
-        fraction = self.options.fraction
+        if self.options.measures_share and not self.held and all(self._is_on_cpu(one) for _, one in self.parameters()):
+            # Nothing is gained by copies from CPU memory to CPU memory.
+            self.cpu_share = 1.0
+        fraction, stores = self.options.fraction, self._stores_by_parameter()
         on_cpu = self._on_cpu(parameters, fraction if isinstance(fraction, (int, float)) else 1.0)
         # All of them are made before the first is added: one may be refused.
         held = [self._made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
         for one in held:
             self.held[one.parameter] = one
-            self.store.add(one)
+            stores[one.parameter].add(one)
         for group, parameter in parameters:
             if parameter not in self.held:
                 self.device.add(parameter, group, self.options.work_dtype(parameter))
@@ -119,14 +145,14 @@ class Placement:
         held = self._made(group, parameter)
         with on_error(self.remove, held):
             self.held[parameter] = held
-            self.store.add(held)
-            self.store.put([(held, self.device.state_of(parameter))])
+            self._stores_by_parameter()[parameter].add(held)
+            held.store.put([(held, self.device.state_of(parameter))])
         self.device.discard(parameter)
         return held
 
     def copy_to_device(self, held: HostParameter) -> None:
         """Let the GPU step a parameter. :meth:`remove` completes the move."""
-        (state,), parameter = self.store.load_all([held]), held.parameter
+        (state,), parameter = held.store.load_all([held]), held.parameter
         with on_error(self.device.discard, parameter):
             self.device.add(parameter, held.group, held.work_dtype)
             self.device.put_state(parameter, state, self._groups())
@@ -134,41 +160,84 @@ class Placement:
     def remove(self, held: HostParameter) -> None:
         """The CPU no longer steps a parameter. Its state is gone."""
         self.held.pop(held.parameter, None)
-        self.store.discard(held)
+        held.store.discard(held)
         held.release()
+
+    def move_between_stores(self, cpu_share: float) -> Iterator[torch.Tensor]:
+        """Let the CPU step another share of the elements. Gives each parameter when its state has moved."""
+        self.cpu_share = cpu_share
+        stores = self._stores_by_parameter()
+        for parameter, held in self.held.items():
+            before, after = held.store, stores[parameter]
+            if before is not after:
+                (state,) = before.load_all([held])
+                with on_error(before.take_over, held), on_error(after.discard, held):
+                    after.add(held)
+                    after.put([(held, state)])
+                before.discard(held)
+                yield parameter
+
+    # Steps.
+
+    def of_stores(self, held: Iterable[HostParameter]) -> Iterator[tuple[StateStore, list[HostParameter]]]:
+        """Parameters by store."""
+        some = list(held)
+        for store in self.stores:
+            mine = [one for one in some if one.store is store]
+            if mine:
+                yield store, mine
+
+    def prepare(self, held: Iterable[HostParameter]) -> None:
+        """Reserve memory in all stores, before anything is stepped. See :meth:`StateStore.prepare`."""
+        for store, some in self.of_stores(held):
+            store.prepare(some)
+
+    def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
+        """Those parameters that may be stepped during backward, of some whose gradients have arrived."""
+        return [one for store, some in self.of_stores(waiting) for one in store.complete(some)]
+
+    def settle(self, cost: StepCost) -> None:
+        """All parameters of a step are queued: complete it, or queue that."""
+        for store in self.stores:
+            store.settle(cost)
 
     # States.
 
     def state_of(self, parameter: torch.Tensor) -> State:
         """A parameter's state, with slots for tensors that are elsewhere."""
         held = self.held.get(parameter)
-        return self.device.state_of(parameter) if held is None else self.store.state_of(held)
+        return self.device.state_of(parameter) if held is None else held.store.state_of(held)
 
     def all_states(self) -> dict[torch.Tensor, State]:
         """All states with their master weights. Those of the CPU are loaded."""
-        states = dict(zip(self.held, self.store.load_all(list(self.held.values())), strict=True))
+        states: dict[torch.Tensor, State] = {}
+        for store, some in self.of_stores(self.held.values()):
+            states.update(zip([one.parameter for one in some], store.load_all(some), strict=True))
         return {one: states[one] if one in states else self.device.state_of(one) for _, one in self.parameters()}
 
     def put_states(self, states: Sequence[tuple[torch.Tensor, State]]) -> None:
-        loaded = []
+        loaded: dict[HostParameter, State] = {}
         for parameter, state in states:
             held = self.held.get(parameter)
             if held is None:
                 self.device.put_state(parameter, state, self._groups())
             else:
                 held.check()
-                loaded.append((held, state))
-        self.store.put(loaded)
+                loaded[held] = state
+        for store, some in self.of_stores(loaded):
+            store.put([(one, loaded[one]) for one in some])
 
     def begin_states(self, parameters: Sequence[torch.Tensor]) -> None:
         """Give new parameters the states that the class's constructor makes."""
-        self.store.begin([self.held[parameter] for parameter in parameters if parameter in self.held])
+        for store, some in self.of_stores(self.held[one] for one in parameters if one in self.held):
+            store.begin(some)
         for parameter in parameters:
             if parameter not in self.held:
                 self.device.begin_state(parameter, self._groups())
 
     def close(self) -> None:
-        self.store.close()
+        for store in self.stores:
+            store.close()
         self.held.clear()
         self.device.close()
 
@@ -183,44 +252,59 @@ class Placement:
                 raise UnsupportedError(IN_CAPTURE)
             if self._threads is None:
                 # One worker thread and its workers for all devices, which share the CPUs.
-                threads = self.options.threads_of_step
+                threads, queue = self.options.threads_of_step, runtime.backend.host_queue
                 workers, each = workers_of(threads)
-                lane = runtime.backend.host_queue("optimizer", begin=partial(compute_with, threads))
-                some = runtime.backend.host_queue(
-                    "optimizer-worker", threads=workers, begin=partial(compute_with, each)
-                )
-                self._threads = lane, some
+                lane = queue("optimizer", begin=partial(compute_with, threads))
+                some = queue("optimizer-worker", threads=workers, begin=partial(compute_with, each))
+                both = len(self.stores) > 1
+                stepper = queue("optimizer-gpu", begin=partial(compute_with, threads)) if both else lane
+                self._threads = lane, some, stepper
+            pins_sums = any(store.steps_on_device for store in self.stores)
             context = self.contexts[device] = DeviceContext(
-                Transfers(runtime), *self._threads, self._session.check_open, pins_sums=self.store.steps_on_device
+                Transfers(runtime), *self._threads, self._session.check_open, pins_sums=pins_sums
             )
         return context
 
-    def _new_store(self) -> StateStore:
+    def _new_stores(self) -> tuple[StateStore, ...]:
+        """The GPU's first: its copies begin before the CPU is busy."""
         tier, step_on = self.options.tier, self.options.step_on
         if not self.traits.steps_alone and (tier, step_on) != ("host", "cpu"):
             raise UnsupportedError(
                 f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}: a class that is not torch's may "
                 f"step all parameters in one call, which needs all of their state at once. Leave both options out."
             )
-        if step_on == "cpu":
+        stores: list[StateStore] = []
+        if step_on != "cpu":
+            stores.append(GpuStore(self._class, self._given, lambda held: settings_of(self._groups()[held.group])))
+        if step_on != "gpu":
             workers, _ = workers_of(self.options.threads_of_step)
             place = DiskTier() if tier == "disk" else MemoryTier()
-            return CpuStore(place, self._class, self._given, self._cpu_settings, workers=workers)
-        return GpuStore(self._class, self._given, lambda held: settings_of(self._groups()[held.group]))
+            stores.append(CpuStore(place, self._class, self._given, self._cpu_settings, workers=workers))
+        return tuple(stores)
 
     def _cpu_settings(self, held: HostParameter) -> dict[str, Any]:
         group = self._groups()[held.group]
         return cpu_settings_of(group, fused=self.traits.is_fused(group, held.work_dtype))
 
     def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        work, device = self.options.work_dtype(parameter), local_of(parameter).device
-        settings = self._groups()[group]
-        if self.store.steps_on_device:
-            # A class with a fused kernel computes each element by itself: an accelerator gives the same bits.
-            cut = work in self.traits.fused and (device.type != "cpu" or bool(settings.get("fused")))
-        else:
-            cut = self.traits.is_fused(settings, work)
-        return HostParameter(parameter, group, self.context_of(device), work, cut=cut)
+        context = self.context_of(local_of(parameter).device)
+        return HostParameter(parameter, group, context, self.options.work_dtype(parameter))
+
+    def _is_on_cpu(self, parameter: torch.Tensor) -> bool:
+        return self.context_of(local_of(parameter).device).transfers.backend.direct_disk
+
+    def _stores_by_parameter(self) -> dict[torch.Tensor, StateStore]:
+        """The store of every parameter, for as long as it is held: see NOTE [ Steps on both ]."""
+        parameters = [parameter for _, parameter in self.parameters()]
+        may_stream = counted([local_of(parameter).device for parameter in parameters])
+        # Whole parameters count, not shards: all ranks then step a parameter in the same place.
+        sizes = [one.numel() if counts else 0 for one, counts in zip(parameters, may_stream, strict=True)]
+        on_cpu = alternating(sizes, self.cpu_share)
+        first, last = self.stores[0], self.stores[-1]
+        return {
+            parameter: last if is_taken or not counts else first
+            for parameter, is_taken, counts in zip(parameters, on_cpu, may_stream, strict=True)
+        }
 
     def _on_cpu(self, parameters: Sequence[tuple[int, torch.Tensor]], fraction: float) -> list[bool]:
         """Whether the CPU steps each of them: by the rest of the GPU's budget, or by a fraction without a budget."""

@@ -78,6 +78,8 @@ class StepCost:
     """Bytes read from the spill file."""
     written_bytes: int = 0
     """Bytes written there."""
+    copies: defaultdict[Hashable, list[Callable[[], float]]] = field(default_factory=lambda: defaultdict(list))
+    """The seconds of copies of state to the GPU and back, by GPU and direction."""
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
     kept: list[object] = field(default_factory=list)
@@ -117,6 +119,10 @@ class StepCost:
             written_bytes=self.written_bytes,
         )
 
+    def streamed_seconds(self) -> float:
+        """How long state was copied to a GPU or back, whichever took longest."""
+        return max((sum(seconds() for seconds in some) for some in self.copies.values()), default=0.0)
+
     def times(self) -> StepTimes:
         stats = self.stats()
         return StepTimes(self._seconds, stats.stall_seconds, stats.host_seconds)
@@ -138,6 +144,10 @@ class StateStore(ABC):
         self._new: list[HostParameter] = []
         self._chunks: dict[HostParameter, list[tuple[StateChunk, int]]] = {}
         """The chunks of each parameter, with its number in them."""
+
+    @abstractmethod
+    def may_cut(self, held: HostParameter) -> bool:
+        """Whether a parameter may be stepped in pieces."""
 
     @abstractmethod
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
@@ -162,7 +172,12 @@ class StateStore(ABC):
     def add(self, held: HostParameter) -> None:
         """Add a parameter."""
         self.tier.add(held)
+        self.take_over(held)
         self._new.append(held)
+
+    def take_over(self, held: HostParameter) -> None:
+        """From now on a parameter of this store is stepped here."""
+        held.store, held.cut = self, self.may_cut(held)
 
     def state_of(self, held: HostParameter) -> State:
         """A parameter's state, with slots for tensors that are elsewhere."""

@@ -40,7 +40,7 @@ class StepQueue:
     ) -> None:
         self.pending: set[HostParameter] = set()
         """Parameters that were stepped, and that compute has not waited for."""
-        self.early = BackwardSteps(self._step_early, placement.store.complete)
+        self.early = BackwardSteps(self._step_early, placement.complete)
         self.older = self.last = self.now = StepCost()
         """Costs of the last two steps, and of the one that is under way."""
         self._placement = placement
@@ -102,7 +102,7 @@ class StepQueue:
 
     def synchronize(self) -> None:
         """Let compute wait for all parameters, and wait until all state is in its place."""
-        self._placement.store.settle(self.now)
+        self._placement.settle(self.now)
         with contextlib.ExitStack() as stack:
             stack.callback(self._finish)
             self._arrive(self.pending)
@@ -149,7 +149,7 @@ class StepQueue:
             self.take_edits()
         self.early.check(held)
         _offload_gradient(held, gradient)
-        if self._placement.store.steps_on_device:
+        if held.store.steps_on_device:
             self.lent.lend(held, with_strides_of(local_of(gradient), held.local()))
         self.early.arrived(held, self._groups())
         self._wait_for_oldest(held.context)
@@ -161,15 +161,21 @@ class StepQueue:
         with torch.no_grad(), label("optimizer step"):
             # Parameters of the last step that the forward has not waited for.
             self._arrive(self.pending - stepped)
-            before = {one: one.updated for one in held}
-            self._placement.store.prepare(held)
+            self._placement.prepare(held)
             try:
-                steps = [one.gradient.snapshot(self.lent.get(one)) for one in held]
-                self._placement.store.step(steps, self.now, overlapped=False)
+                self._step([one.gradient.snapshot(self.lent.get(one)) for one in held], overlapped=False)
             finally:
-                queued = [one for one in held if one.updated is not before[one]]
-                stepped.update(queued)
-                self.pending.update(queued)
+                stepped.update(self.pending.intersection(held))
+
+    def _step(self, steps: Sequence[Snapshot], *, overlapped: bool) -> None:
+        """Let the stores step, and note the parameters that were queued, also on an error."""
+        by_parameter = {step.held: step for step in steps}
+        before = {held: held.updated for held in by_parameter}
+        try:
+            for store, some in self._placement.of_stores(by_parameter):
+                store.step([by_parameter[held] for held in some], self.now, overlapped=overlapped)
+        finally:
+            self.pending.update(held for held, event in before.items() if held.updated is not event)
 
     def _lend(self, step: Snapshot) -> bool:
         """Lend a step a plain gradient, so that its users wait. If it cannot be lent, compute has to wait now."""
@@ -192,32 +198,32 @@ class StepQueue:
                     return
 
     def _queue(self) -> list[Snapshot]:
-        store, contexts = self._placement.store, self._placement.contexts.values()
+        placement, contexts = self._placement, self._placement.contexts.values()
         stepped = self.early.end(self._groups())
         for held in self.lent:
             if held not in stepped:
                 self.lent.take_back(held)
-        store.settle(self.now)
-        left = [held for held in self._placement.held.values() if held not in stepped]
-        store.prepare(held for held in left if held.parameter.grad is not None)
+        placement.settle(self.now)
+        left = [held for held in placement.held.values() if held not in stepped]
+        placement.prepare(held for held in left if held.parameter.grad is not None)
         steps = list(self._param_steps(left))
         for context in contexts:
             context.expected = max((step.held.gradient.count for step in steps), default=0)
+        self.pending = set(stepped)
         try:
-            store.step(steps, self.now, overlapped=bool(self._forward_hooks))
+            self._step(steps, overlapped=bool(self._forward_hooks))
         finally:
-            store.settle(self.now)
-        self.pending = stepped.union(step.held for step in steps)
-        if not store.steps_on_device and any(step.held.gradient.stand_in_if_alive() is None for step in steps):
+            placement.settle(self.now)
+        if any(step.on_device is None and step.held.gradient.stand_in_if_alive() is None for step in steps):
             # Gradients that stay on the GPU may be written as soon as this returns.
             for context in contexts:
                 context.transfers.settle()
         return steps
 
     def _param_steps(self, some: Iterable[HostParameter]) -> Iterator[Snapshot]:
-        on_device, offloads = self._placement.store.steps_on_device, self._placement.options.offload_gradients
+        offloads = self._placement.options.offload_gradients
         for held in some:
-            gradient = held.parameter.grad
+            gradient, on_device = held.parameter.grad, held.store.steps_on_device
             if gradient is None:
                 held.fresh_gradient().clear()
                 continue
@@ -251,8 +257,9 @@ class StepQueue:
         for one in arriving:
             self._views.show(one.parameter)
         if arriving and not self.pending:
-            for index, written in self._placement.store.end_step().items():
-                self._groups()[index].update(written)
+            for store in self._placement.stores:
+                for index, written in store.end_step().items():
+                    self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
