@@ -26,7 +26,7 @@ from optim.support import assert_same_values
 from spillway import OffloadedOptimizer, UnsupportedError, UsageError
 from spillway.errors import TierFullError
 from spillway.optim import state_store
-from spillway.optim.options import MEASURED, WARM_UP, ShareTuner, alternating
+from spillway.optim.options import MEASURED, WARM_UP, ShareTuner, StepTimes, alternating
 from spillway.optim.state_store import StepCost
 from spillway.testing import AdversaryBackend
 from support import SlowBackend, pairwise
@@ -276,38 +276,50 @@ def test_the_share_of_one_place(step_on: str, share: float, cpu_session: spillwa
 # The share that is measured.
 
 
-def test_the_share_is_that_at_which_both_end_together() -> None:
-    tuner = ShareTuner()
-    found = [tuner.note(on_cpu=3.0, on_gpu=1.0) for _ in range(WARM_UP)]
-    found += [tuner.note(on_cpu=1.0, on_gpu=one) for one in (1.0, 1.0, 3.0, 1e9)]
-    assert found == [None] * (WARM_UP + MEASURED - 1)
-    assert tuner.note(on_cpu=1.0, on_gpu=3.0) == 0.75
+@pytest.mark.parametrize(
+    ("seconds", "shares"),
+    [
+        ([1.0, 1.0], [0.0, 0.25, 0.0]),
+        ([1.0, 0.98], [0.0, 0.25, 0.0]),
+        ([1.0, 0.9, 0.95], [0.0, 0.25, 0.5, 0.25]),
+        ([1.0, 0.9, 0.8], [0.0, 0.25, 0.5]),
+    ],
+)
+def test_larger_shares_are_tried_as_long_as_steps_get_faster(seconds: list[float], shares: list[float]) -> None:
+    tuner, found = ShareTuner(), [0.0]
+    for one in seconds:
+        assert not tuner.is_done
+        # One step of several is slow.
+        for each in (*[9.0] * WARM_UP, 9.0, *[one] * (MEASURED - 1)):
+            share = tuner.note(each)
+            found += [] if share is None else [share]
+    assert tuner.is_done
+    assert found == shares
 
 
-@pytest.mark.parametrize(("seconds", "share"), [(1e6, 1.0), (1e-12, 0.0)], ids=["slow-link", "fast-link"])
+@pytest.mark.parametrize(("slower", "shares"), [(0.0, [0.0, 0.25, 0.0]), (-1.0, [0.0, 0.25, 0.5])], ids=str)
 @pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"step_in_backward": True}], ids=str)
-def test_a_slow_link_leaves_all_to_the_cpu_and_a_fast_one_nothing(
-    seconds: float,
-    share: float,
+def test_states_move_to_the_share_of_the_fastest_step(
+    slower: float,
+    shares: list[float],
     dtype: torch.dtype,
     options: dict[str, Any],
     hostile: spillway.Session,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(AdversaryBackend, "seconds_between", lambda *_: seconds)
-    steps = WARM_UP + MEASURED + 5
+    steps = 4 * (WARM_UP + MEASURED)
     model, plain = net(dtype), plain_after(Loop(steps=steps, dtype=dtype))
     optimizer = split(model, hostile, cpu_share=None, **options)
+    monkeypatch.setattr(StepCost, "times", lambda _: StepTimes(2.0 + slower * optimizer.cpu_share, 0.0, 0.0))
     optimizer.overlap_forward(model, blocks=nn.Linear)
-    shares = []
-    loop = Loop(steps=steps, dtype=dtype, each=lambda *_: shares.append(optimizer.cpu_share))
+    seen: list[float] = []
+    loop = Loop(steps=steps, dtype=dtype, each=lambda *_: seen.append(optimizer.cpu_share))
     loop.run(model, optimizer)
     optimizer.synchronize()
     assert same(model, plain)
-    assert set(on_cpu(optimizer)) == {bool(share)}
-    # Half at first, and one move.
-    assert [one for one, _ in itertools.groupby(shares)] == [0.5, share]
+    assert set(on_cpu(optimizer)) == ({False, True} if shares[-1] else {False})
+    assert [one for one, _ in itertools.groupby(seen)] == shares
     optimizer.close()
 
 
@@ -316,7 +328,6 @@ def test_a_slow_link_leaves_all_to_the_cpu_and_a_fast_one_nothing(
 def test_states_move_between_two_steps(
     options: dict[str, Any], dtype: torch.dtype, hostile: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdversaryBackend, "seconds_between", lambda *_: 1.0)
     shares = iter([None, 0.9, None, 0.2, 0.5])
     monkeypatch.setattr(ShareTuner, "note", lambda *_, **__: next(shares, None))
     # Gradients of the next step are added to those of this one.
@@ -334,14 +345,13 @@ def test_states_move_between_two_steps(
     loop.each = each
     loop.run(model, optimizer)
     optimizer.synchronize()
-    assert len(set(places)) == 3
+    assert len(set(places)) == 4
     assert optimizer.cpu_share == 0.5
     assert same(model, plain)
     optimizer.close()
 
 
 def test_states_can_be_edited_after_a_move(hostile: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(AdversaryBackend, "seconds_between", lambda *_: 1.0)
     monkeypatch.setattr(ShareTuner, "note", lambda *_, **__: 0.2)
     model = net(BF16)
     optimizer = split(model, hostile, cpu_share=None)
@@ -367,7 +377,6 @@ def test_states_can_be_edited_after_a_move(hostile: spillway.Session, monkeypatc
 def test_another_run_with_the_chosen_number_has_the_same_places(
     hostile: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(AdversaryBackend, "seconds_between", lambda *_: 1.0)
     monkeypatch.setattr(ShareTuner, "note", lambda *_, **__: 0.3)
     model = net()
     optimizer = split(model, hostile, cpu_share=None)
@@ -582,14 +591,6 @@ def test_costs_of_both_are_counted_and_no_profile_is_made(cpu_session: spillway.
     # The CPU's time is that of a part.
     assert optimizer.profile() is None
     optimizer.close()
-
-
-def test_the_direction_that_takes_longest_counts() -> None:
-    cost = StepCost()
-    cost.copies["in"] += [lambda: 1.0, lambda: 2.0]
-    cost.copies["out"] += [lambda: 2.5]
-    assert cost.streamed_seconds() == 3.0
-    assert StepCost().streamed_seconds() == 0.0
 
 
 # Options that are refused.

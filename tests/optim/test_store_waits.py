@@ -32,9 +32,6 @@ ELSEWHERE = {
     # These are of classes of one's own, which no scenario has.
     "group['params'].append(mine[index])",
     "ends.append(self._upload(transfer, mine))",
-    # Times, which order nothing.
-    "transfer.cost.copies[context, 'in'].append(partial(backend.seconds_between, began, transfer.arrived))",
-    "transfer.cost.copies[context, 'out'].append(partial(backend.seconds_between, began, transfer.left))",
 }
 
 

@@ -134,7 +134,6 @@ class PinnedTier(ChunkTier):
         memory = transfer.memory = self.memory(context, nbytes)
         # The step stream has waited until all that is stored is there.
         backend.wait(incoming, backend.record(backend.compute()))
-        began = backend.record(incoming)
         ranges: tuple[_Range, ...] = chunk.place if stored else ()
         for one in ranges:
             self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
@@ -146,7 +145,6 @@ class PinnedTier(ChunkTier):
             transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
-        transfer.cost.copies[context, "in"].append(partial(backend.seconds_between, began, transfer.arrived))
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
         for step in (transfer.steps[index] for index, _, _ in gradients):
@@ -181,12 +179,10 @@ class PinnedTier(ChunkTier):
     def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
             return
-        context, memory = transfer.chunk.context, transfer.memory
-        transfers, outgoing = context.transfers, self.streams_of(context).outgoing
-        backend = transfers.backend
+        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
+        backend, memory = transfers.backend, transfer.memory
         assert memory is not None
         backend.wait(outgoing, backend.record(backend.compute()))
-        began = backend.record(outgoing)
         with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
             for one in place:
                 for event in one.pinned.before_write():
@@ -196,7 +192,6 @@ class PinnedTier(ChunkTier):
                     backend.copy(outgoing, one.bytes(), source)
                     transfers.count(sent=one.nbytes)
         transfer.left = backend.record(outgoing)
-        transfer.cost.copies[context, "out"].append(partial(backend.seconds_between, began, transfer.left))
         for one in place:
             one.pinned.after("out", transfer.left)
 

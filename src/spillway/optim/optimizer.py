@@ -69,9 +69,9 @@ class OffloadedOptimizer(Optimizer):
             ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in pieces, those
             of other classes whole. ``"auto"`` divides the parameters between the two, which step at the same time.
         cpu_share: the share of elements that the CPU steps with ``step_on="auto"``, from 0 to 1. The GPU steps the
-            others. ``None``: both begin with half. After about ten steps, their times decide, and state moves
-            once. :attr:`cpu_share` is the result. Without a GPU it is 1. Two runs may choose different shares. Pass the
-            number to both, and they have the same bits.
+            others. ``None``: the GPU begins alone. From the ninth step on, the CPU steps a quarter, and then half, as
+            long as training steps get faster. :attr:`cpu_share` is the result. Without a GPU it is 1. Two runs may
+            choose different shares. Pass the number to both, and they have the same bits.
         threads: for the step. ``None``: one for each CPU of the process, shared by the ranks of the machine.
         session: its pinned memory is used. ``None``: the default one.
         hold: the parameters that the fraction takes first: the ``"last"``, whose gradients come first in backward, or
@@ -429,14 +429,15 @@ class OffloadedOptimizer(Optimizer):
             self._divide(chosen)
 
     def _tune_share(self, tuner: ShareTuner) -> None:
-        """Let the CPU step another share of the elements, once it was measured."""
-        # The GPU may not have ended later steps.
-        seen = self._steps.older
-        streamed = seen.streamed_seconds() if seen.on_host and seen.streamed else 0.0
-        chosen = tuner.note(seen.host_seconds / seen.on_host, streamed / seen.streamed) if streamed else None
+        """Let the CPU step another share of the elements, if the measured steps say so."""
+        if self._placement.cpu_share == 1:
+            # There is no GPU.
+            return
+        chosen = tuner.note(self._steps.older.times().step_seconds)
+        if tuner.is_done:
+            self._share_tuner = None
         if chosen is None:
             return
-        self._share_tuner = None
         self._finish_steps()
         for parameter in self._placement.move_between_stores(chosen):
             self._views.show(parameter)

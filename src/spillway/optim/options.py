@@ -34,6 +34,8 @@ MOST_CHOICES = 6
 ENOUGH = 3
 """How often in a row a fraction has to be cheap enough to be final."""
 _MARGIN = 0.97
+SHARES = (0.0, 0.25, 0.5)
+"""Shares of the CPU that ``step_on="auto"`` tries."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +89,7 @@ class Options:
     @property
     def first_cpu_share(self) -> float:
         """The share of elements that the CPU steps, of those whose state is not kept on the GPU; at first."""
-        return {"cpu": 1.0, "gpu": 0.0}.get(self.step_on, 0.5 if self.cpu_share is None else self.cpu_share)
+        return {"cpu": 1.0, "gpu": 0.0}.get(self.step_on, SHARES[0] if self.cpu_share is None else self.cpu_share)
 
     @property
     def measures_share(self) -> bool:
@@ -310,20 +312,33 @@ def affordable(seen: StepTimes, fraction: float, slowdown: float) -> float:
 
 
 class ShareTuner:
-    """Chooses the share of elements that the CPU steps, for ``step_on="auto"``: both processors end together.
+    """Chooses the share of elements that the CPU steps, for ``step_on="auto"``: that of the fastest training step.
 
-    Both are measured while they step at the same time, since they share the bandwidth of CPU memory.
+    At first the GPU steps all. Then shares of the CPU are tried, from small to large, as long as steps get faster. No
+    rates are asked for: steps on the CPU also slow down the thread that queues the GPU's work, and the bandwidth of CPU
+    memory is shared with the copies.
     """
 
     def __init__(self) -> None:
+        self.is_done = False
+        self._place = 0
+        self._fastest = math.inf
         self._seen: list[float] = []
         self._skip = WARM_UP
 
-    def note(self, on_cpu: float, on_gpu: float) -> float | None:
-        """Note a step: the CPU's and the GPU's seconds for an element. Gives the share, once it is known."""
+    def note(self, seconds: float) -> float | None:
+        """Note the seconds of a training step. Gives the share of the next steps, if it changes."""
         if self._skip:
             self._skip -= 1
             return None
-        self._seen.append(on_gpu / (on_cpu + on_gpu))
-        # A number that one can write down gives the same division in another run.
-        return round(statistics.median(self._seen), 2) if len(self._seen) == MEASURED else None
+        self._seen.append(seconds)
+        if len(self._seen) < MEASURED:
+            return None
+        middle, self._seen, self._skip = statistics.median(self._seen), [], WARM_UP
+        if middle > _MARGIN * self._fastest:
+            self.is_done = True
+            return SHARES[self._place - 1]
+        self._fastest = middle
+        self._place += 1
+        self.is_done = self._place == len(SHARES)
+        return None if self.is_done else SHARES[self._place]

@@ -78,8 +78,6 @@ class StepCost:
     """Bytes read from the spill file."""
     written_bytes: int = 0
     """Bytes written there."""
-    copies: defaultdict[Hashable, list[Callable[[], float]]] = field(default_factory=lambda: defaultdict(list))
-    """The seconds of copies of state to the GPU and back, by GPU and direction."""
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
     kept: list[object] = field(default_factory=list)
@@ -118,10 +116,6 @@ class StepCost:
             read_bytes=self.read_bytes,
             written_bytes=self.written_bytes,
         )
-
-    def streamed_seconds(self) -> float:
-        """How long state was copied to a GPU or back, whichever took longest."""
-        return max((sum(seconds() for seconds in some) for some in self.copies.values()), default=0.0)
 
     def times(self) -> StepTimes:
         stats = self.stats()

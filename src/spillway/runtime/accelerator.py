@@ -180,11 +180,6 @@ class AcceleratorBackend(Backend):
         stream.wait_event(reached)  # type: ignore[attr-defined]
         waited.append(reached)
 
-    def seconds_between(self, first: Event, last: Event) -> float:
-        last.synchronize()
-        begin: Any = first
-        return float(begin.elapsed_time(last)) / 1e3
-
     def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
         if self._driver is not None and self._by_driver(self._driver, stream, destination, source):
             return

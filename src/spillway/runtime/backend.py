@@ -179,10 +179,6 @@ class Backend(ABC):
         self.wait(stream, event)
         stalls.known_seconds += time.perf_counter() - before
 
-    def seconds_between(self, first: Event, last: Event) -> float:
-        """Seconds from an event to a later one of the same stream, which is waited for. 0 where events have no time."""
-        return 0.0
-
     @abstractmethod
     def copy(self, stream: Stream, destination: Bytes, source: Bytes) -> None:
         """Queue a copy of equally many bytes. Both must live until an event after it is reached."""
