@@ -164,7 +164,7 @@ def test_the_share_of_the_cpu_is_measured(device: torch.device, session: spillwa
     )
     optimizer.overlap_forward(model)
     batch = torch.randn(64, WIDTH, device=device, dtype=torch.bfloat16)
-    for _ in range(20):
+    for _ in range(30):
         model(batch).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
