@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import spillway
-from accumulate.models import MODELS, Transformer, assert_equal, batches, loss_of, made, trained
+from accumulate.models import MODELS, Transformer, assert_equal, batches, loss_of, made, threads_of_backwards, trained
 from spillway.testing import AdversaryBackend
+from test_leaks import ended
 
 Make = Callable[[Any], torch.optim.Optimizer]
 
@@ -23,7 +24,8 @@ Make = Callable[[Any], torch.optim.Optimizer]
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
     yield
-    assert not [each for each in threading.enumerate() if each.name == "spillway backward"]
+    # They end with their accumulators.
+    assert ended(threads_of_backwards, 0)
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3, 5])
@@ -32,6 +34,33 @@ def test_any_model_has_the_bits_of_plain_accumulation(name: str, steps: int) -> 
     loader = batches(2 * steps + steps // 2)
     plain = trained(made(name), "horizontal", loader, steps=steps)
     assert_equal(trained(made(name), "vertical", loader, steps=steps), plain)
+
+
+def test_threads_are_kept_for_later_steps_and_end_with_the_accumulator() -> None:
+    """Torch caches plans of cuDNN in each thread, and never frees them."""
+    model, ran = made("untied"), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accumulator = spillway.Accumulator(model, optimizer, steps=3, order="vertical")
+    next(model.parameters()).register_hook(lambda _: ran.append((threading.get_ident(), torch.get_num_threads())))
+    before = torch.get_num_threads()
+    try:
+        for count in (1, 2):
+            # Each thread has a number of its own.
+            torch.set_num_threads(count)
+            for place, batch in enumerate(batches(3)):
+                with accumulator.micro(last=place == 2):
+                    loss, weight = loss_of(model, batch)
+                    accumulator.backward(loss, weight=weight)
+            accumulator.step()
+            assert threads_of_backwards() == 3
+    finally:
+        torch.set_num_threads(before)
+    idents, counts = zip(*ran, strict=True)
+    assert len(set(idents)) == 3
+    assert set(idents[:3]) == set(idents[3:])
+    assert counts == (1, 1, 1, 2, 2, 2)
+    accumulator.close()
+    assert not threads_of_backwards()
 
 
 def arrivals(order: str, name: str = "untied", steps: int = 2) -> list[str]:

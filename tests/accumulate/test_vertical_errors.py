@@ -17,14 +17,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from accumulate.models import WIDTH, Block, Transformer, assert_equal, batches, loss_of, made, trained
+from accumulate.models import (
+    WIDTH,
+    Block,
+    Transformer,
+    assert_equal,
+    batches,
+    loss_of,
+    made,
+    threads_of_backwards,
+    trained,
+)
 from spillway import UnsupportedError, UsageError
+from test_leaks import ended
 
 
 @pytest.fixture(autouse=True)
 def nothing_stays() -> Iterator[None]:
     yield
-    assert not [each for each in threading.enumerate() if each.name == "spillway backward"]
+    # They end with their accumulators.
+    assert ended(threads_of_backwards, 0)
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
@@ -130,6 +142,28 @@ def test_an_interrupt_ends_all_threads(has_waited: bool, times: int, monkeypatch
     with pytest.raises(KeyboardInterrupt):
         run(accumulator, model)
     assert not left[0]
+    assert_works_again(accumulator, model, plain)
+
+
+@pytest.mark.parametrize("is_given", [False, True])
+def test_an_interrupt_while_a_thread_is_given_its_backward(is_given: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from spillway.accumulate import vertical
+
+    model, plain = failing(), failing()
+    accumulator = accumulator_of(model)
+    run_task, left = vertical._Worker.run, [2]
+
+    def interrupted(self: Any, task: Callable[[], object]) -> None:
+        left[0] -= 1
+        if left[0] or is_given:
+            run_task(self, task)
+        if not left[0]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(vertical._Worker, "run", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(accumulator, model)
+    assert left[0] < 0
     assert_works_again(accumulator, model, plain)
 
 

@@ -381,6 +381,8 @@ class Accumulator:
     def close(self) -> None:
         """Discard the current accumulation step. Later calls raise; a second ``close()`` does nothing."""
         self.discard()
+        if self._vertical is not None:
+            self._vertical.close()
         self._state = State.CLOSED
         self._finalizer.detach()
 

@@ -31,6 +31,9 @@ so each backward has a thread, which waits in that hook. At most one of the thre
 meanwhile. The engine is set to run nodes of a GPU in that thread, too: its own threads are shared by all backwards, and
 one that waits would stop the others.
 
+Threads are kept for later steps. Torch has a cache of cuDNN's plans for attention in each thread, and never frees it. A
+new thread would make all plans again.
+
 Each thread gets what the caller's thread had when the loss was passed: context variables, autocast, grad and inference
 mode, the default device. It gets the current streams of the call that runs the backwards. Function and dispatch modes
 are refused. Saved-tensor hooks are left out: graphs that a backward makes would use them, and they change no bits.
@@ -42,8 +45,11 @@ from __future__ import annotations
 import contextvars
 import math
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -81,6 +87,8 @@ class VerticalBackward:
         self._model = model
         self._blocks = own_parameters(model, blocks)
         self._lanes: list[_Lane] = []
+        self._workers: list[_Worker] = []
+        """Threads that have nothing to do."""
         self._states = _ModuleStates(model)
 
     def __len__(self) -> int:
@@ -95,6 +103,13 @@ class VerticalBackward:
         """Drop the losses and their graphs."""
         self._lanes.clear()
         self._states.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        self.clear()
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.end()
 
     def run(self, parameters: Sequence[Parameter], complete: Callable[[Parameter], object] | None = None) -> None:
         """Run the backwards.
@@ -119,7 +134,7 @@ class VerticalBackward:
             devices = {leaf.device for leaf in leaves.values()}
             current = _Current()
             for lane, graph in zip(lanes, graphs, strict=True):
-                lane.prepare(stack, turns.pauses(graph), current, devices)
+                lane.prepare(stack, turns.pauses(graph), current, devices, self._workers)
             del graphs
             steps = {id(parameter) for parameter in parameters}
             for leaf in leaves.values():
@@ -161,7 +176,10 @@ class _Lane:
         self._device = torch.get_default_device() if function_modes() > 0 else None
         self._grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._streams: list[torch.Stream] = []
-        self._thread: threading.Thread | None = None
+        self._cpu_threads = torch.get_num_threads()
+        self._worker: _Worker | None = None
+        self._idle: list[_Worker] = []
+        self._task = partial(self._context.run, self._run)
         # Locks are faster than semaphores. Each is released once for each time that it is acquired.
         self._go, self._paused = threading.Lock(), threading.Lock()
         self._go.acquire()
@@ -170,10 +188,15 @@ class _Lane:
         self._ended = threading.Event()
 
     def prepare(
-        self, stack: ExitStack, pauses: Iterable[tuple[Any, int]], current: _Current, devices: Iterable[torch.device]
+        self,
+        stack: ExitStack,
+        pauses: Iterable[tuple[Any, int]],
+        current: _Current,
+        devices: Iterable[torch.device],
+        idle: list[_Worker],
     ) -> None:
-        """Hook the nodes that it pauses before, until ``stack`` is closed."""
-        self._current = current
+        """Hook the nodes that it pauses before, until ``stack`` is closed. It takes one of the idle threads, if any."""
+        self._current, self._idle = current, idle
         for node, turn in pauses:
             stack.callback(node.register_prehook(self._hook(turn)).remove)
         now = torch.accelerator.current_accelerator()
@@ -184,12 +207,10 @@ class _Lane:
 
     def resume(self) -> None:
         """Run up to the next pause."""
-        if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._context.run, args=(self._run,), name="spillway backward", daemon=True
-            )
+        if self._worker is None:
+            self._worker = self._idle.pop() if self._idle else _Worker()
             # It waits for its turn first.
-            self._thread.start()
+            self._worker.run(self._task)
         self._current.lane = self
         # These settings are the process's, and each micro-batch has its own.
         with AmbientState.now()._replace(settings=self._ambient.settings).in_force():
@@ -200,15 +221,17 @@ class _Lane:
         """End it, wherever it is, also if the caller is interrupted once more."""
         self.is_abandoned = True
         interrupt: KeyboardInterrupt | None = None
-        while self._thread is not None and self._thread.ident is not None:
+        while self._worker is not None:
             try:
                 if not self._ended.is_set():
                     with suppress(RuntimeError):
                         # It is not locked if the backward runs: an interrupted caller left it.
                         self._go.release()
+                    # An interrupt may have come before the thread got it. If it has ended, it ends at once.
+                    self._worker.run(self._task)
                     self._ended.wait()
-                self._thread.join()
-                break
+                self._idle.append(self._worker)
+                self._worker = None
             except KeyboardInterrupt as error:
                 interrupt = error
         # It holds this frame.
@@ -223,7 +246,7 @@ class _Lane:
         def pause(_: Any) -> None:
             # Graphs may share a node. Numbers of other threads may lead here late: then there is nothing to wait for.
             if self._current.lane is self and turn > self.turn:
-                if self._thread is None or threading.get_ident() != self._thread.ident:
+                if self._worker is None or threading.get_ident() != self._worker.thread.ident:
                     raise UnsupportedError(
                         "order='vertical': torch runs this backward in a thread of its own, which cannot wait for "
                         "other micro-batches; use order='horizontal'"
@@ -238,13 +261,16 @@ class _Lane:
         return pause
 
     def _run(self) -> None:
+        if self._ended.is_set():
+            return
         self._go.acquire()
         loss, self.loss = self.loss, None
         try:
             if self.is_abandoned:
                 raise _Abandoned
-            # A thread takes torch.set_num_threads() over when it first asks.
-            torch.get_num_threads()
+            # Each thread has a number of its own, and takes over torch's when it first asks.
+            if torch.get_num_threads() != self._cpu_threads:
+                torch.set_num_threads(self._cpu_threads)
             with ExitStack() as stack:
                 for stream in self._streams:
                     torch.accelerator.set_stream(stream)
@@ -267,6 +293,32 @@ class _Lane:
                 # It is not locked if an interrupted caller waits no more.
                 self._paused.release()
             self._ended.set()
+
+
+class _Worker:
+    """A thread that runs one backward after the other. It ends with this object."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=_work, args=(self._tasks,), name="spillway backward", daemon=True)
+        weakref.finalize(self, self._tasks.put, None)
+        self.thread.start()
+
+    def run(self, task: Callable[[], object]) -> None:
+        """Run this after all that it was given before."""
+        self._tasks.put(task)
+
+    def end(self) -> None:
+        """End the thread, and wait for that."""
+        self._tasks.put(None)
+        self.thread.join()
+
+
+def _work(tasks: SimpleQueue[Callable[[], object] | None]) -> None:
+    while (task := tasks.get()) is not None:
+        task()
+        # Nothing of it is held while the thread waits.
+        del task
 
 
 def _run(lanes: Sequence[_Lane], turns: int) -> None:
