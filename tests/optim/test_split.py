@@ -127,7 +127,7 @@ def test_fifty_steps_are_those_of_the_plain_class(
     adversary.check()
 
 
-@pytest.mark.parametrize("stream", ["states in", "states out", "parameters", "gradients"])
+@pytest.mark.parametrize("stream", ["states in", "states out", "parameters out", "parameters", "gradients"])
 @pytest.mark.parametrize(("kind", "options"), list(LOOPS.values()), ids=list(LOOPS))
 @pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
 def test_copies_of_either_that_are_late(

@@ -130,7 +130,27 @@ def test_several_streams(adversary: AdversaryBackend) -> None:
     adversary.check()
 
 
-@pytest.mark.parametrize("late", ["gradients", "parameters"])
+def test_a_parameter_that_is_read_does_not_wait_behind_gradients(adversary: AdversaryBackend) -> None:
+    """The caller's thread may be far ahead of the GPU: it has sent gradients that the GPU computes later."""
+    with spillway.Session(backend=adversary.serve) as session:
+        optimizer = OffloadedOptimizer([Parameter(torch.ones(8))], torch.optim.SGD, lr=1.0, threads=1, session=session)
+        transfers: Transfers = next(iter(optimizer._placement.contexts.values())).transfers
+        parameter, gradient = torch.ones(1 << 18), torch.ones(1 << 18)
+        ready = transfers.ready([parameter])
+        later = transfers.send(gradient)
+        (sent,) = transfers.fetch([parameter], ready)
+        assert torch.equal(transfers.read(sent), parameter)
+        assert later.batch.arrived is not None
+        assert not later.batch.arrived.reached  # type: ignore[attr-defined]
+        transfers.settle()
+        assert torch.equal(transfers.read(later), gradient)
+        for each in (sent, later):
+            transfers.give_back(each)
+        optimizer.close()
+    adversary.check()
+
+
+@pytest.mark.parametrize("late", ["gradients", "parameters out", "parameters"])
 @pytest.mark.parametrize("overlaps", [True, False])
 def test_training_on_lanes_that_are_late(late: str, overlaps: bool) -> None:
     with spillway.Session(backend=SlowBackend(late, 0.001).serve, window=4096) as session:

@@ -156,7 +156,11 @@ class Upload(NamedTuple):
 
 
 class Transfers:
-    """The two copy streams of one GPU."""
+    """The copy streams of one GPU: gradients to the CPU, parameters to the CPU, and parameters back.
+
+    The caller's thread queues the gradients of a whole backward while the GPU has hardly begun it. A parameter that is
+    read for the first step must not wait behind them.
+    """
 
     def __init__(self, runtime: DeviceRuntime) -> None:
         self.backend = runtime.backend
@@ -164,6 +168,7 @@ class Transfers:
         self.window = runtime.mover.window
         self.spill_file = runtime.spill_file
         self._out = self.backend.new_stream("gradients")
+        self._reads = self.backend.new_stream("parameters out")
         self._back = self.backend.new_stream("parameters")
         self._open: TransferBatch | None = None
         """A batch of small tensors that is not full yet."""
@@ -206,12 +211,12 @@ class Transfers:
 
     def fetch(self, tensors: Sequence[torch.Tensor], after: Event) -> list[SentTensor]:
         """Copy tensors that stay on the GPU, after an event; for the CPU worker thread."""
-        batch = TransferBatch(self._out)
+        batch = TransferBatch(self._reads)
         sent = [batch.add(tensor) for tensor in tensors]
         if sent:
             with self._lock:
-                self.backend.wait(self._out, after)
-                self._copy_out(batch)
+                self.backend.wait(self._reads, after)
+                self._copy_out(batch, self._reads)
         return sent
 
     def read(self, sent: SentTensor) -> torch.Tensor:
@@ -313,19 +318,19 @@ class Transfers:
         while self._leaving and self._leaving_bytes + nbytes > self.window:
             self._free_oldest()
         self.backend.wait(self._out, self.backend.record(batch.stream))
-        self._copy_out(batch)
+        self._copy_out(batch, self._out)
         self._leaving.append(batch)
         self._free_unneeded(batch)
         self._leaving_bytes += nbytes
 
-    def _copy_out(self, batch: TransferBatch) -> None:
+    def _copy_out(self, batch: TransferBatch, stream: Stream) -> None:
         block = self.arena.allocate(max(batch.nbytes, 1))
         for event in block.after:
-            self.backend.wait(self._out, event)
+            self.backend.wait(stream, event)
         for start, source in batch.sources:
             if source.nbytes:
-                self.backend.copy(self._out, Bytes(block.storage, block.start + start, source.nbytes), source)
-        batch.block, batch.arrived = block, self.backend.record(self._out)
+                self.backend.copy(stream, Bytes(block.storage, block.start + start, source.nbytes), source)
+        batch.block, batch.arrived = block, self.backend.record(stream)
         batch.number = next(_batch_numbers)
         self.sent_bytes += batch.source_bytes
 
