@@ -5,7 +5,7 @@ import __future__
 
 import ast
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -63,13 +63,12 @@ def _waits() -> Iterator[tuple[object, str, int, str]]:
 CASES = list(_waits())
 
 
-def _fails(*ways: str) -> str | None:
-    for scenario, of in SCENARIOS:
-        if not ways or of.name in ways:
-            try:
-                scenario(of)
-            except (SpillwayError, AssertionError, AttributeError, LookupError, ValueError) as error:
-                return repr(error)
+def _fails(ways: Sequence[str] = ("device", "disk", "host", "split")) -> str | None:
+    for scenario, of in (each for way in ways for each in SCENARIOS if each[1].name == way):
+        try:
+            scenario(of)
+        except (SpillwayError, AssertionError, AttributeError, LookupError, ValueError) as error:
+            return repr(error)
     return None
 
 
@@ -93,5 +92,5 @@ def test_without_this_wait_something_fails(
     flags = __future__.annotations.compiler_flag
     exec(compile(tree, str(module.__file__), "exec", flags=flags), namespace)
     monkeypatch.setattr(owner, name, namespace[name])
-    ways = {gpu_store: ("device", "split"), disk_tier: ("disk",)}.get(module, ())
-    assert _fails(*ways) is not None, f"{name} without `{text}`: nothing fails"
+    ways = {gpu_store: ("device", "split"), disk_tier: ("disk",), cpu_store: ("host", "split", "disk")}
+    assert (_fails(ways[module]) if module in ways else _fails()) is not None, f"{name} without `{text}`: nothing fails"
