@@ -177,8 +177,8 @@ class ExactMemory:
         self._meter = ExactMeter(self._resident())
         self._meter.mark()
 
-    def free_cached(self) -> None:
-        return None
+    def free_cached(self) -> bool:
+        return False
 
 
 class NoMemory:
@@ -190,8 +190,8 @@ class NoMemory:
     def peak(self) -> int:
         return 0
 
-    def free_cached(self) -> None:
-        return None
+    def free_cached(self) -> bool:
+        return False
 
     def reset_peak(self) -> None:
         return None

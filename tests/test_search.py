@@ -254,14 +254,18 @@ def test_checkpointing_may_be_above_the_budget_by_the_rounding_of_cached_blocks(
     above: float, is_taken: bool, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     freed: list[bool] = []
-    monkeypatch.setattr(NoMemory, "free_cached", lambda self: freed.append(True))
+    monkeypatch.setattr(NoMemory, "free_cached", lambda self: (freed.append(True), True)[1])
     monkeypatch.setattr(compiling, "queues", lambda device: True)
     monkeypatch.setattr(PlanController, "_is_slower", lambda self, seconds, rival: False)
     validate = PlanController._validate
 
     def rounded(self: PlanController, peak: int, watched: StepTrace | None = None) -> None:
         assert self.budget is not None
-        validate(self, self.budget + int(self.budget * above) if self._is_checkpointing() else peak, watched)
+        validate(
+            self,
+            self.budget + int(self.budget * above) if self._is_active(self._checkpointing(self._profiled)) else peak,
+            watched,
+        )
 
     monkeypatch.setattr(PlanController, "_validate", rounded)
     kind = NAMED["mlp"]
@@ -271,7 +275,7 @@ def test_checkpointing_may_be_above_the_budget_by_the_rounding_of_cached_blocks(
         assert len(search(model, batch, attached)) - 1 <= MOST_STEPS
         controller = attached._root.observer
         assert isinstance(controller, PlanController)
-        assert controller._is_checkpointing() is is_taken
+        assert controller._is_active(controller._checkpointing(controller._profiled)) is is_taken
         assert freed == [True] * is_taken
         assert any("took more than the budget" in note for note in attached.notes) is not is_taken
 

@@ -225,4 +225,4 @@ def assert_equal(ours: list[Any], plain: list[Any]) -> None:
 
 
 def threads_of_backwards() -> int:
-    return sum(thread.name == "spillway backward" for thread in threading.enumerate())
+    return sum(thread.name.startswith("spillway-backward") for thread in threading.enumerate())

@@ -7,6 +7,7 @@ import random
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -151,16 +152,17 @@ def test_an_interrupt_while_a_thread_is_given_its_backward(is_given: bool, monke
 
     model, plain = failing(), failing()
     accumulator = accumulator_of(model)
-    run_task, left = vertical._Worker.run, [2]
+    left = [2]
 
-    def interrupted(self: Any, task: Callable[[], object]) -> None:
-        left[0] -= 1
-        if left[0] or is_given:
-            run_task(self, task)
-        if not left[0]:
-            raise KeyboardInterrupt
+    class Interrupted(ThreadPoolExecutor):
+        def submit(self, task: Callable[[], object]) -> Any:  # type: ignore[override]
+            left[0] -= 1
+            given = super().submit(task) if left[0] or is_given else None
+            if not left[0]:
+                raise KeyboardInterrupt
+            return given
 
-    monkeypatch.setattr(vertical._Worker, "run", interrupted)
+    monkeypatch.setattr(vertical, "ThreadPoolExecutor", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(accumulator, model)
     assert left[0] < 0

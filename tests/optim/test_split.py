@@ -291,7 +291,7 @@ def test_larger_shares_are_tried_as_long_as_steps_get_faster(seconds: list[float
         assert not tuner.is_done
         # One step of several is slow.
         for each in (*[9.0] * WARM_UP, 9.0, *[one] * (MEASURED - 1)):
-            share = tuner.note(each)
+            share = tuner.note(StepTimes(each, 0.0, 0.0))
             found += [] if share is None else [share]
     assert tuner.is_done
     assert found == shares

@@ -45,11 +45,10 @@ from __future__ import annotations
 import contextvars
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -87,8 +86,8 @@ class VerticalBackward:
         self._model = model
         self._blocks = own_parameters(model, blocks)
         self._lanes: list[_Lane] = []
-        self._workers: list[_Worker] = []
-        """Threads that have nothing to do."""
+        self._threads: list[ThreadPoolExecutor] = []
+        """Those that have nothing to do, one in each pool. They end with their pool."""
         self._states = _ModuleStates(model)
 
     def __len__(self) -> int:
@@ -107,9 +106,9 @@ class VerticalBackward:
     def close(self) -> None:
         """End the threads."""
         self.clear()
-        workers, self._workers = self._workers, []
-        for worker in workers:
-            worker.end()
+        threads, self._threads = self._threads, []
+        for thread in threads:
+            thread.shutdown()
 
     def run(self, parameters: Sequence[Parameter], complete: Callable[[Parameter], object] | None = None) -> None:
         """Run the backwards.
@@ -134,7 +133,7 @@ class VerticalBackward:
             devices = {leaf.device for leaf in leaves.values()}
             current = _Current()
             for lane, graph in zip(lanes, graphs, strict=True):
-                lane.prepare(stack, turns.pauses(graph), current, devices, self._workers)
+                lane.prepare(stack, turns.pauses(graph), current, devices, self._threads)
             del graphs
             steps = {id(parameter) for parameter in parameters}
             for leaf in leaves.values():
@@ -177,8 +176,9 @@ class _Lane:
         self._grad = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
         self._streams: list[torch.Stream] = []
         self._cpu_threads = torch.get_num_threads()
-        self._worker: _Worker | None = None
-        self._idle: list[_Worker] = []
+        self._thread: ThreadPoolExecutor | None = None
+        self._ident = 0
+        self._idle: list[ThreadPoolExecutor] = []
         self._task = partial(self._context.run, self._run)
         # Locks are faster than semaphores. Each is released once for each time that it is acquired.
         self._go, self._paused = threading.Lock(), threading.Lock()
@@ -193,7 +193,7 @@ class _Lane:
         pauses: Iterable[tuple[Any, int]],
         current: _Current,
         devices: Iterable[torch.device],
-        idle: list[_Worker],
+        idle: list[ThreadPoolExecutor],
     ) -> None:
         """Hook the nodes that it pauses before, until ``stack`` is closed. It takes one of the idle threads, if any."""
         self._current, self._idle = current, idle
@@ -207,10 +207,10 @@ class _Lane:
 
     def resume(self) -> None:
         """Run up to the next pause."""
-        if self._worker is None:
-            self._worker = self._idle.pop() if self._idle else _Worker()
+        if self._thread is None:
+            self._thread = self._idle.pop() if self._idle else ThreadPoolExecutor(1, "spillway-backward")
             # It waits for its turn first.
-            self._worker.run(self._task)
+            self._thread.submit(self._task)
         self._current.lane = self
         # These settings are the process's, and each micro-batch has its own.
         with AmbientState.now()._replace(settings=self._ambient.settings).in_force():
@@ -221,17 +221,17 @@ class _Lane:
         """End it, wherever it is, also if the caller is interrupted once more."""
         self.is_abandoned = True
         interrupt: KeyboardInterrupt | None = None
-        while self._worker is not None:
+        while self._thread is not None:
             try:
                 if not self._ended.is_set():
                     with suppress(RuntimeError):
                         # It is not locked if the backward runs: an interrupted caller left it.
                         self._go.release()
                     # An interrupt may have come before the thread got it. If it has ended, it ends at once.
-                    self._worker.run(self._task)
+                    self._thread.submit(self._task)
                     self._ended.wait()
-                self._idle.append(self._worker)
-                self._worker = None
+                self._idle.append(self._thread)
+                self._thread = None
             except KeyboardInterrupt as error:
                 interrupt = error
         # It holds this frame.
@@ -246,7 +246,7 @@ class _Lane:
         def pause(_: Any) -> None:
             # Graphs may share a node. Numbers of other threads may lead here late: then there is nothing to wait for.
             if self._current.lane is self and turn > self.turn:
-                if self._worker is None or threading.get_ident() != self._worker.thread.ident:
+                if threading.get_ident() != self._ident:
                     raise UnsupportedError(
                         "order='vertical': torch runs this backward in a thread of its own, which cannot wait for "
                         "other micro-batches; use order='horizontal'"
@@ -263,6 +263,7 @@ class _Lane:
     def _run(self) -> None:
         if self._ended.is_set():
             return
+        self._ident = threading.get_ident()
         self._go.acquire()
         loss, self.loss = self.loss, None
         try:
@@ -293,32 +294,6 @@ class _Lane:
                 # It is not locked if an interrupted caller waits no more.
                 self._paused.release()
             self._ended.set()
-
-
-class _Worker:
-    """A thread that runs one backward after the other. It ends with this object."""
-
-    def __init__(self) -> None:
-        self._tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
-        self.thread = threading.Thread(target=_work, args=(self._tasks,), name="spillway backward", daemon=True)
-        weakref.finalize(self, self._tasks.put, None)
-        self.thread.start()
-
-    def run(self, task: Callable[[], object]) -> None:
-        """Run this after all that it was given before."""
-        self._tasks.put(task)
-
-    def end(self) -> None:
-        """End the thread, and wait for that."""
-        self._tasks.put(None)
-        self.thread.join()
-
-
-def _work(tasks: SimpleQueue[Callable[[], object] | None]) -> None:
-    while (task := tasks.get()) is not None:
-        task()
-        # Nothing of it is held while the thread waits.
-        del task
 
 
 def _run(lanes: Sequence[_Lane], turns: int) -> None:

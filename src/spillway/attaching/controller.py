@@ -20,8 +20,8 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
     two others that were above the budget. A step that was learned from is not judged.
 
     An allocator counts a cached block whole, though a tensor takes a little less of it. So checkpointing may take a
-    little more than its peak after steps with blocks of other sizes. Up to a thousandth above the budget, it is not
-    refused, but cached blocks are freed. Later steps must keep to the budget.
+    little more than its peak after steps with blocks of other sizes. On one GPU it is not refused for up to a thousandth
+    of the budget, but cached blocks are freed. Later steps must keep to the budget.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
     If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
@@ -346,9 +346,9 @@ class PlanController:
         learned = any(ranks.share("learned", self._has_learned))
         self.measured = Point(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
         is_over = peak > target.budget
-        if is_over and peak - target.budget <= target.budget // _ROUNDING and self._is_checkpointing():
-            self._memory.free_cached()
-            is_over = False
+        is_close = ranks.alone and 0 < peak - target.budget <= target.budget // _ROUNDING
+        if is_close and self._is_active(self._checkpointing(self._profiled)):
+            is_over = not self._memory.free_cached()
         checkpointing = None if rival is not None or trace is None else self._checkpointing_beside()
         if rival is not None and trace is not None:
             kinds = kinds_of(trace)
@@ -384,7 +384,7 @@ class PlanController:
     def _correct(self, peak: int) -> None:
         """Apply another plan, since a step was above the budget: after two such plans, torch's own checkpointing."""
         checkpointing = self._checkpointing(self._profiled)
-        if self._is_checkpointing():
+        if self._is_active(checkpointing):
             self._is_checkpointing_over = True
             checkpointing = None
             if not self._known_target.corrections:
@@ -421,7 +421,7 @@ class PlanController:
             # Nothing is faster.
             return None
         found = self._checkpointing(self._profiled)
-        return None if found is None or is_same(found, plan) else found
+        return None if self._is_active(found) else found
 
     def _checkpointing(self, profile: Profile | None) -> Plan | None:
         """The plan of torch's own checkpointing, if its predicted peak is within the whole budget."""
@@ -429,10 +429,9 @@ class PlanController:
             return None
         return self.planner.checkpointing_plan(profile, self._known_target.budget, self._ranks)
 
-    def _is_checkpointing(self) -> bool:
-        """Whether the plan is that of torch's own checkpointing."""
-        found = self._checkpointing(self._profiled)
-        return found is not None and self.plan is not None and is_same(found, self.plan)
+    def _is_active(self, plan: Plan | None) -> bool:
+        """Whether steps already run by this plan."""
+        return plan is not None and self.plan is not None and is_same(plan, self.plan)
 
     def _seconds_of(self, trace: StepTrace | None) -> float:
         """Seconds of the step's blocks on the slowest rank."""

@@ -152,13 +152,14 @@ class OffloadedOptimizer(Optimizer):
         self._closed = False
         self._session = session if session is not None else Session.default()
         self._tuner = FractionTuner(slowdown) if fraction == "auto" else None
-        self._share_tuner = ShareTuner() if options.measures_share else None
         groups = lambda: self.param_groups  # noqa: E731
         self._placement = Placement(optimizer_class, device_class, arguments, options, self._session, groups)
         self._views = StateViews(self._placement.state_of, self._open_state)
         self._steps = StepQueue(self._placement, self._views, groups, self._check_usable)
         super().__init__(params, arguments.defaults)
         self._add(list(self._placement.parameters()))
+        # Without a GPU the CPU steps all.
+        self._share_tuner = ShareTuner() if options.measures_share and self._placement.cpu_share < 1 else None
         self._session.finish_at_close(self)
         self._ready = True
 
@@ -430,10 +431,8 @@ class OffloadedOptimizer(Optimizer):
 
     def _tune_share(self, tuner: ShareTuner) -> None:
         """Let the CPU step another share of the elements, if the measured steps say so."""
-        if self._placement.cpu_share == 1:
-            # There is no GPU.
-            return
-        chosen = tuner.note(self._steps.older.times().step_seconds)
+        # The GPU may not have waited for the last step yet.
+        chosen = tuner.note(self._steps.older.times())
         if tuner.is_done:
             self._share_tuner = None
         if chosen is None:

@@ -259,6 +259,27 @@ class StepTimes(NamedTuple):
     """How long the CPU computed."""
 
 
+class _Measurement:
+    """Gives the median times of a few steps, after some that are not measured."""
+
+    def __init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin again: something has changed."""
+        self._skip, self._seen = WARM_UP, list[StepTimes]()
+
+    def note(self, seen: StepTimes) -> StepTimes | None:
+        if self._skip:
+            self._skip -= 1
+            return None
+        self._seen.append(seen)
+        if len(self._seen) < MEASURED:
+            return None
+        seen_all, self._seen = self._seen, []
+        return StepTimes(*(statistics.median(values) for values in zip(*seen_all, strict=True)))
+
+
 class FractionTuner:
     """Chooses the fraction of elements that the CPU steps, for ``fraction="auto"``.
 
@@ -269,29 +290,24 @@ class FractionTuner:
 
     def __init__(self, slowdown: float) -> None:
         self._slowdown = slowdown
-        self._seen: list[StepTimes] = []
+        self._measurement = _Measurement()
         self._choices = 0
         self._cheap = 0
         """How often in a row a choice was cheap enough."""
-        self._skip = WARM_UP
 
     def note(self, seen: StepTimes, fraction: float) -> float | None:
         """Note a step at a fraction. Gives the fraction of the next steps, if it changes."""
         if self._choices >= MOST_CHOICES or self._cheap >= ENOUGH or fraction == 0:
             return None
-        if self._skip:
-            self._skip -= 1
+        middle = self._measurement.note(seen)
+        if middle is None:
             return None
-        self._seen.append(seen)
-        if len(self._seen) < MEASURED:
-            return None
-        middle = StepTimes(*(statistics.median(values) for values in zip(*self._seen, strict=True)))
-        self._seen = []
         chosen = affordable(middle, fraction, self._slowdown)
         if chosen >= fraction:
             self._cheap += 1
             return None
-        self._cheap, self._skip = 0, WARM_UP
+        self._measurement.begin()
+        self._cheap = 0
         self._choices += 1
         return chosen
 
@@ -314,31 +330,25 @@ def affordable(seen: StepTimes, fraction: float, slowdown: float) -> float:
 class ShareTuner:
     """Chooses the share of elements that the CPU steps, for ``step_on="auto"``: that of the fastest training step.
 
-    At first the GPU steps all. Then shares of the CPU are tried, from small to large, as long as steps get faster. No
-    rates are asked for: steps on the CPU also slow down the thread that queues the GPU's work, and the bandwidth of CPU
-    memory is shared with the copies.
+    At first the GPU steps all. Then shares of the CPU are tried, from small to large, as long as steps get faster.
     """
 
     def __init__(self) -> None:
         self.is_done = False
         self._place = 0
         self._fastest = math.inf
-        self._seen: list[float] = []
-        self._skip = WARM_UP
+        self._measurement = _Measurement()
 
-    def note(self, seconds: float) -> float | None:
-        """Note the seconds of a training step. Gives the share of the next steps, if it changes."""
-        if self._skip:
-            self._skip -= 1
+    def note(self, seen: StepTimes) -> float | None:
+        """Note a training step. Gives the share of the next steps, if it changes."""
+        middle = self._measurement.note(seen)
+        if middle is None:
             return None
-        self._seen.append(seconds)
-        if len(self._seen) < MEASURED:
-            return None
-        middle, self._seen, self._skip = statistics.median(self._seen), [], WARM_UP
-        if middle > _MARGIN * self._fastest:
+        if middle.step_seconds > _MARGIN * self._fastest:
             self.is_done = True
             return SHARES[self._place - 1]
-        self._fastest = middle
+        self._measurement.begin()
+        self._fastest = middle.step_seconds
         self._place += 1
         self.is_done = self._place == len(SHARES)
         return None if self.is_done else SHARES[self._place]

@@ -88,10 +88,11 @@ class DeviceMemory:
     def peak(self) -> int:
         return allocated(self._device)[1] if self._resident is None else self._resident.most()
 
-    def free_cached(self) -> None:
-        """Free the allocator's cached blocks. Waits for the device."""
+    def free_cached(self) -> bool:
+        """Free the allocator's cached blocks, if it has some. Waits for the device."""
         if self._resident is None:
             torch.accelerator.empty_cache()
+        return self._resident is None
 
     def reset_peak(self) -> None:
         if self._resident is None:
