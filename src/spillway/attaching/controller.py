@@ -20,8 +20,8 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
     two others that were above the budget. A step that was learned from is not judged.
 
     An allocator counts a cached block whole, though a tensor takes a little less of it. So checkpointing may take a
-    little more than its peak after steps with blocks of other sizes. On one GPU it is not refused for up to a thousandth
-    of the budget, but cached blocks are freed. Later steps must keep to the budget.
+    little more than its peak after steps with blocks of other sizes. On one GPU it is not refused for a thousandth of
+    the budget, but cached blocks are freed. Later steps must keep to the budget.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. After a peak above the budget there is a plan for less.
     If there is none, the step is noted; a second one soon after it is an error. One of several ranks only notes it. A
