@@ -102,7 +102,7 @@ class _Point:
         self._seen = True
 
 
-class _Job:
+class _Job(TaskEnd):
     """A task's event. The task runs when it is waited for."""
 
     def __init__(self, task: Task) -> None:

@@ -73,6 +73,24 @@ class Layout:
                     end = slots[-1].start + slots[-1].nbytes
         return cls(tuple(slots), end)
 
+    def is_of(self, states: Sequence[Mapping[Hashable, Any]], memory: Bytes | None) -> bool:
+        """Whether these states are in memory, in this layout."""
+        moving = {
+            (part, name): value for part, state in enumerate(states) for name, value in state.items() if moves(value)
+        }
+        return (
+            memory is not None
+            and len(moving) == len(self.slots)
+            and all(
+                (value := moving.get((slot.part, slot.name))) is not None
+                and value.data_ptr() == memory.address + slot.start
+                and value.dtype == slot.dtype
+                and value.shape == slot.shape
+                and value.stride() == slot.strides
+                for slot in self.slots
+            )
+        )
+
 
 def moves(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value of a state moves to where it is stepped. Numbers and empty tensors stay."""
@@ -141,6 +159,16 @@ class StateChunk:
     def is_stored(self) -> bool:
         """Whether there is something to load."""
         return any(isinstance(value, Slot) for state in self.states for value in state.values())
+
+    def is_whole(self, indices: Iterable[int]) -> bool:
+        """Whether these parts have a state, and all tensors of all parts are stored."""
+        values = [value for state in self.states for value in state.values()]
+        stored = sum(isinstance(value, Slot) for value in values)
+        return (
+            stored == len(self.layout.slots)
+            and all(self.begun[index] for index in indices)
+            and not any(map(moves, values))
+        )
 
     def opened(self, memory: Bytes | None) -> list[State]:
         """The states with all their tensors. Those that were stored are in memory now."""

@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -140,12 +141,24 @@ def for_cpu(given: dict[str, Any]) -> dict[str, Any]:
 
 def settings_of(group: dict[str, Any], *, device: str | None = None) -> dict[str, Any]:
     """A group without its parameters, as it is now. The user may write a tensor in place before a queued step runs."""
-    settings = {name: value for name, value in group.items() if name not in ("params", "param_names")}
-    # Also those in a tuple, like betas.
-    copied: dict[str, Any] = tree_map_only(
-        torch.Tensor, lambda one: one.detach().to(device or one.device, copy=True), settings
-    )
-    return copied
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().to(device or tensor.device, copy=True)
+
+    return {
+        name: value if is_plain(value) else tree_map_only(torch.Tensor, copied, value)
+        for name, value in group.items()
+        if name not in ("params", "param_names")
+    }
+
+
+_PLAIN = frozenset((NoneType, bool, int, float, str))
+
+
+def is_plain(setting: object) -> bool:
+    """Whether a setting is a number or the like, or a tuple of them: nobody can write to it."""
+    kind = type(setting)
+    return kind in _PLAIN or (kind is tuple and all(type(one) in _PLAIN for one in setting))  # type: ignore[attr-defined]
 
 
 def cpu_settings_of(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:

@@ -203,6 +203,10 @@ class StateStore(ABC):
             # A step that is still being queued changes the chunk's states.
             finish(chunk.stepped)
             chunk.stepped = None
+            if chunk.is_whole(indices):
+                # A class makes its state in the first step.
+                chunk.target = None
+                continue
             settings = self._settings(chunk.parts[0].held)
             states = [
                 self._predicted(chunk, index, settings) if index in indices else _on_meta(chunk.states[index])
@@ -348,10 +352,11 @@ class StateStore(ABC):
 
     def _packed(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> tuple[Layout, Any]:
         """Move all tensors of the states into the transfer's memory, in the layout of their place."""
-        chunk, states = transfer.chunk, transfer.states
+        chunk, states, memory = transfer.chunk, transfer.states, transfer.memory
+        if chunk.is_stored and chunk.layout.is_of(states, memory):
+            return chunk.layout, chunk.place
         layout = Layout.of(states)
         place = self._place(chunk, layout)
-        memory = transfer.memory
         if layout.nbytes and (layout != chunk.layout or not chunk.is_stored):
             if transfer.room is None or layout != transfer.next_layout():
                 if transfer.room is not None:

@@ -22,6 +22,7 @@ from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.lent_gradients import LentGradients, put_gradient
 from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.optim.optimizer_class import is_plain
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
@@ -400,7 +401,10 @@ class BackwardSteps:
         """Raise if a group's settings have changed."""
         # A scheduler adds "initial_lr" when it is made.
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
-        now = copy.deepcopy(tree_map_only(Tensor, _stamp, settings))
+        now = {
+            name: value if is_plain(value) else copy.deepcopy(tree_map_only(Tensor, _stamp, value))
+            for name, value in settings.items()
+        }
         # With the tensors, so that no other one gets the number of one that is gone.
         before, _ = self._settings.setdefault(index, (now, settings))
         changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import NoReturn, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -59,13 +59,22 @@ class Stream(Protocol):
 Task = Callable[[], Event | None]
 
 
-@runtime_checkable
-class TaskEnd(Event, Protocol):
-    """The end of a task and of the copies that it queued."""
+class TaskEnd(ABC):
+    """The end of a task and of the copies that it queued: an :class:`Event`."""
 
+    __slots__ = ()
+
+    @abstractmethod
+    def query(self) -> bool:
+        """Whether it has been reached."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling thread until it is reached; raises the task's error."""
+
+    @abstractmethod
     def finish(self) -> None:
         """Block until the task, and every task that it queued, is done or has failed. Raises no error of theirs."""
-        ...
 
 
 class HostQueue(Protocol):
@@ -314,7 +323,7 @@ def _take_and_run(box: list[Task]) -> Event | None:
     return box.pop()()
 
 
-class TaskEvent:
+class TaskEvent(TaskEnd):
     """The end of a task, and of the copy that it queued."""
 
     __slots__ = ("_future",)
