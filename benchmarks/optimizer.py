@@ -4,7 +4,7 @@
     python benchmarks/optimizer.py --micro 8
     python benchmarks/optimizer.py --micro 2 --ways "on the GPU, clipped" "GPU in chunks, fp32 master weights, clipped"
     python benchmarks/optimizer.py --micro 8 --seq 2048 --ways "fp32 master weights, all on the GPU" \
-        "GPU in chunks, fp32 master weights, vertical, in backward, overlapping"
+        "GPU in chunks, fp32 master weights, accumulated, in backward, overlapping"
     python benchmarks/optimizer.py --cpu-share 0.4 \
         --ways "split over CPU and GPU, fp32 master weights, clipped, overlapping"
     python benchmarks/optimizer.py --shape 8b --layers 32 --ways "fp32 master weights, clipped, overlapping"
@@ -21,10 +21,11 @@ the backward where nothing is clipped.
 *GPU in chunks* streams state through the GPU, where it is stepped. The bytes in a row are those of the last step in
 each direction, gradients included. Its *bound* takes these bytes at the rate of copies in both directions at once,
 measured in the same run, in place of the CPU's step. *Split over CPU and GPU* steps parameters in both places at once,
-divided by ``--cpu-share``, or by the times of the first steps. Its *bound* takes the longer of the two. *Vertical* is
-``Accumulator(order="vertical")``.
+divided by ``--cpu-share``, or by the times of the first steps. Its *bound* takes the longer of the two. *Accumulated*
+is ``spillway.Accumulator``: with *in backward*, parameters step during the backward of the last micro-batch.
 
-Other systems are measured if they can be imported, and named as absent if not.
+Other systems are measured if they can be imported, and named as absent if not. FSDP2 runs in one process, with
+parameters in float32 on the CPU, gathered in bfloat16, and stepped on the CPU by the fused kernel.
 """
 
 from __future__ import annotations
@@ -136,23 +137,12 @@ def split(stack: Stack, options: argparse.Namespace, **given: Any) -> Update:
     return offloaded(stack, options, step_on="auto", cpu_share=options.cpu_share, overlap=True, **given)
 
 
-def vertical(
-    stack: Stack, options: argparse.Namespace, *, clipped: bool = False, overlap: bool = True, **given: Any
-) -> Loop:
-    """All micro-batches of a layer run their backward before those of the layer below."""
+def accumulated(stack: Stack, options: argparse.Namespace, **given: Any) -> Loop:
     optimizer = spillway.OffloadedOptimizer(
         stack.parameters(), torch.optim.AdamW, threads=options.threads, fused=True, step_on="gpu", **given, **ADAMW
     )
-    if overlap:
-        optimizer.overlap_forward(stack)
-    accumulator = spillway.Accumulator(
-        stack,
-        optimizer,
-        steps=options.micro,
-        normalize="sum",
-        order="vertical",
-        max_norm=MAX_NORM if clipped else None,
-    )
+    optimizer.overlap_forward(stack)
+    accumulator = spillway.Accumulator(stack, optimizer, steps=options.micro, normalize="sum")
 
     def micro_batch(forward: Callable[[], torch.Tensor]) -> None:
         with accumulator.micro():
@@ -163,6 +153,23 @@ def vertical(
         return optimizer
 
     return Loop(update, micro_batch)
+
+
+def fsdp2(stack: Stack, options: argparse.Namespace) -> Update:
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    store = torch.distributed.HashStore()
+    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
+    torch.distributed.init_process_group(backend, rank=0, world_size=1, store=store)
+    stack.float()
+    sharding: dict[str, Any] = {
+        "offload_policy": CPUOffloadPolicy(),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),
+    }
+    for layer in stack.layers:
+        fully_shard(layer, **sharding)
+    fully_shard(stack, **sharding)
+    return updates(stack, torch.optim.AdamW(stack.parameters(), fused=True, **ADAMW))
 
 
 def updates(stack: Stack, optimizer: Any, *, clipped: bool = False) -> Update:
@@ -208,11 +215,10 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update | Loop]] = {
     ),
     "split over CPU and GPU, fp32 master weights, clipped, overlapping": partial(split, clipped=True),
     "split over CPU and GPU, fp32 master weights, in backward, overlapping": partial(split, step_in_backward=True),
-    "GPU in chunks, fp32 master weights, vertical, in backward, overlapping": partial(vertical, step_in_backward=True),
-    "GPU in chunks, fp32 master weights, vertical, clipped, overlapping, gradients stay": partial(
-        vertical, clipped=True, offload_gradients=False
+    "GPU in chunks, fp32 master weights, accumulated, in backward, overlapping": partial(
+        accumulated, step_in_backward=True
     ),
-    "vertical, all on the GPU": partial(vertical, fraction=0.0, overlap=False),
+    "FSDP2's CPUOffloadPolicy": fsdp2,
     "fp32 master weights, all on the GPU": partial(offloaded, fraction=0.0),
     "fp32 master weights, clipped": partial(offloaded, clipped=True),
     "fp32 master weights, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),

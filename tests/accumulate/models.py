@@ -1,8 +1,7 @@
-"""Models of blocks, and a training loop that gives all that it has changed: for tests of vertical order."""
+"""Models of blocks, and a training loop that gives all that it has changed."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -184,7 +183,6 @@ def loss_of(model: nn.Module, words: Tensor) -> tuple[Tensor, int]:
 
 def trained(
     model: nn.Module,
-    order: str,
     loader: Sequence[Tensor],
     *,
     steps: int = 3,
@@ -196,7 +194,7 @@ def trained(
     optimizer = make(model.parameters())
     found: list[Any] = []
     optimizer.register_step_pre_hook(lambda *_: found.extend(gradients(model)))
-    accumulator = spillway.Accumulator(model, optimizer, steps=steps, order=order, **options)
+    accumulator = spillway.Accumulator(model, optimizer, steps=steps, **options)
     for words in accumulator(loader):
         loss, weight = loss_of(model, words)
         accumulator.backward(loss, weight=weight)
@@ -222,7 +220,3 @@ def assert_equal(ours: list[Any], plain: list[Any]) -> None:
     assert len(ours) == len(plain) > 0
     for one, other in zip(ours, plain, strict=True):
         assert one is other is None or torch.equal(one, other)
-
-
-def threads_of_backwards() -> int:
-    return sum(thread.name.startswith("spillway-backward") for thread in threading.enumerate())

@@ -1,9 +1,8 @@
 """Gradient accumulation: micro-batches give the gradients of the whole batch.
 
 ``accumulator`` is the public class, and ``options`` checks its arguments. ``stepping`` holds the order of operations
-from the summed losses to the optimizer's step. ``gradients`` normalises, clips and sums in float32. ``vertical`` runs
-backwards block by block, in the order that ``turns`` finds. ``wrappers`` drives DDP and FSDP2. ``splits`` checks any
-training step.
+from the summed losses to the optimizer's step. ``gradients`` normalises, clips and sums in float32. ``wrappers`` drives
+DDP and FSDP2. ``splits`` checks any training step.
 """
 
 from spillway.accumulate.accumulator import Accumulator

@@ -5,9 +5,9 @@ from __future__ import annotations
 import enum
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -23,11 +23,9 @@ from spillway.accumulate.gradients import (
     checked_weight,
     narrow,
 )
-from spillway.accumulate.options import check_arguments, check_vertical, steps_in_backward
+from spillway.accumulate.options import check_arguments, check_steps_in_backward, steps_in_backward
 from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
-from spillway.accumulate.vertical import VerticalBackward
 from spillway.accumulate.wrappers import Wrappers
-from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UsageError
 from spillway.runtime.backend import label
 
@@ -114,15 +112,10 @@ class Accumulator:
         sync: which micro-batches reduce gradients over ranks: the ``"last"`` one, or ``"every"`` one. With
             ``"every"``, FSDP2 holds only a shard of the gradients between micro-batches.
         group: process group or device mesh over which the data of ranks differ. ``None``: that of DDP or FSDP2.
-        order: ``"horizontal"`` runs each backward when it is called. ``"vertical"`` keeps the graphs of all
-            micro-batches, and runs their backwards block by block when the accumulation step is complete, with the same
-            bits. See NOTE [ Vertical order ].
-        blocks: the blocks of vertical order, as for :func:`spillway.attach`. ``None``: those that the model repeats.
 
     Raises:
         UsageError: for invalid arguments or an invalid order of calls.
-        UnsupportedError: for FSDP's first generation, ``replicate()``, and a torch with an unknown DDP or FSDP2; for
-            vertical order under DDP or FSDP2.
+        UnsupportedError: for FSDP's first generation, ``replicate()``, and a torch with an unknown DDP or FSDP2.
     """
 
     def __init__(
@@ -139,10 +132,8 @@ class Accumulator:
         partial: str = "scale",
         sync: str = "last",
         group: Any = None,
-        order: str = "horizontal",
-        blocks: Blocks | None = None,
     ) -> None:
-        options = {"normalize": normalize, "partial": partial, "sync": sync, "order": order}
+        options = {"normalize": normalize, "partial": partial, "sync": sync}
         check_arguments(model, optimizer, steps, max_norm, scaler, scheduler, grad_dtype, **options)
         self._optimizer = optimizer
         self._steps = steps
@@ -152,9 +143,7 @@ class Accumulator:
         # An optimizer with float32 master weights may sum in float32 itself.
         widens = grad_dtype is not None and not getattr(optimizer, "accumulates_in_master_dtype", False)
         self._wrappers = Wrappers(model, sync, group, waits=widens)
-        many = self._wrappers.is_any
-        check_vertical(optimizer, blocks, order, many=many, max_norm=max_norm, scaler=scaler, grad_dtype=grad_dtype)
-        self._vertical = VerticalBackward(model, blocks) if order == "vertical" else None
+        check_steps_in_backward(optimizer, max_norm=max_norm, scaler=scaler, grad_dtype=grad_dtype)
         self._sums: Float32Sums | None = None
         if widens:
             writers = self._wrappers.writers()
@@ -270,7 +259,7 @@ class Accumulator:
     def backward(self, loss: Tensor, *, weight: Weight | None = None) -> None:
         """Run the backward of the micro-batch. In a loop, the last one also steps the optimizer.
 
-        With ``order="vertical"`` the last one of an accumulation step runs all backwards.
+        An ``OffloadedOptimizer(step_in_backward=True)`` steps during the last one of an accumulation step.
 
         Args:
             loss: one element: a sum with ``"tokens"`` and ``"samples"``, a mean with ``"steps"``. Do not scale it.
@@ -301,10 +290,8 @@ class Accumulator:
             if self._sums is not None:
                 self._sums.before_backward(reduces=reduces)
             loss = self._stepper.scaled(loss)
-            if self._vertical is None:
+            with self._steps_of_optimizer(micro):
                 loss.backward()  # type: ignore[no-untyped-call]
-            else:
-                self._vertical.add(loss)
             if self._sums is not None:
                 self._sums.after_backward(reduces=reduces)
             self._wrappers.check(last=micro.last)
@@ -312,8 +299,6 @@ class Accumulator:
         self.micro_batches += 1
         self._reduced = self._wrappers.completes(last=micro.last)
         self._state = State.FULL if micro.last else State.FILLING
-        if micro.last and not micro.dropped:
-            self._run_deferred()
         if micro.last and micro.in_loop:
             if micro.dropped:
                 self._clear()
@@ -340,7 +325,6 @@ class Accumulator:
                 f"step() was called after {self._progress}, whose gradients are not "
                 f"reduced over ranks; open the last one by accumulator.micro(last=True), or call discard()"
             )
-        self._run_deferred()
         with self._spoiled_by_errors(), label("accumulation_step"):
             record = self._stepper.step(self._parameters(), self._totals, index=self._index, count=self.micro_batches)
         self.last, self.stepped = record, True
@@ -348,14 +332,16 @@ class Accumulator:
         self._clear()
         return record
 
-    def _run_deferred(self) -> None:
-        """Run the backwards of vertical order."""
-        if self._vertical:
-            with self._spoiled_by_errors():
-                parameters, complete = self._parameters(), None
-                if steps_in_backward(self._optimizer):
-                    complete = self._stepper.normalize_each(parameters, self._totals, count=self.micro_batches)
-                self._vertical.run(parameters, complete)
+    def _steps_of_optimizer(self, micro: _MicroBatch) -> AbstractContextManager[object]:
+        """A context for a backward: an optimizer that steps in backward does so in the last one only."""
+        optimizer: Any = self._optimizer
+        if not steps_in_backward(optimizer):
+            return nullcontext()
+        if not micro.last or micro.dropped or self._wrappers.is_any:
+            # Wrappers reduce gradients after autograd has added them.
+            return cast("AbstractContextManager[object]", optimizer.accumulate())
+        normalize = self._stepper.normalize_each(self._parameters(), self._totals, count=self.micro_batches + 1)
+        return cast("AbstractContextManager[object]", optimizer.accumulate(complete=normalize))
 
     @contextmanager
     def _spoiled_by_errors(self) -> Iterator[None]:
@@ -381,8 +367,6 @@ class Accumulator:
     def close(self) -> None:
         """Discard the current accumulation step. Later calls raise; a second ``close()`` does nothing."""
         self.discard()
-        if self._vertical is not None:
-            self._vertical.close()
         self._state = State.CLOSED
         self._finalizer.detach()
 
@@ -436,8 +420,6 @@ class Accumulator:
 
     def _clear(self) -> None:
         """Start a new accumulation step."""
-        if self._vertical is not None:
-            self._vertical.clear()
         if self._sums is not None:
             self._sums.narrow()
         self._optimizer.zero_grad(set_to_none=True)

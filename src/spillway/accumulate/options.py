@@ -10,13 +10,12 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spillway.accumulate.gradients import WEIGHTED, is_number
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import UsageError
 
 _OPTIONS = {
     "normalize": (*WEIGHTED, "steps", "sum"),
     "partial": ("scale", "drop", "carry"),
     "sync": ("last", "every"),
-    "order": ("horizontal", "vertical"),
 }
 _SCALER = ("scale", "unscale_", "step", "update", "is_enabled", "get_scale")
 
@@ -58,21 +57,8 @@ def check_arguments(
             raise UsageError(f"{name}: got {value!r}, expected {' or '.join(map(repr, _OPTIONS[name]))}")
 
 
-def check_vertical(optimizer: Optimizer, blocks: object, order: str, *, many: bool, **unavailable: object) -> None:
-    """Raise for arguments that do not go with ``order``. ``many``: whether DDP or FSDP2 wraps a module.
-
-    ``unavailable`` are arguments that change all gradients after backward, which is too late for an optimizer that
-    steps in backward.
-    """
-    if order != "vertical":
-        if blocks is not None:
-            raise UsageError(f"blocks: got {blocks!r:.200} with order='horizontal', which needs none; leave blocks out")
-        return
-    if many:
-        raise UnsupportedError(
-            "order='vertical': DDP and FSDP2 expect the backward of one micro-batch after the other, and cannot "
-            "follow; use order='horizontal'"
-        )
+def check_steps_in_backward(optimizer: Optimizer, **unavailable: object) -> None:
+    """Raise for arguments that change all gradients after backward, if the optimizer steps in backward."""
     for name, value in unavailable.items():
         if value is not None and steps_in_backward(optimizer):
             raise UsageError(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -182,7 +182,8 @@ class Stepper:
     """Enabled, or ``None``."""
     scheduler: Any
     _unscaled: bool = False
-    _is_normalized: bool = False
+    _normalized: set[Parameter] = field(default_factory=set)
+    """Parameters whose gradients were normalised during backward."""
 
     def scaled(self, loss: Tensor) -> Tensor:
         """The loss to run backward from."""
@@ -194,25 +195,31 @@ class Stepper:
     def normalize_each(
         self, parameters: Sequence[Parameter], totals: Totals, *, count: int
     ) -> Callable[[Parameter], None]:
-        """Begin to normalise gradients one by one, when each is complete; :meth:`step` does not do it again."""
+        """A function that normalises a gradient when it is complete; :meth:`step` does not do it again."""
         totals.finish()
         factors = self._factors(totals.weight, count)
         multiplies = not factors.are_one(parameters)
-        self._is_normalized = True
-        return lambda parameter: factors.apply([parameter] if multiplies else [])
+
+        def normalize(parameter: Parameter) -> None:
+            self._normalized.add(parameter)
+            if multiplies:
+                factors.apply([parameter])
+
+        return normalize
 
     def step(self, parameters: Sequence[Parameter], totals: Totals, *, index: int, count: int) -> AccumulationStep:
         """Normalise, clip and step. Parameters are clipped in this order. ``count`` is of this rank's micro-batches."""
         totals.finish()
         factors = self._factors(totals.weight, count)
-        multiplies = not self._is_normalized and not factors.are_one(parameters)
-        self._is_normalized = False
+        left = [parameter for parameter in parameters if parameter not in self._normalized]
+        multiplies = not factors.are_one(left)
+        self._normalized.clear()
         if self.scaler is not None:
             self._unscaled = True
             if multiplies or self.max_norm is not None or self.sums is not None:
                 self.scaler.unscale_(self.optimizer)
         if multiplies:
-            factors.apply(parameters)
+            factors.apply(left)
         norm = None if self.max_norm is None else DeviceNumber(clip(parameters, self.max_norm))
         if self.sums is not None:
             self.sums.narrow()
@@ -234,7 +241,7 @@ class Stepper:
 
     def discard(self) -> None:
         """Prepare for the next accumulation step after one that failed."""
-        self._is_normalized = False
+        self._normalized.clear()
         if self._unscaled:
             # The scaler refuses to unscale twice between updates. This update keeps its scale.
             self.scaler.update(self.scaler.get_scale())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,9 +80,10 @@ class OffloadedOptimizer(Optimizer):
         device_class: the class that steps the parameters on the GPU. ``None``: the same.
         step_in_backward: step each parameter as soon as its gradient has arrived, so that the CPU's work, or the copies
             of a step on the GPU, are hidden behind backward. It is for loops that change no gradient, parameter or
-            setting between backward and :meth:`step`. Accumulation, clipping, scaling and other changes are errors.
-            Code that reads parameters during backward may see updated values, and so may a ``.data`` or detached
-            parameter in recomputed code. A backward that fails has stepped some parameters.
+            setting between backward and :meth:`step`. Clipping, scaling and other changes are errors. Several backwards
+            before a step need :meth:`accumulate`, or :class:`~spillway.Accumulator`, which calls it. Code that reads
+            parameters during backward may see updated values, and so may a ``.data`` or detached parameter in
+            recomputed code. A backward that fails has stepped some parameters.
         defaults: for the class: ``lr=3e-4``. With two classes each gets those that it takes.
 
     Raises:
@@ -245,6 +247,35 @@ class OffloadedOptimizer(Optimizer):
     def steps_in_backward(self) -> bool:
         """Whether parameters step in backward: ``step_in_backward=True``."""
         return self._placement.options.step_in_backward
+
+    @contextmanager
+    def accumulate(self, complete: Callable[[torch.nn.Parameter], object] | None = None) -> Iterator[None]:
+        """A context for a backward of several before :meth:`step`, with ``step_in_backward=True``.
+
+        Inside, gradients are added up in ``p.grad``, on the GPU and in the parameter's type, and no parameter is
+        stepped. The last backward is outside of it, and steps. :class:`~spillway.Accumulator` does this itself.
+        Without ``step_in_backward=True`` it does nothing.
+
+        Args:
+            complete: for the last backward instead. Parameters are stepped, and each is passed to this function
+                before, when its gradient is complete.
+
+        Example:
+            >>> model = torch.nn.Linear(64, 64)
+            >>> optimizer = OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4, step_in_backward=True)
+            >>> with optimizer.accumulate():
+            ...     model(torch.randn(8, 64)).sum().backward()
+            >>> model(torch.randn(8, 64)).sum().backward()
+            >>> optimizer.step()
+            >>> optimizer.zero_grad()
+        """
+        early = self._steps.early
+        before = early.is_paused, early.complete
+        early.is_paused, early.complete = complete is None, complete
+        try:
+            yield
+        finally:
+            early.is_paused, early.complete = before
 
     def divide(self, fraction: float) -> None:
         """From the next step on, the CPU steps this share of all elements, from 0 to 1. State moves accordingly.

@@ -146,6 +146,10 @@ class StepQueue:
         if not self._placement.options.step_in_backward:
             _offload_gradient(held, gradient)
             return
+        if self.early.is_paused:
+            return
+        if self.early.complete is not None:
+            self.early.complete(held.parameter)
         if not self.early.stepped:
             self.take_edits()
         self.early.check(held)
@@ -311,16 +315,20 @@ class BackwardSteps:
 
     Args:
         step: steps some parameters. It adds those that it has queued to ``stepped``, also if it fails.
-        complete: gives those that may be stepped, of some whose gradients have arrived.
+        may_step: gives those that may be stepped, of some whose gradients have arrived.
     """
 
     def __init__(
         self,
         step: Callable[[Sequence[HostParameter]], None],
-        complete: Callable[[Sequence[HostParameter]], Sequence[HostParameter]],
+        may_step: Callable[[Sequence[HostParameter]], Sequence[HostParameter]],
     ) -> None:
+        self.is_paused = False
+        """Whether gradients are added up, and more of them will come before ``step()``."""
+        self.complete: Callable[[Any], object] | None = None
+        """Called with a parameter whose gradient is complete, before the parameter is stepped."""
         self._step = step
-        self._complete = complete
+        self._may_step = may_step
         self._arrived: set[HostParameter] = set()
         self._waiting: list[HostParameter] = []
         self.stepped: set[HostParameter] = set()
@@ -335,7 +343,7 @@ class BackwardSteps:
             raise UsageError(
                 "got a second gradient of a parameter before step(), but step_in_backward=True has stepped the "
                 "parameter by the first. Call step() after each backward. To accumulate, leave the option out, or use "
-                "spillway.Accumulator(order='vertical')."
+                "spillway.Accumulator, or run the earlier ones inside of optimizer.accumulate()."
             )
 
     def check_none(self, what: str) -> None:
@@ -351,7 +359,7 @@ class BackwardSteps:
             self._arrived.add(held)
             self._waiting.append(held)
             held.gradient.sealed = True
-            complete = self._complete(self._waiting)
+            complete = self._may_step(self._waiting)
             if not complete:
                 return
             for index in {one.group for one in complete}:
