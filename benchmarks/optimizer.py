@@ -158,9 +158,10 @@ def accumulated(stack: Stack, options: argparse.Namespace, **given: Any) -> Loop
 def fsdp2(stack: Stack, options: argparse.Namespace) -> Update:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
+    if options.device == "cpu":
+        raise ImportError("it offloads from a GPU only")
     store = torch.distributed.HashStore()
-    backend = "gloo" if options.device == "cpu" else "cpu:gloo,cuda:nccl"
-    torch.distributed.init_process_group(backend, rank=0, world_size=1, store=store)
+    torch.distributed.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=store)
     stack.float()
     sharding: dict[str, Any] = {
         "offload_policy": CPUOffloadPolicy(),

@@ -707,46 +707,6 @@ def test_many_tensors_are_copied_at_once() -> None:
     assert all(map(torch.equal, targets, contents))
 
 
-def test_the_node_that_adds_to_grad_names_its_tensor() -> None:
-    x = torch.ones(1, requires_grad=True)
-    (node, _), _ = (x * 2).grad_fn.next_functions  # type: ignore[union-attr]
-    assert node.name() == _torch.ACCUMULATE_GRAD
-    assert node.variable is x
-
-
-def test_hooks_after_a_gradient_are_in_a_dictionary_that_torch_reads() -> None:
-    calls: list[int] = []
-    x = torch.ones(1, requires_grad=True)
-    assert _torch.post_accumulate_hooks(x) == {}
-    for number in (1, 2):
-        x.register_post_accumulate_grad_hook(lambda _, number=number: calls.append(number))
-    hooks = _torch.post_accumulate_hooks(x)
-    kept = dict(hooks)
-    hooks.clear()
-    x.sum().backward()
-    assert calls == []
-    hooks.update(kept)
-    x.sum().backward()
-    assert calls == [1, 2]
-
-
-def test_the_engine_runs_the_newest_node_first_and_pauses_in_a_hook_before_it() -> None:
-    """What vertical order builds on: a node runs when all newer ones have, and gradients are added at once."""
-    order: list[str] = []
-    x, y = (torch.ones(1, requires_grad=True) for _ in range(2))
-    x.register_post_accumulate_grad_hook(lambda _: order.append("x"))
-    y.register_post_accumulate_grad_hook(lambda _: order.append("y"))
-    old = x * 2
-    middle = old.exp() * y
-    new = old.sin() + middle
-    for name, tensor in (("old", old), ("middle", middle), ("new", new)):
-        tensor.grad_fn.register_prehook(lambda _, name=name: order.append(name))  # type: ignore[union-attr]
-    assert _torch.node_number(old.grad_fn) < _torch.node_number(middle.grad_fn) < _torch.node_number(new.grad_fn)
-    with torch.autograd.set_multithreading_enabled(False):
-        new.backward()
-    assert order == ["new", "middle", "y", "old", "x"]
-
-
 def test_dynamo_s_wrapper_tells_its_function() -> None:
     def function() -> int:
         return 3

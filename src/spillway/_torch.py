@@ -68,19 +68,11 @@ below_autograd = torch._C._AutoDispatchBelowAutograd
 """A context in which operators skip autograd, whose graph has no node for them."""
 exec_group: Callable[[], GraphExecGroup | None] = GraphExecGroup._get_current_group
 """The ``GraphExecGroup`` that the calling thread is in, or ``None``."""
-ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-"""The ``name()`` of the node that adds to a tensor's ``grad``. Its ``variable`` is the tensor."""
 
 
 def in_backward() -> bool:
     """Whether the calling thread is inside a backward."""
     return graph_task() != -1
-
-
-def post_accumulate_hooks(tensor: torch.Tensor) -> dict[Any, Callable[[torch.Tensor], object]]:
-    """Hooks that run when a gradient was added to a tensor, by id: the dictionary that torch reads, if there is one."""
-    hooks: Any = tensor._post_accumulate_grad_hooks
-    return {} if hooks is None else hooks
 
 
 # Saved-tensor hooks.
