@@ -139,7 +139,7 @@ def split(stack: Stack, options: argparse.Namespace, **given: Any) -> Update:
 
 def accumulated(stack: Stack, options: argparse.Namespace, **given: Any) -> Loop:
     optimizer = spillway.OffloadedOptimizer(
-        stack.parameters(), torch.optim.AdamW, threads=options.threads, fused=True, step_on="gpu", **given, **ADAMW
+        stack.parameters(), torch.optim.AdamW, threads=options.threads, fused=True, **given, **ADAMW
     )
     optimizer.overlap_forward(stack)
     accumulator = spillway.Accumulator(stack, optimizer, steps=options.micro, normalize="sum")
@@ -153,6 +153,10 @@ def accumulated(stack: Stack, options: argparse.Namespace, **given: Any) -> Loop
         return optimizer
 
     return Loop(update, micro_batch)
+
+
+def split_accumulated(stack: Stack, options: argparse.Namespace) -> Loop:
+    return accumulated(stack, options, step_on="auto", cpu_share=options.cpu_share, step_in_backward=True)
 
 
 def fsdp2(stack: Stack, options: argparse.Namespace) -> Update:
@@ -217,8 +221,9 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update | Loop]] = {
     "split over CPU and GPU, fp32 master weights, clipped, overlapping": partial(split, clipped=True),
     "split over CPU and GPU, fp32 master weights, in backward, overlapping": partial(split, step_in_backward=True),
     "GPU in chunks, fp32 master weights, accumulated, in backward, overlapping": partial(
-        accumulated, step_in_backward=True
+        accumulated, step_on="gpu", step_in_backward=True
     ),
+    "split over CPU and GPU, fp32 master weights, accumulated, in backward, overlapping": split_accumulated,
     "FSDP2's CPUOffloadPolicy": fsdp2,
     "fp32 master weights, all on the GPU": partial(offloaded, fraction=0.0),
     "fp32 master weights, clipped": partial(offloaded, clipped=True),
