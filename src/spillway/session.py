@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 import torch
 
 from spillway.errors import SessionError, UsageError
-from spillway.runtime import device as runtime_of
+from spillway.runtime import parts as part_of
 from spillway.runtime.backend import quiet
-from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
+    from spillway.runtime.backend import Backend
+    from spillway.runtime.device import DeviceRuntime, Runtime
     from spillway.runtime.spill_file import SpillFile
 
 _Kind = TypeVar("_Kind")
@@ -93,13 +94,13 @@ class Session:
         allow_memory_filesystem: bool = False,
         streams: Mapping[str, torch.Stream] | None = None,
         recorder: Recorder | None = None,
-        backend: MakeBackend | None = None,
+        backend: Callable[[torch.device], Backend] | None = None,
     ) -> None:
         for name, value in (("recorder", recorder), ("backend", backend)):
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         _check_streams(streams, backend)
-        parts = runtime_of.parts
+        parts = part_of.parts
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
         self.unscoped = _Unscoped()
@@ -328,7 +329,7 @@ class Session:
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
         assert self._host_budget is not None
-        return DeviceRuntime(
+        return part_of.parts.runtime(
             self._make_backend(device),
             self._spill_file,
             window=window,

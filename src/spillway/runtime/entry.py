@@ -32,10 +32,10 @@ import torch
 
 from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.tiers import Slot, Tier
 
 if TYPE_CHECKING:
     from spillway.runtime.mover import Mover
+    from spillway.runtime.tiers import Slot, Tier
 
 GROUP_BYTES = ("saved_bytes", "kept_bytes", "offloaded_bytes", "reloaded_bytes", "reused_bytes")
 STEP_BYTES = (*GROUP_BYTES, "recomputed_bytes")

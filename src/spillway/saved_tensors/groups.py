@@ -27,6 +27,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,11 +36,13 @@ from spillway.errors import UsageError
 from spillway.runtime.backend import label
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.entry import ByteCounters
-from spillway.runtime.mover import Mover
-from spillway.runtime.tiers import Tier
 from spillway.saved_tensors.identity import SavedStorage
 from spillway.saved_tensors.order import PastGroup
 from spillway.units import parse_bytes
+
+if TYPE_CHECKING:
+    from spillway.runtime.mover import Mover
+    from spillway.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)

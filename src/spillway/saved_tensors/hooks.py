@@ -21,7 +21,7 @@ import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -36,10 +36,7 @@ from spillway._torch import (
     next_node,
 )
 from spillway.policies import Policy
-from spillway.runtime.device import Runtime
 from spillway.runtime.entry import ByteCounters
-from spillway.runtime.mover import Mover
-from spillway.runtime.tiers import HostTier, Tier
 from spillway.saved_tensors.decide import Decider, Locator
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, PartsHandle
@@ -56,6 +53,11 @@ from spillway.saved_tensors.identity import (
 from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.runtime.device import Runtime
+    from spillway.runtime.mover import Mover
+    from spillway.runtime.tiers import Tier
 
 # A member of an enum costs a search of its class each time that it is named.
 _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
@@ -312,7 +314,7 @@ class ForwardScope:
         if decision is _KEEP:
             return None
         tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
-        if device.runtime.backend.unified and isinstance(tier, HostTier):
+        if device.runtime.backend.unified and tier is device.runtime.tier("host"):
             self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
             return None
         return tier
