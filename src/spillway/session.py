@@ -46,7 +46,8 @@ class Synchronizes(Protocol):
 
 
 class _Unscoped(threading.local):
-    ledger: ByteCounters | None = None
+    scope: Any = None
+    """A :class:`~spillway.saved_tensors.hooks.ForwardScope`, once there is one."""
 
 
 class Session:
@@ -104,7 +105,7 @@ class Session:
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
         self.unscoped = _Unscoped()
-        """The counters of tensors that the calling thread saved outside of any ``offload`` context."""
+        """The pass of tensors that the calling thread saves outside of any ``offload`` context."""
         self.window = _size(window, "window")
         """The in-flight limit that was given; ``None``: the default of each device."""
         self._host_budget = _size(host_budget, "host_budget")
@@ -212,8 +213,8 @@ class Session:
 
         They count the last forward and its backward so far. Tensors saved after a backward began belong to the next.
         """
-        ledger = self.unscoped.ledger
-        return StepStats() if ledger is None else self.stats_of(ledger)
+        scope = self.unscoped.scope
+        return StepStats() if scope is None else self.stats_of(scope.ledger)
 
     def stats_of(self, ledger: ByteCounters) -> StepStats:
         """The counters of a pass, and the bytes that the session has reserved by now."""

@@ -17,7 +17,7 @@ from spillway.offloading import offload
 from spillway.policies import Ratio
 from spillway.runtime.backend import Stream
 from spillway.runtime.system import which_device
-from spillway.saved_tensors.hooks import ForwardScope, SavedState
+from spillway.saved_tensors.hooks import ForwardScope, SavedState, innermost_scope
 from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import Session
 from spillway.units import format_bytes
@@ -70,7 +70,7 @@ class TagInfo:
 
     @property
     def _current(self) -> ForwardScope | None:
-        return Session.default().of(SavedState).scopes.under(self.tag)
+        return innermost_scope(Session.default(), self.tag)
 
 
 @dataclass(frozen=True, eq=False)

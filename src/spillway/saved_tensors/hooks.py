@@ -98,7 +98,7 @@ class ForwardScope:
     ) -> None:
         self.tag = tag
         self.ledger = ByteCounters()
-        self._session = session
+        self.session = session
         self._state = state = session.of(SavedState)
         self._identity, self._marks, self._outputs = state.identity, state.marks, state.outputs
         self._memory = memory
@@ -138,7 +138,7 @@ class ForwardScope:
     @property
     def is_elsewhere(self) -> bool:
         """Whether a capture has begun or ended since the pass began."""
-        return any(self._session.runtime(device) is not each.runtime for device, each in self._devices.items())
+        return any(self.session.runtime(device) is not each.runtime for device, each in self._devices.items())
 
     @property
     def keeps_the_rest(self) -> bool:
@@ -160,14 +160,14 @@ class ForwardScope:
 
     def poisons(self, device: torch.device) -> bool:
         """Whether the device's backend checks reads of unwritten memory."""
-        return device.type != "meta" and self._session.runtime(device).backend.poisons
+        return device.type != "meta" and self.session.runtime(device).backend.poisons
 
     def is_captured(self, device: torch.device) -> bool:
         """Whether the device's work is being captured into a graph."""
         if device.type == "meta":
             return False
         known = self._devices.get(device)
-        runtime = self._session.runtime(device) if known is None else known.runtime
+        runtime = self.session.runtime(device) if known is None else known.runtime
         return runtime.backend.is_capturing()
 
     def pack(self, tensor: torch.Tensor) -> Handle:
@@ -218,7 +218,7 @@ class ForwardScope:
             *reach(tensor, tensor.untyped_storage().nbytes())
         ):
             # Another pass of this session may have made the first one. One of another session is not shared.
-            runtime = self._session.runtime(tensor.device)
+            runtime = self.session.runtime(tensor.device)
             if handle.saved.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
                 return OffloadedHandle(tensor, handle.saved, runtime.nothing)
         return None
@@ -266,7 +266,7 @@ class ForwardScope:
         if self._signature is None:
             self._begin(tensor, device)
         runtime, group = device.runtime, self.groups.current
-        decision = self.decider(tensor, storage, nbytes, decision, group) if self._session.enabled else _KEEP
+        decision = self.decider(tensor, storage, nbytes, decision, group) if self.session.enabled else _KEEP
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be restored exactly.
         if tier is None or storage.data_ptr() % runtime.backend.alignment:
@@ -321,7 +321,7 @@ class ForwardScope:
 
     def _meet(self, tensor: torch.Tensor) -> _Device:
         """Set up a device for the first tensor on it."""
-        runtime = self._session.runtime(tensor.device)
+        runtime = self.session.runtime(tensor.device)
         order = AccessOrder(window=runtime.mover.window, on_backward=self._on_backward)
         device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), order)
         return device
@@ -387,36 +387,17 @@ def _window_on(window: int | float | None, mover: Mover) -> int:
     return int(window * mover.window) if isinstance(window, float) else window
 
 
-class ForwardScopes(threading.local):
-    """The passes that the calling thread has entered, the innermost last.
-
-    For tensors that checkpointed functions save outside of any pass, an unscoped pass is opened. It ends when backward
-    asks for a tensor of it, or when its graph is gone: tensors saved after that belong to another forward. It also ends
-    when a capture begins or ends.
-    """
-
+class _Entered(threading.local):
     def __init__(self) -> None:
-        self.entered: list[ForwardScope] = []
-        self.open: ForwardScope | None = None
-        """The unscoped pass, if there is one."""
+        self.scopes: list[ForwardScope | None] = []
 
-    def under(self, tag: str | None) -> ForwardScope | None:
-        """The innermost pass of a tag."""
-        return next((entered for entered in reversed(self.entered) if entered.tag == tag), None)
 
-    def current(self, make: Callable[[], ForwardScope]) -> ForwardScope:
-        """The innermost pass, or the unscoped one."""
-        if self.entered:
-            return self.entered[-1]
-        if self.open is not None and self.open.is_elsewhere:
-            # Its waiting tensors stay on the device.
-            self.open.end(completed=False)
-            self.open = None
-        if self.open is None or self.open.was_asked or self.open.was_dropped:
-            if self.open is not None:
-                self.open.end(completed=True)
-            self.open = make()
-        return self.open
+_entered = _Entered()
+
+
+def entered_scopes() -> list[ForwardScope | None]:
+    """The passes that the calling thread is inside of, the innermost last; ``None`` for a disabled context."""
+    return _entered.scopes
 
 
 class Output(Protocol):
@@ -436,7 +417,6 @@ class SavedState:
         """Storages that the user marked: True to offload, False to keep."""
         self.outputs: StorageMarks[Output] = StorageMarks()
         """Storages of outputs that can be recomputed."""
-        self.scopes = ForwardScopes()
         self._learned: dict[str | None, LearnedOrders] = {}
         self._predictors: dict[torch.device, NextPassPredictor] = {}
         self._lock = threading.Lock()
@@ -452,13 +432,29 @@ class SavedState:
             return self._predictors.setdefault(device, NextPassPredictor())
 
 
+def innermost_scope(session: Session, tag: str | None) -> ForwardScope | None:
+    """The innermost pass of a session, under a tag, that the calling thread is inside of."""
+    return next(
+        (each for each in reversed(_entered.scopes) if each and each.session is session and each.tag == tag), None
+    )
+
+
 def current_scope(session: Session) -> ForwardScope:
-    """The innermost pass that the calling thread is inside of, or the unscoped one."""
-    state = session.of(SavedState)
+    """The innermost pass that the calling thread is inside of, or else an unscoped one.
 
-    def make() -> ForwardScope:
-        made = ForwardScope(session, None, state.learned(None), min_bytes=MIN_BYTES, tag=None, tier="auto")
-        session.unscoped.ledger = made.ledger
-        return made
-
-    return state.scopes.current(make)
+    That one ends when backward asks for a tensor of it, or when its graph is gone: tensors saved after that belong to
+    another forward. It also ends when a capture begins or ends.
+    """
+    for entered in reversed(_entered.scopes):
+        if entered is not None and entered.session is session:
+            return entered
+    unscoped: ForwardScope | None = session.unscoped.scope
+    if unscoped is not None and (unscoped.is_elsewhere or unscoped.was_asked or unscoped.was_dropped):
+        # If a capture has begun or ended, waiting tensors stay on the device.
+        unscoped.end(completed=not unscoped.is_elsewhere)
+        unscoped = None
+    if unscoped is None:
+        learned = session.of(SavedState).learned(None)
+        unscoped = ForwardScope(session, None, learned, min_bytes=MIN_BYTES, tag=None, tier="auto")
+        session.unscoped.scope = unscoped
+    return unscoped

@@ -95,7 +95,7 @@ class ChunkOffloadHandler:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """Tensors saved inside belong to the innermost group that has begun and not ended."""
-        with hooks_of(self._pack), within_scope(self._session, self._scope):
+        with hooks_of(self._pack), within_scope(self._scope):
             yield
 
     def _start(self, name: str) -> Group | None:
