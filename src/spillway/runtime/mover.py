@@ -27,7 +27,7 @@ import torch
 from spillway.errors import SessionError
 from spillway.runtime.backend import Backend, Stream, in_task
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -56,13 +56,12 @@ class Mover:
         """The limits of each claimant: bytes LEAVING, and bytes prefetched."""
         self.batch = batch_bytes(window)
         self._backend = backend
-        self._recorder = recorder
         self.streams: tuple[Stream, Stream] = backend.new_stream("out"), backend.new_stream("back")
         """The streams ``out`` and ``back``, on which the tiers queue their copies."""
         self.numbers = itertools.count()
         """Numbers for new entries."""
         out, back = self.streams
-        tell = None if recorder is None else self._tell
+        self._tell = tell = _teller(recorder)
         self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
         self._prefetches = PrefetchQueue(backend, back, self._compute, window=window, batch=self.batch, tell=tell)
@@ -295,8 +294,7 @@ class Mover:
         if entry.round == 0 and not entry.counted:
             entry.counted = True
             entry.ledger.reused_bytes += entry.nbytes
-        if self._recorder is not None:
-            self._tell(EventKind.REUSE, entry)
+        self._tell(EventKind.REUSE, entry)
 
     def _drop_dead(self) -> None:
         forgotten = self._forgotten
@@ -323,12 +321,16 @@ class Mover:
             self._prefetches.drop(entry)
         entry.release()
         entry.state = State.AWAY
-        if self._recorder is not None:
-            self._tell(EventKind.DROP, entry)
+        self._tell(EventKind.DROP, entry)
 
-    def _tell(self, kind: EventKind, entry: Entry) -> None:
-        assert self._recorder is not None
-        self._recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
+
+def _teller(recorder: Recorder | None) -> Tell:
+    def tell(kind: EventKind, *entries: Entry) -> None:
+        if recorder is not None:
+            for entry in entries:
+                recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
+
+    return tell
 
 
 def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:
