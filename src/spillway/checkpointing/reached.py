@@ -106,7 +106,6 @@ class ReachedTensors:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
         found = {id(tensor): tensor for tensor, _ in (*self._unwritten, *self._before)}
         return [*found.values(), *self._lost]
 
@@ -126,7 +125,6 @@ class ReachedTensors:
         return [*self._copied, *self._lost]
 
     def storages(self) -> set[int]:
-        """Their memory."""
         return {storage_key(each.untyped_storage()) for each in self.protected() if is_strided(each)}
 
     @contextmanager

@@ -146,7 +146,6 @@ class Recorder(OperatorMode):
         return [value for part in tensors_in((tensor,)) if (value := self.values.find(part)) is not None]
 
     def program(self) -> Program:
-        """The recorded program."""
         saved = [
             each._replace(saved_by=self._nodes.get(node)) for each, node in zip(self.saved, self._saving, strict=True)
         ]

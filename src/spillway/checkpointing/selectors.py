@@ -91,7 +91,6 @@ class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
         _test_of(self.selector)
 
     def matches(self, operator: Any) -> bool:
-        """Whether the operator is one of them."""
         return bool(_test_of(self.selector)(operator))
 
 
@@ -126,7 +125,6 @@ class within:  # noqa: N801  (read aloud: save=within("mlp", "matmul"))
         object.__setattr__(self, "_names", _test_of(self.selector))
 
     def __call__(self, call: OperatorCall) -> bool:
-        """Whether the operator is one of them."""
         if call.module is None or not self._names(call.operator):
             return False
         names = call.module.split(".")
@@ -197,7 +195,6 @@ class Choices:
         policy: Planned | Callable[..., CheckpointPolicy | bool] | None = None,
     ) -> None:
         self.planned = policy if isinstance(policy, Planned) else None
-        """The plan, if there is one."""
         if policy is not None and self.planned is None and not callable(policy):
             raise UsageError(f"policy: got {policy!r}, expected a callable as torch's selective checkpointing takes it")
         self._policy: Any = policy

@@ -70,23 +70,19 @@ class DeviceRuntime:
         return self._captured
 
     def release_graphs(self) -> int:
-        """Free the CPU memory of captured graphs that are gone; returns its bytes."""
         return 0 if self._captured is None else self._captured.release()
 
     def used_host_bytes(self) -> int:
-        """Bytes of CPU memory in slots."""
         self.mover.read_notes()
         with quiet():
             return self.arena.used_bytes
 
     def synchronize(self) -> None:
-        """Wait for every write that is under way."""
         with self.mover.exclusive():
             for tier in set(self._tiers.values()):
                 tier.synchronize()
 
     def trim(self) -> int:
-        """Give unused CPU memory back to the system; returns its bytes."""
         with self.mover.exclusive():
             return self.arena.trim() + sum(tier.trim() for tier in set(self._tiers.values()))
 

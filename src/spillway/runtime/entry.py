@@ -149,7 +149,6 @@ class Entry:
         return self.state in (State.RESIDENT, State.LEAVING)
 
     def release(self) -> None:
-        """Stop holding the bytes on the device."""
         self.storage = self.source = None
 
     def __repr__(self) -> str:

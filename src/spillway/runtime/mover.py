@@ -146,7 +146,6 @@ class Mover:
         self._listeners.append(weakref.WeakMethod(listener))
 
     def stop_listening(self, listener: Callable[[bool], object]) -> None:
-        """Stop calling it."""
         self._listeners = [each for each in self._listeners if each() not in (None, listener)]
 
     def release(self, entries: Sequence[Entry]) -> None:
@@ -248,7 +247,6 @@ class Mover:
             )
 
     def read_notes(self) -> None:
-        """Process the notes of dead handles."""
         # The holder of the lock comes here after releasing it. So a note is read by its writer or by the holder.
         while (
             self._forgotten

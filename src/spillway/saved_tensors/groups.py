@@ -144,7 +144,6 @@ class Groups:
         return rules
 
     def most_in_flight(self, name: str) -> int | None:
-        """How many groups of the name may be in flight at once."""
         return self.in_flight.get(name) if isinstance(self.in_flight, Mapping) else self.in_flight
 
 
@@ -262,7 +261,6 @@ class PassGroups:
         return self.open[-1] if self.open else None
 
     def learn(self, past: Sequence[PastGroup]) -> None:
-        """Learn the groups of the pass before."""
         self._past = past
         self._staying = self.rules.staying(past) if self.rules is not None else frozenset()
 

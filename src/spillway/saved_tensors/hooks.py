@@ -422,12 +422,10 @@ class SavedState:
         self._lock = threading.Lock()
 
     def learned(self, tag: str | None) -> LearnedOrders:
-        """The learned state of a tag."""
         with self._lock:
             return self._learned.setdefault(tag, LearnedOrders())
 
     def predictor(self, device: torch.device) -> NextPassPredictor:
-        """Predicts whose backward comes next on a device."""
         with self._lock:
             return self._predictors.setdefault(device, NextPassPredictor())
 

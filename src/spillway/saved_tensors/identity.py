@@ -155,7 +155,6 @@ class StorageMarks(Generic[Mark]):
             self._marks[part.untyped_storage()] = mark
 
     def get(self, storage: torch.UntypedStorage) -> Mark | None:
-        """The storage's mark, if it has one."""
         return self._marks.get(storage) if self.any else None
 
 
