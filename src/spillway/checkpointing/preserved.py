@@ -100,12 +100,8 @@ class PreservedTensors:
 
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
-        return (
-            type(tensor) in PLAIN
-            and tensor.shape == recipe.size
-            and tensor.dtype is recipe.dtype
-            and recipe._replace(offset=int(tensor.storage_offset())).is_of(tensor)
-        )
+        """Whether it differs from the recipe in the offset alone."""
+        return type(tensor) in PLAIN and is_strided(tensor) and ViewRecipe.of(tensor)[:-1] == recipe[:-1]
 
     def _pack_parts(self, tensor: torch.Tensor, how: list[Preserved]) -> Handle | None:
         plain = strided_parts(tensor)

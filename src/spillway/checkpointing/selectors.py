@@ -200,7 +200,6 @@ class Choices:
         self._policy: Any = policy
         self.inputs: Decision | None = None if self.planned is None else self.planned.inputs
         """The decision about the inputs."""
-        self.wants_modules = False
         self.patterns: list[str] = []
         """Patterns of submodules."""
         self._saved_by: list[_Rule] = []
@@ -237,6 +236,11 @@ class Choices:
     def has(self, decision: Decision) -> bool:
         """Whether a selector other than the inputs has this decision."""
         return any(each is decision and selector != INPUTS for selector, each in self._selectors)
+
+    @property
+    def wants_modules(self) -> bool:
+        """Whether a predicate may look at the module that runs an operator."""
+        return bool(self._predicates)
 
     @property
     def asks(self) -> bool:
@@ -288,15 +292,12 @@ class Choices:
             self._saved_by.append(_Rule(selector, selector.matches, decision))
         elif _is_module_pattern(selector):
             self.patterns.append(selector)
-            self.wants_modules = True
             self._predicates.append(_Rule(selector, _in_module(selector), decision))
         elif isinstance(selector, (str, AnyOperator, Overloads)):
             self._names.append(_Rule(selector, _test_of(selector), decision))
         elif callable(selector):
             if isinstance(selector, within):
                 self.patterns.append(selector.module)
-            # It may look at the module.
-            self.wants_modules = True
             self._predicates.append(_Rule(selector, selector, decision))
         else:
             raise UsageError(_unknown(selector))

@@ -215,25 +215,14 @@ class ViewRecipe(NamedTuple):
     device: torch.device
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
     conj: bool
     neg: bool
+    offset: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ViewRecipe:
-        dtype = tensor.dtype
-        offset, conj = int(tensor.storage_offset()), dtype.is_complex and tensor.is_conj()
-        return cls(dtype, tensor.device, tensor.shape, tensor.stride(), offset, conj, tensor.is_neg())
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the recipe of this one, of whose size and type that is known."""
-        return (
-            tensor.stride() == self.stride
-            and tensor.storage_offset() == self.offset
-            and tensor.device == self.device
-            and tensor.is_neg() is self.neg
-            and (not self.dtype.is_complex or tensor.is_conj() is self.conj)
-        )
+        conj, neg = tensor.dtype.is_complex and tensor.is_conj(), tensor.is_neg()
+        return cls(tensor.dtype, tensor.device, tensor.shape, tensor.stride(), conj, neg, int(tensor.storage_offset()))
 
     def rebuild(self, storage: torch.UntypedStorage, low: int) -> torch.Tensor:
         """The tensor over ``storage``, which lacks the first ``low`` bytes of the original."""
