@@ -29,12 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from spillway._torch import (
-    copy_many,
-    preserve_versions,
-    storage_key,
-    version_of,
-)
+from spillway._torch import copy_many, preserve_versions, storage_key, version_of
 from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.checks import has_content_of
 from spillway.checkpointing.schema import facts_of, is_chosen_under_a_mode

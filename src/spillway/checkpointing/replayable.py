@@ -15,12 +15,7 @@ from spillway.checkpointing.checks import difference_error, fingerprints_of, has
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
-from spillway.checkpointing.reached import (
-    ReachedTensors,
-    ReadMode,
-    copy_of,
-    overlap,
-)
+from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import KeptHandle, unpack
