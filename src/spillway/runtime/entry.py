@@ -97,14 +97,9 @@ class State(enum.Enum):
 
 
 class Entry:
-    """One storage. Changed by the mover alone.
+    """``nbytes`` bytes of a storage from byte ``start``. Changed by the mover alone.
 
-    Args:
-        number: names the storage, unique within its mover.
-        storage: holds the bytes.
-        start: first byte of the storage that belongs to the entry.
-        nbytes: how many do.
-        ledger: counts its bytes.
+    ``number`` names it within its mover. ``ledger`` counts its bytes.
     """
 
     __slots__ = (

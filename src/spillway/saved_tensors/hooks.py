@@ -65,20 +65,15 @@ _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
 class ForwardScope:
-    """One forward pass through an ``offload`` context: the pack hook and its state.
+    """One forward pass through an ``offload`` context, whose options it has: the pack hook and its state.
 
     Args:
         session: its runtimes move the bytes.
         policy: decides; ``None`` offloads everything.
         memory: the learned state of the tag.
-        min_bytes: smaller tensors are kept, and the policy is not asked.
-        tag: of the context.
-        tier: for :attr:`Decision.OFFLOAD`: ``"auto"``, ``"host"`` or ``"disk"``.
         window: bytes that may be LEAVING at once; a float is a share of the session's limit, ``None`` all of it.
         locator: knows module and operator, if the policy asks for them.
         may_be_disabled: whether later passes may be disabled, if offloading gains nothing.
-        on_backward: called when backward asks for the first offloaded tensor, on each device.
-        groups: rules about groups. With rules, only tensors in groups are offloaded.
     """
 
     def __init__(
