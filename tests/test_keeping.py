@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spillway
 from spillway.checkpointing.selectors import Planned
 from spillway.recomputing import call_checkpointed
-from spillway.saved_tensors.hooks import current_scope
+from spillway.saved_tensors.scopes import current_scope
 from spillway.testing import AdversaryBackend
 from spillway.types import Decision
 

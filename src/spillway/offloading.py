@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
@@ -16,27 +16,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import in_backward, keep_out, refuse_transforms, top_hooks
 from spillway.errors import UsageError
-from spillway.policies import Policy, Ratio, check_tier
+from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.runtime.entry import ByteCounters
-from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.groups import Group, Groups, check_name
 from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
-from spillway.saved_tensors.hooks import ForwardScope, SavedState, entered_scopes
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.kept import see_again
+from spillway.saved_tensors.locator import Locator
 from spillway.saved_tensors.order import LearnedOrders
+from spillway.saved_tensors.scopes import entered_scopes, within_scope
 from spillway.session import MIN_BYTES, Session
 from spillway.types import StepStats
 from spillway.units import parse_bytes, parse_share
-
-
-@contextmanager
-def within_scope(current: ForwardScope | None) -> Iterator[None]:
-    """Inside, this is the calling thread's innermost pass, for checkpointed blocks and groups."""
-    entered_scopes().append(current)
-    try:
-        yield
-    finally:
-        entered_scopes().pop()
 
 
 def hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
@@ -157,7 +148,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
 
     def _enter(self, session: Session, memory: LearnedOrders, stack: ExitStack) -> ByteCounters:
         """Begin a pass that ``stack`` ends; gives its counters."""
-        locator = Locator.for_policy(self._policy)
+        modules, operators = wants_modules(self._policy), wants_operators(self._policy)
+        locator = Locator(modules=modules, operators=operators) if modules or operators else None
         current = ForwardScope(
             session,
             self._policy,

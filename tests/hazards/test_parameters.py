@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spillway import EventKind
-from spillway.saved_tensors.hooks import innermost_scope
+from spillway.saved_tensors.scopes import innermost_scope
 from support import Context, Trial, grads, mlp
 
 USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -19,8 +19,10 @@ from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, ov
 from spillway.checkpointing.tensors import PLAIN, below_modes
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import KeptHandle, unpack
-from spillway.saved_tensors.hooks import ForwardScope
 from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.hooks import ForwardScope
 
 _KEEP = Decision.KEEP
 Result = TypeVar("Result")

@@ -91,6 +91,7 @@ class saved_by:  # noqa: N801  (read aloud: offload=[saved_by("attention")])
         _test_of(self.selector)
 
     def matches(self, operator: Any) -> bool:
+        """Whether the operator is one of them."""
         return bool(_test_of(self.selector)(operator))
 
 

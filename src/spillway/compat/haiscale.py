@@ -17,8 +17,9 @@ from spillway.offloading import offload
 from spillway.policies import Ratio
 from spillway.runtime.backend import Stream
 from spillway.runtime.system import which_device
-from spillway.saved_tensors.hooks import ForwardScope, SavedState, innermost_scope
+from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.order import LearnedOrders
+from spillway.saved_tensors.scopes import innermost_scope
 from spillway.session import Session
 from spillway.units import format_bytes
 

@@ -144,6 +144,7 @@ class Groups:
         return rules
 
     def most_in_flight(self, name: str) -> int | None:
+        """How many groups of the name may be in flight at once."""
         return self.in_flight.get(name) if isinstance(self.in_flight, Mapping) else self.in_flight
 
 

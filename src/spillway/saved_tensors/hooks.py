@@ -51,6 +51,7 @@ from spillway.saved_tensors.identity import (
     why_unmovable,
 )
 from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
+from spillway.saved_tensors.scopes import Scope
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
 
@@ -64,7 +65,7 @@ _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
-class ForwardScope:
+class ForwardScope(Scope):
     """One forward pass through an ``offload`` context, whose options it has: the pack hook and its state.
 
     Args:
@@ -146,6 +147,10 @@ class ForwardScope:
             return None
         storage = tensor.untyped_storage()
         return self._identity.find(storage, *reach(tensor, storage.nbytes()))
+
+    def can_recompute(self, tensor: torch.Tensor, output: Output) -> None:
+        """The tensor, an output of a checkpointed block, need not be saved: ``output`` packs it instead."""
+        self._outputs.set(tensor, output)
 
     def count_kept(self, nbytes: int) -> None:
         group = self.groups.current
@@ -382,19 +387,6 @@ def _window_on(window: int | float | None, mover: Mover) -> int:
     return int(window * mover.window) if isinstance(window, float) else window
 
 
-class _Entered(threading.local):
-    def __init__(self) -> None:
-        self.scopes: list[ForwardScope | None] = []
-
-
-_entered = _Entered()
-
-
-def entered_scopes() -> list[ForwardScope | None]:
-    """The passes that the calling thread is inside of, the innermost last; ``None`` for a disabled context."""
-    return _entered.scopes
-
-
 class Output(Protocol):
     """An output of a checkpointed block that can be recomputed."""
 
@@ -425,29 +417,7 @@ class SavedState:
             return self._predictors.setdefault(device, NextPassPredictor())
 
 
-def innermost_scope(session: Session, tag: str | None) -> ForwardScope | None:
-    """The innermost pass of a session, under a tag, that the calling thread is inside of."""
-    return next(
-        (each for each in reversed(_entered.scopes) if each and each.session is session and each.tag == tag), None
-    )
-
-
-def current_scope(session: Session) -> ForwardScope:
-    """The innermost pass that the calling thread is inside of, or else an unscoped one.
-
-    That one ends when backward asks for a tensor of it, or when its graph is gone: tensors saved after that belong to
-    another forward. It also ends when a capture begins or ends.
-    """
-    for entered in reversed(_entered.scopes):
-        if entered is not None and entered.session is session:
-            return entered
-    unscoped: ForwardScope | None = session.unscoped.scope
-    if unscoped is not None and (unscoped.is_elsewhere or unscoped.was_asked or unscoped.was_dropped):
-        # If a capture has begun or ended, waiting tensors stay on the device.
-        unscoped.end(completed=not unscoped.is_elsewhere)
-        unscoped = None
-    if unscoped is None:
-        learned = session.of(SavedState).learned(None)
-        unscoped = ForwardScope(session, None, learned, min_bytes=MIN_BYTES, tag=None, tier="auto")
-        session.unscoped.scope = unscoped
-    return unscoped
+def unscoped_scope(session: Session) -> ForwardScope:
+    """A pass of tensors that checkpointed functions save outside of any ``offload`` context."""
+    learned = session.of(SavedState).learned(None)
+    return ForwardScope(session, None, learned, min_bytes=MIN_BYTES, tag=None, tier="auto")

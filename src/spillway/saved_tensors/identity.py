@@ -26,14 +26,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
 from spillway._torch import base_of, is_declared, set_conj, set_neg, storage_key, storage_parts, version_of
 from spillway.runtime.bytes import over
 from spillway.runtime.entry import ByteCounters, Entry
-from spillway.saved_tensors.order import AccessOrder
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.order import AccessOrder
 
 ALIGNMENT = 512
 """The coarsest alignment that an allocator of torch gives (the CUDA caching allocator's)."""
