@@ -19,7 +19,6 @@ import torch
 
 from spillway.errors import SessionError, UsageError
 from spillway.runtime import parts as part_of
-from spillway.runtime.backend import quiet
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
@@ -205,8 +204,7 @@ class Session:
         Both are 0 when no offloaded graph is alive, and no write is under way (:meth:`synchronize`).
         """
         host = sum(runtime.used_host_bytes() for runtime in self._runtimes.values())
-        with quiet():
-            return host, 0 if self._file is None else self._file.used_bytes
+        return host, 0 if self._file is None else self._file.used_bytes
 
     def stats(self) -> StepStats:
         """Bytes and seconds of checkpointed functions that this thread ran outside of any ``offload`` context.

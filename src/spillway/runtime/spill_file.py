@@ -58,6 +58,7 @@ from spillway.errors import (
     UsageError,
 )
 from spillway.runtime.arena import FreeRanges
+from spillway.runtime.backend import quiet
 from spillway.runtime.system import choose_directory, mounts
 from spillway.units import format_bytes
 
@@ -204,7 +205,7 @@ class SpillFile:
     def used_bytes(self) -> int:
         """Bytes reserved by extents that are not free yet."""
         if os.getpid() == self._pid:
-            with self._lock:
+            with quiet(), self._lock:
                 if not self._closed:
                     self._settle()
         return self._used
@@ -219,7 +220,7 @@ class SpillFile:
             raise SizeError(f"extent: got {nbytes} bytes, expected at least 1; what is empty needs no place on a disk")
         self._check_owner()
         reserved = -(-(phase + nbytes) // ALIGNMENT) * ALIGNMENT
-        with self._lock:
+        with quiet(), self._lock:
             self._check_open()
             self._settle()
             self._check_hour(reserved)
