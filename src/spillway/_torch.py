@@ -116,10 +116,6 @@ disable_dispatch = torch._C._DisableTorchDispatch
 """A context without dispatch modes and without ``__torch_dispatch__`` of subclasses."""
 disable_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """A context without dispatch modes."""
-dispatch_to_subclasses: Callable[[], AbstractContextManager[object]] = functools.partial(
-    torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey.Python, False
-)
-"""A context inside a dispatch mode in which the code of subclasses runs."""
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
 """The number of active function modes."""
 function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
