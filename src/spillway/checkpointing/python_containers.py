@@ -122,9 +122,6 @@ class Parameters(Dictionary):
 class Items(Container):
     """Lists, deques, arrays of bytes, and sets: values have no names."""
 
-    def copy(self, thing: Any, content: Content) -> Content:
-        return list(thing)
-
     def changes(self, thing: Any, content: Content) -> list[Any]:
         return [] if _are_identical(thing, content) else [f"a {type(thing).__name__}"]
 
