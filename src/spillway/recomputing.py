@@ -31,7 +31,6 @@ from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.selectors import Choices, Planned, Selector
-from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
 from spillway.saved_tensors.kept import see_again
@@ -284,12 +283,7 @@ def _call_checkpointed(
         is_captured=is_captured,
         partition=partition,
     )
-    call = _replayable(how, setup, observer, module_of(function))
-    output = call.run(first, tensors)
-    for tensor, slot in call.outputs:
-        scope.can_recompute(tensor, DroppedOutput(tensor, slot))
-    call.outputs.clear()
-    return output
+    return _replayable(how, setup, observer, module_of(function)).run(first, tensors)
 
 
 # Tracers of the caller must leave it out. The shorter entry is for callers that are not traced.
