@@ -464,8 +464,6 @@ class SpillFile:
         while done < len(view):
             try:
                 moved = call(self._fd, view[done : done + _LARGEST_CALL], offset + done)
-            except InterruptedError:
-                continue
             except OSError as error:
                 kind = TierFullError if error.errno in _FULL else TransferError
                 raise kind(self._failed(view, offset, f"{error.strerror!r} after {done} bytes", write)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,31 +23,22 @@ from spillway.types import Decision, SavedTensor, SavedTensorReport
 _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 
 
+@dataclass(eq=False)
 class Decider:
     """Decides by, in this order: the user's marks, the size, a given decision or the policy, the rules about groups."""
 
-    def __init__(
-        self,
-        policy: Policy | None,
-        groups: PassGroups,
-        marks: StorageMarks[bool],
-        *,
-        min_bytes: int,
-        tag: str | None,
-        locator: Locator | None,
-    ) -> None:
-        self._policy = policy
-        self._groups = groups
-        self._marks = marks
-        self._min_bytes = min_bytes
-        self._tag = tag
-        self._locator = locator
-        self._count = 0
-        self._part_of: type[torch.Tensor] | None = None
-        self.offloaded_bytes = 0
-        """Bytes offloaded so far, for the policy to read. An adapter may reset it."""
-        self.total_bytes: int | None = None
-        """Bytes that the last similar pass saved, for the policy to read."""
+    policy: Policy | None
+    groups: PassGroups
+    marks: StorageMarks[bool]
+    min_bytes: int
+    tag: str | None
+    locator: Locator | None
+    offloaded_bytes: int = 0
+    """Bytes offloaded so far, for the policy to read. An adapter may reset it."""
+    total_bytes: int | None = None
+    """Bytes that the last similar pass saved, for the policy to read."""
+    _count: int = 0
+    _part_of: type[torch.Tensor] | None = None
 
     @contextmanager
     def inside(self, wrapper: type[torch.Tensor]) -> Iterator[None]:
@@ -59,7 +51,7 @@ class Decider:
 
     @property
     def keeps_all(self) -> bool:
-        return isinstance(self._policy, Keep) and self._groups.rules is None
+        return isinstance(self.policy, Keep) and self.groups.rules is None
 
     def pass_over(self) -> None:
         """The next storage is decided elsewhere."""
@@ -76,23 +68,23 @@ class Decider:
         """The decision about ``nbytes`` of a storage, for the first tensor over them that was saved."""
         position = self._count
         self._count += 1
-        marked = self._marks.get(storage)
+        marked = self.marks.get(storage)
         if marked is not None:
             return _OFFLOAD if marked else _KEEP
-        if nbytes < self._min_bytes:
+        if nbytes < self.min_bytes:
             return _KEEP
         if decided is not None:
             return decided if group is None else self._in_group(group, nbytes, decided)
-        if self._policy is None:
+        if self.policy is None:
             return self._in_group(group, nbytes, _OFFLOAD)
-        module, function = self._locator.here() if self._locator is not None else (None, None)
+        module, function = self.locator.here() if self.locator is not None else (None, None)
         saved = SavedTensor(
             nbytes,
             tensor.shape,
             tensor.dtype,
             tensor.device,
             position,
-            self._tag,
+            self.tag,
             self.offloaded_bytes,
             self.total_bytes,
             module,
@@ -100,10 +92,10 @@ class Decider:
             self._part_of,
             None if group is None else group.name,
         )
-        decision = self._policy(saved)
+        decision = self.policy(saved)
         if not isinstance(decision, Decision) or decision is Decision.RECOMPUTE:
             raise PolicyError(
-                f"policy {self._policy!r}: got {decision!r} for {saved}, expected a spillway.Decision; return one of "
+                f"policy {self.policy!r}: got {decision!r} for {saved}, expected a spillway.Decision; return one of "
                 f"{', '.join(str(member) for member in Decision if member is not Decision.RECOMPUTE)}. To recompute, "
                 f"use spillway.recompute."
             )
@@ -116,7 +108,7 @@ class Decider:
         if group is not None:
             group.nbytes += nbytes
             group.count += 1
-        return _KEEP if self._groups.stays(group) else decision
+        return _KEEP if self.groups.stays(group) else decision
 
 
 def list_saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensorReport]:
