@@ -107,9 +107,8 @@ class Session:
         """The pass of tensors that the calling thread saves outside of any ``offload`` context."""
         self.window = _size(window, "window")
         """The in-flight limit that was given; ``None``: the default of each device."""
-        self._host_budget = _size(host_budget, "host_budget")
-        if self._host_budget is None:
-            self._host_budget = parts.host_budget()
+        given = _size(host_budget, "host_budget")
+        self._host_budget = parts.host_budget() if given is None else given
         self._make_file = functools.partial(
             parts.disk,
             spill_directory,
@@ -327,7 +326,6 @@ class Session:
         window = self.window
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
-        assert self._host_budget is not None
         return part_of.parts.runtime(
             self._make_backend(device),
             self._spill_file,

@@ -96,7 +96,7 @@ class Mover:
             entry.handles += shared
         return shared
 
-    def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, defer: bool = False) -> None:
+    def put(self, entries: Sequence[Entry], tier: Tier, *, window: float | None = None, defer: bool = False) -> None:
         """Offload entries, in order, small ones in batches.
 
         The kernels that write them must already be queued on the compute stream. Entries that do not fit into the tier
@@ -105,19 +105,24 @@ class Mover:
         Args:
             entries: in order. Skipped are those that were offloaded before, are not RESIDENT, or have no handle.
             tier: where to.
-            window: bytes that may be LEAVING at once, instead of the mover's own limit.
+            window: bytes that may be LEAVING at once, as :meth:`limit` takes it.
             defer: queue no copy yet. The entries count towards the limit, and are copied only if later ones exceed it:
                 for the tail of a forward, which backward asks for first.
         """
         with self._in_use():
-            window = self.window if window is None else window
-            queue = self._offloads
+            most, queue = self.limit(window), self._offloads
             move = queue.defer if defer else queue.start
             if not defer:
                 queue.follow()
-            for together in self._batches(entries, min(self.batch, batch_bytes(window))):
-                queue.make_room(sum([entry.nbytes for entry in together]), window)
+            for together in self._batches(entries, min(self.batch, batch_bytes(most))):
+                queue.make_room(sum([entry.nbytes for entry in together]), most)
                 move(together, tier)
+
+    def limit(self, window: float | None) -> int:
+        """An in-flight limit in bytes. A float is a share of the mover's own limit, ``None`` all of it."""
+        if window is None:
+            return self.window
+        return window if isinstance(window, int) else int(window * self.window)
 
     def claim(self, owner: object, window: int | None, ahead: int | None = None) -> None:
         """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies, or else the mover's own.

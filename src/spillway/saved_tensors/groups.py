@@ -25,7 +25,7 @@ import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -156,9 +156,9 @@ def check_name(name: object) -> str:
 
 
 class Waiting:
-    """Entries that will be offloaded together, within the in-flight limit ``window`` of a mover."""
+    """Entries that will be offloaded together, within the in-flight limit ``window``."""
 
-    def __init__(self, window: Callable[[Mover], int]) -> None:
+    def __init__(self, window: float | None) -> None:
         self._window = window
         # Plain tuples: one is made for every saved tensor.
         self._queued: list[tuple[SavedStorage, Tier, bool]] = []
@@ -183,8 +183,7 @@ class Waiting:
         with disable_dispatch():
             for (tier, defer), together in itertools.groupby(queued, key=operator.itemgetter(1, 2)):
                 entries = [each[0] for each in together]
-                mover = entries[0].mover
-                mover.put(entries, tier, window=self._window(mover), defer=defer)
+                entries[0].mover.put(entries, tier, window=self._window, defer=defer)
 
     def clear(self) -> None:
         self._queued.clear()
@@ -197,7 +196,7 @@ class Waiting:
 class Group:
     """One group of a pass, and its place among all of them."""
 
-    def __init__(self, name: str, place: int, ledger: ByteCounters, window: Callable[[Mover], int]) -> None:
+    def __init__(self, name: str, place: int, ledger: ByteCounters, window: float | None) -> None:
         self.name = name
         self.place = place
         self.ledger = ledger
@@ -242,7 +241,7 @@ class Group:
 class PassGroups:
     """The groups of one pass. Without rules, the policy decides alone."""
 
-    def __init__(self, rules: Groups | None, ledger: ByteCounters, window: Callable[[Mover], int]) -> None:
+    def __init__(self, rules: Groups | None, ledger: ByteCounters, window: float | None) -> None:
         self.rules = rules
         self._ledger = ledger
         self._window = window

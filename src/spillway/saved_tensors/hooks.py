@@ -17,7 +17,6 @@ would return the wrong tensor if some were missing.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,7 +56,6 @@ from spillway.types import Decision
 
 if TYPE_CHECKING:
     from spillway.runtime.device import Runtime
-    from spillway.runtime.mover import Mover
     from spillway.runtime.tiers import Tier
 
 # A member of an enum costs a search of its class each time that it is named.
@@ -72,7 +70,7 @@ class ForwardScope(Scope):
         session: its runtimes move the bytes.
         policy: decides; ``None`` offloads everything.
         memory: the learned state of the tag.
-        window: bytes that may be LEAVING at once; a float is a share of the session's limit, ``None`` all of it.
+        window: as :meth:`Mover.limit() <spillway.runtime.mover.Mover.limit>` takes it.
         locator: knows module and operator, if the policy asks for them.
         may_be_disabled: whether later passes may be disabled, if offloading gains nothing.
     """
@@ -102,16 +100,15 @@ class ForwardScope(Scope):
         self._locator = locator
         self._may_be_disabled = may_be_disabled
         self._on_backward = on_backward
-        # No method of this object: that would be a cycle, and a pass must die with its last reference.
-        self._window_on = functools.partial(_window_on, window)
+        self._window = window
         self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
         self._turn = 0
         """See :meth:`~spillway.saved_tensors.order.NextPassPredictor.turn`."""
         self._gathered: Gathered | None = None
         self._devices: dict[torch.device, _Device] = {}
-        self.groups = PassGroups(groups, self.ledger, self._window_on)
+        self.groups = PassGroups(groups, self.ledger, window)
         self.decider = Decider(policy, self.groups, self._marks, min_bytes=min_bytes, tag=tag, locator=locator)
-        self.waiting = Waiting(self._window_on)
+        self.waiting = Waiting(window)
         """Tensors outside of groups that are offloaded when their operators have run."""
         self._waiting_node = 0
         self.was_recomputed = False
@@ -338,7 +335,7 @@ class ForwardScope(Scope):
             self.decider.total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
         device.order = AccessOrder(
-            previous, alike, self._window_on(device.runtime.mover), self._on_backward, predictor, self.tag
+            previous, alike, device.runtime.mover.limit(self._window), self._on_backward, predictor, self.tag
         )
 
     def flush(self) -> None:
@@ -379,12 +376,6 @@ class _Device:
     tier: Tier
     """The tier of :attr:`Decision.OFFLOAD`."""
     order: AccessOrder
-
-
-def _window_on(window: int | float | None, mover: Mover) -> int:
-    if window is None:
-        return mover.window
-    return int(window * mover.window) if isinstance(window, float) else window
 
 
 class Output(Protocol):
