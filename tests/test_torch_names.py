@@ -686,21 +686,6 @@ def test_an_alias_made_inside_a_mode_shares_the_version_counter() -> None:
     assert _torch.version_of(mode.alias) == _torch.version_of(tensor) == 1
 
 
-def test_code_of_a_subclass_runs_inside_a_mode_where_told_to() -> None:
-    class Detaches(Names):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            with _torch.dispatch_to_subclasses(), _torch.disable_modes():
-                self.alias = args[0].detach()
-            return func(*args, **(kwargs or {}))
-
-    with torch._subclasses.FakeTensorMode():
-        fake = torch.zeros(2)
-    with Detaches() as mode:
-        fake.exp()
-    assert isinstance(fake, _torch.FakeTensor)
-    assert isinstance(mode.alias, _torch.FakeTensor)
-
-
 def test_many_tensors_are_copied_at_once() -> None:
     targets, contents = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.full((3,), 2.0)]
     _torch.copy_many(targets, contents)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ContextDecorator, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ContextDecorator, ExitStack, nullcontext
 from typing import Any, Self
 
 import torch
@@ -16,40 +16,18 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import in_backward, keep_out, refuse_transforms, top_hooks
 from spillway.errors import UsageError
-from spillway.policies import Policy, Ratio, check_tier
+from spillway.policies import Policy, Ratio, check_tier, wants_modules, wants_operators
 from spillway.runtime.entry import ByteCounters
-from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.groups import Group, Groups, check_name
 from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.kept import see_again
+from spillway.saved_tensors.locator import Locator
 from spillway.saved_tensors.order import LearnedOrders
+from spillway.saved_tensors.scopes import entered_scopes, within_scope
 from spillway.session import MIN_BYTES, Session
 from spillway.types import StepStats
 from spillway.units import parse_bytes, parse_share
-
-
-class _Active(threading.local):
-    """The ``offload`` contexts that the thread is inside of, the innermost last; ``None`` for a disabled one."""
-
-    def __init__(self) -> None:
-        self.passes: list[tuple[Session, ForwardScope] | None] = []
-
-
-_active = _Active()
-
-
-@contextmanager
-def within_scope(session: Session, current: ForwardScope) -> Iterator[None]:
-    """Inside, this is the calling thread's innermost pass, for checkpointed blocks and groups."""
-    entered = session.of(SavedState).scopes.entered
-    entered.append(current)
-    _active.passes.append((session, current))
-    try:
-        yield
-    finally:
-        _active.passes.pop()
-        entered.pop()
 
 
 def hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
@@ -162,8 +140,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
                 ledger = ByteCounters(notes=[] if why is None else [why])
                 # Hooks around this context may count saved tensors (a checkpoint's do): as many as before.
                 stack.enter_context(keep_if_counted())
-                _active.passes.append(None)
-                stack.callback(_active.passes.pop)
+                stack.enter_context(within_scope(None))
             else:
                 ledger = self._enter(session, memory, stack)
             self._local.entered.append((stack.pop_all(), session, ledger))
@@ -171,7 +148,8 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
 
     def _enter(self, session: Session, memory: LearnedOrders, stack: ExitStack) -> ByteCounters:
         """Begin a pass that ``stack`` ends; gives its counters."""
-        locator = Locator.for_policy(self._policy)
+        modules, operators = wants_modules(self._policy), wants_operators(self._policy)
+        locator = Locator(modules=modules, operators=operators) if modules or operators else None
         current = ForwardScope(
             session,
             self._policy,
@@ -190,7 +168,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         if locator is not None:
             stack.enter_context(locator)
         stack.enter_context(hooks)
-        stack.enter_context(within_scope(session, current))
+        stack.enter_context(within_scope(current))
         return current.ledger
 
     def __exit__(self, *error: Any) -> None:
@@ -293,13 +271,14 @@ def offload_tensor(tensor: torch.Tensor, *, session: Session | None = None) -> t
         ...     hidden = spillway.offload_tensor(first(batch))
         ...     loss = second(hidden)
     """
-    if not _active.passes and torch.is_grad_enabled():
+    scopes = entered_scopes()
+    if not scopes and torch.is_grad_enabled():
         raise UsageError(
             "offload_tensor was called outside of any spillway.offload context, so Spillway does not see what autograd "
             "saves. To offload marked tensors only, write `with spillway.offload(policy=spillway.policies.Keep()):` "
             "around the model."
         )
-    if _active.passes and _active.passes[-1] is None:
+    if scopes and scopes[-1] is None:
         warnings.warn(
             "offload_tensor has no effect in this pass: the spillway.offload context around it is disabled, since "
             "offloading gains nothing. It is enabled from the next pass on. Pass ratio=1.0 to have it always enabled.",
@@ -353,13 +332,13 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         self._local = _Entered()
 
     def __enter__(self) -> Self:
-        found = _active.passes[-1] if _active.passes and builds_a_graph() else None
-        if found is None or not found[0].enabled:
+        scopes = entered_scopes()
+        current = scopes[-1] if scopes and builds_a_graph() else None
+        if current is None or not current.session.enabled:
             self._local.entered.append(None)
             return self
         see_again()
-        session, current = found
-        self._local.entered.append((session, current, current.groups.start(self._name), list(self._to_release)))
+        self._local.entered.append((current, current.groups.start(self._name), list(self._to_release)))
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -370,14 +349,14 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         entered = self._local.entered.pop()
         if entered is None:
             return
-        session, current, started, release = entered
+        current, started, release = entered
         if error[0] is not None:
             current.groups.give_up(started)
             return
         current.groups.end(started, release=release, later=self._delay)
         self._local.last = current, started
         if self._delay:
-            session.delay(lambda: current.groups.send(started))
+            current.session.delay(lambda: current.groups.send(started))
 
     def offload(self) -> None:
         """Offload the last delayed group that the calling thread ended with this object.
@@ -420,4 +399,4 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
             raise UsageError("release: got a call outside of the group's context, expected one inside; write `with`")
         entered = self._local.entered[-1]
         if entered is not None:
-            entered[3].extend(tensors)
+            entered[2].extend(tensors)

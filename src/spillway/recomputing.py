@@ -31,17 +31,18 @@ from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.selectors import Choices, Planned, Selector
-from spillway.checkpointing.slots import DroppedOutput
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
-from spillway.saved_tensors.hooks import ForwardScope, SavedState, current_scope
 from spillway.saved_tensors.kept import see_again
+from spillway.saved_tensors.scopes import current_scope, scope_of_hooks
 from spillway.session import Session
 from spillway.types import Decision
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
+
+    from spillway.saved_tensors.hooks import ForwardScope
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -282,12 +283,7 @@ def _call_checkpointed(
         is_captured=is_captured,
         partition=partition,
     )
-    call = _replayable(how, setup, observer, module_of(function))
-    output = call.run(first, tensors)
-    for tensor, slot in call.outputs:
-        session.of(SavedState).outputs.set(tensor, DroppedOutput(tensor, slot))
-    call.outputs.clear()
-    return output
+    return _replayable(how, setup, observer, module_of(function)).run(first, tensors)
 
 
 # Tracers of the caller must leave it out. The shorter entry is for callers that are not traced.
@@ -330,9 +326,8 @@ def _replayable(
 
 def hooks_around() -> tuple[bool, bool]:
     """Whether other saved-tensor hooks are around, and whether ours are."""
-    hooks = top_hooks(True)
-    is_ours = hooks is not None and isinstance(getattr(hooks[0], "__self__", None), ForwardScope)
-    return hooks is not None and not is_ours, is_ours
+    is_ours = scope_of_hooks() is not None
+    return not is_ours and top_hooks(True) is not None, is_ours
 
 
 def _learned(

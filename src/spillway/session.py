@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 import torch
 
 from spillway.errors import SessionError, UsageError
-from spillway.runtime import device as runtime_of
-from spillway.runtime.backend import quiet
-from spillway.runtime.device import DeviceRuntime, MakeBackend, Runtime
+from spillway.runtime import parts as part_of
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
+    from spillway.runtime.backend import Backend
+    from spillway.runtime.device import DeviceRuntime, Runtime
     from spillway.runtime.spill_file import SpillFile
 
 _Kind = TypeVar("_Kind")
@@ -45,7 +45,8 @@ class Synchronizes(Protocol):
 
 
 class _Unscoped(threading.local):
-    ledger: ByteCounters | None = None
+    scope: Any = None
+    """A :class:`~spillway.saved_tensors.hooks.ForwardScope`, once there is one."""
 
 
 class Session:
@@ -93,22 +94,21 @@ class Session:
         allow_memory_filesystem: bool = False,
         streams: Mapping[str, torch.Stream] | None = None,
         recorder: Recorder | None = None,
-        backend: MakeBackend | None = None,
+        backend: Callable[[torch.device], Backend] | None = None,
     ) -> None:
         for name, value in (("recorder", recorder), ("backend", backend)):
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         _check_streams(streams, backend)
-        parts = runtime_of.parts
+        parts = part_of.parts
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
         self.unscoped = _Unscoped()
-        """The counters of tensors that the calling thread saved outside of any ``offload`` context."""
+        """The pass of tensors that the calling thread saves outside of any ``offload`` context."""
         self.window = _size(window, "window")
         """The in-flight limit that was given; ``None``: the default of each device."""
-        self._host_budget = _size(host_budget, "host_budget")
-        if self._host_budget is None:
-            self._host_budget = parts.host_budget()
+        given = _size(host_budget, "host_budget")
+        self._host_budget = parts.host_budget() if given is None else given
         self._make_file = functools.partial(
             parts.disk,
             spill_directory,
@@ -203,16 +203,15 @@ class Session:
         Both are 0 when no offloaded graph is alive, and no write is under way (:meth:`synchronize`).
         """
         host = sum(runtime.used_host_bytes() for runtime in self._runtimes.values())
-        with quiet():
-            return host, 0 if self._file is None else self._file.used_bytes
+        return host, 0 if self._file is None else self._file.used_bytes
 
     def stats(self) -> StepStats:
         """Bytes and seconds of checkpointed functions that this thread ran outside of any ``offload`` context.
 
         They count the last forward and its backward so far. Tensors saved after a backward began belong to the next.
         """
-        ledger = self.unscoped.ledger
-        return StepStats() if ledger is None else self.stats_of(ledger)
+        scope = self.unscoped.scope
+        return StepStats() if scope is None else self.stats_of(scope.ledger)
 
     def stats_of(self, ledger: ByteCounters) -> StepStats:
         """The counters of a pass, and the bytes that the session has reserved by now."""
@@ -327,8 +326,7 @@ class Session:
         window = self.window
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
-        assert self._host_budget is not None
-        return DeviceRuntime(
+        return part_of.parts.runtime(
             self._make_backend(device),
             self._spill_file,
             window=window,

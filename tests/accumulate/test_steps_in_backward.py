@@ -127,7 +127,9 @@ def test_accumulation_by_hand() -> None:
             for words in batches(3)[:2]:
                 with optimizer.accumulate():
                     loss_of(model, words)[0].backward()
+            assert not stepped_in_backward(model)
             loss_of(model, batches(3)[2])[0].backward()
+            assert bool(stepped_in_backward(model)) is optimizer.steps_in_backward
             optimizer.step()
             optimizer.zero_grad()
         optimizer.close()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from spillway import EventKind
-from spillway.saved_tensors.hooks import SavedState
+from spillway.saved_tensors.scopes import innermost_scope
 from support import Context, Trial, grads, mlp
 
 USES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -44,7 +44,7 @@ def test_h19_the_same_alias_is_handed_back(trial: Trial, use: str) -> None:
     handles: list[Any] = []
     context = trial.offload()
     with context:
-        current = trial.session.of(SavedState).scopes.under(None)
+        current = innermost_scope(trial.session, None)
         assert current is not None
         for view in (weight, weight.t(), weight[3:7], weight.view(-1)[None].expand(5, -1)):
             handles.append(current.pack(view))

@@ -17,7 +17,7 @@ from integrations.training import LENGTH, ROWS, TOKENS, WAYS, WIDTH, Block, Deta
 from spillway._torch import Gathered
 from spillway.integrations.fsdp import local_share
 from spillway.saved_tensors.handles import KeptHandle, unpack
-from spillway.saved_tensors.hooks import current_scope
+from spillway.saved_tensors.scopes import current_scope
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="a torch without torch.distributed"),

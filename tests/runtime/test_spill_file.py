@@ -39,7 +39,7 @@ def test_what_was_written_comes_back(tmp_path: Path, calls: type[SystemCalls], n
     content = random.randbytes(nbytes)
     with opened(tmp_path, calls=calls()) as file:
         extent = put(file, content)
-        assert extent == Extent(0, nbytes, -(-nbytes // 4096) * 4096)
+        assert (extent.offset, extent.nbytes, extent.reserved) == (0, nbytes, -(-nbytes // 4096) * 4096)
         assert get(file, extent) == content
         assert get(file, extent) == content, "reading does not use it up"
 
@@ -121,7 +121,7 @@ def test_freeing_twice_or_to_another_file_is_an_error_and_does_no_harm(tmp_path:
     with opened(tmp_path) as file, opened(tmp_path) as other:
         extent = put(file, b"mine")
         stranger = put(other, b"mine")
-        assert extent == stranger
+        assert repr(extent) == repr(stranger)
         for wrong in (stranger, Extent(extent.offset, extent.nbytes, extent.reserved)):
             with pytest.raises(UsageError, match="free it once"):
                 file.free(wrong)
@@ -129,7 +129,7 @@ def test_freeing_twice_or_to_another_file_is_an_error_and_does_no_harm(tmp_path:
         with pytest.raises(UsageError, match="free it once"):
             file.free(extent)
         again = put(file, b"next")
-        assert again == extent
+        assert again.offset == extent.offset
         with pytest.raises(UsageError):
             file.free(extent)
         with pytest.raises(UsageError):

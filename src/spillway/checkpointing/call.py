@@ -45,7 +45,7 @@ from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program, Selection
 from spillway.checkpointing.recorder import Observer, Recorder, casts_leaf
 from spillway.checkpointing.replayable import CallSetup, ReplayableCall
-from spillway.checkpointing.slots import OutputSlot, SavedSlot
+from spillway.checkpointing.slots import DroppedOutput, OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
@@ -72,8 +72,6 @@ class CheckpointedCall(ReplayableCall):
         self._stops_early = stops_early
         self._checks = checks
         self._drops_output = drops_output
-        self.outputs: list[tuple[torch.Tensor, OutputSlot]] = []
-        """Outputs that can be recomputed, with their slots. The caller takes them, and clears the list."""
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
         self.holds_values = observer is not None
@@ -145,7 +143,7 @@ class CheckpointedCall(ReplayableCall):
             if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots), index, tensor)
                 self._slots.append(_weak(slot))
-                self.outputs.append((tensor, slot))
+                self._scope.can_recompute(tensor, DroppedOutput(tensor, slot))
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope

@@ -115,7 +115,6 @@ class Fingerprints:
         """For each of them, the number that autograd gave next when it was saved."""
 
     def add(self, number: int, tensor: torch.Tensor, node: int) -> None:
-        """Add a tensor that is saved for this node."""
         self._pending.append((number, tensor, node))
 
     def take(self, node: int | None = None) -> None:

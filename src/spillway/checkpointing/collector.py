@@ -88,7 +88,6 @@ class Collector:
         self._there = tensors
 
     def numbers(self) -> Set[int]:
-        """Numbers of the wanted tensors that the replay has saved."""
         return set(self._values)
 
     def made_bytes(self) -> int:
@@ -187,7 +186,6 @@ class Collector:
         return -1 if is_written or alias.is_inference() else version_of(alias)
 
     def unpack(self, number: int) -> torch.Tensor:
-        """The hook."""
         if self._last >= 0:
             # The function takes a gradient inside: it has come as far as forward had.
             self.has_ended = True
@@ -266,7 +264,6 @@ class Collector:
             raise self.error()
 
     def error(self) -> RecomputeError:
-        """The error of a replay that differs."""
         if not self.other:
             return difference_error(self.label)
         how = f"saved other tensors when it was recomputed than in its forward pass: {self.other}"

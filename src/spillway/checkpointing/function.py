@@ -62,7 +62,6 @@ class Arguments:
         return list(taken.values())
 
     def callables(self) -> list[Any]:
-        """The functions and modules among the arguments."""
         return [leaf for leaf in self._leaves if callable(leaf)]
 
     def objects(self) -> list[Any]:

@@ -65,13 +65,11 @@ class LearnedCalls:
     _calls: int = 0
     _offset: int = field(default_factory=lambda: next(_numbers))
     _programs: dict[Hashable, Program] = field(default_factory=dict)
-    """Programs, by shapes."""
     _decisions: dict[tuple[Hashable, Hashable], Decisions] = field(default_factory=dict)
     """Decisions, by shapes and by what is preserved."""
     _failures: dict[Hashable, int] = field(default_factory=dict)
     """Number of calls that differed from their program, by shapes."""
     _order: tuple[Program, Planned, SavingOrder] | None = None
-    """The latest."""
     _recomputed: tuple[Sequence[Meta], Set[int], int] | None = None
     """The latest replay: saved tensors, numbers of the wanted ones, and bytes."""
 
@@ -120,7 +118,6 @@ class LearnedCalls:
         return self._order[2]
 
     def record(self, shapes: Hashable, program: Program) -> None:
-        """Take a recorded program."""
         before = self._programs.get(shapes)
         if before is not None:
             program.chosen = {**before.chosen, **program.chosen}

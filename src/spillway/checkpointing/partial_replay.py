@@ -33,7 +33,7 @@ from spillway.checkpointing.ambient import default_generator, device_of
 from spillway.checkpointing.program import Argument, Decisions, Operator, Preserved
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
-from spillway.checkpointing.tensors import OperatorMode, alias_of, strided_parts, tensors_in
+from spillway.checkpointing.tensors import OperatorMode, strided_parts, tensors_in
 from spillway.planner.needed import Act
 from spillway.runtime.bytes import Bytes
 from spillway.saved_tensors.identity import ViewRecipe
@@ -165,9 +165,9 @@ class PartialReplay(OperatorMode):
         if tensor is None:
             return None
         # An alias each time: autograd gives it a history, which would hold the owner of the handle.
-        tensor = alias_of(tensor)
-        self._handed[value] = weakref.ref(tensor.untyped_storage())
-        return tensor
+        storage = tensor.untyped_storage()
+        self._handed[value] = weakref.ref(storage)
+        return ViewRecipe.of(tensor).rebuild(storage, 0)
 
     def _without_content(self, recipe: ViewRecipe) -> torch.Tensor:
         tensor = torch.empty_strided(recipe.size, recipe.stride, dtype=recipe.dtype, device=recipe.device)

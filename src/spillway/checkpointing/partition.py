@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed
 
-from spillway._torch import disable_dispatch, version_of
+from spillway._torch import disable_dispatch
 from spillway.checkpointing.checks import fingerprint_of
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UsageError
 from spillway.runtime.bytes import over
-from spillway.saved_tensors.handles import check_version
+from spillway.saved_tensors.handles import TrackedHandle
 from spillway.saved_tensors.identity import ALIGNMENT, ViewRecipe, is_parameter, why_unmovable
 
 if TYPE_CHECKING:
@@ -118,10 +118,10 @@ class Partition:
         return -(-numel // self.ranks)
 
 
-class PartHandle:
+class PartHandle(TrackedHandle):
     """Stands for an input of which this rank keeps a part."""
 
-    __slots__ = ("_packed", "_partition", "_phase", "_recipe", "_tracker", "_unpack", "_version")
+    __slots__ = ("_packed", "_partition", "_phase", "_unpack")
 
     def __init__(
         self,
@@ -131,20 +131,15 @@ class PartHandle:
         unpack: Callable[[Any], torch.Tensor],
         nothing: torch.Tensor,
     ) -> None:
+        super().__init__(tensor, nothing)
         self._partition = partition
         self._unpack = unpack
-        self._recipe = ViewRecipe.of(tensor)
         self._phase = tensor.data_ptr() % ALIGNMENT
-        self._version = version_of(tensor)
-        self._tracker = tensor.detach()
-        self._tracker.data = nothing
         self._packed = pack(partition.part_of(tensor))
 
     def unpack(self) -> torch.Tensor:
-        check_version(self._tracker, self._version, self._recipe)
-        tensor = self._tracker.detach()
-        tensor.data = self._partition.gather(self._unpack(self._packed), self._recipe, self._phase)
-        return tensor
+        self._check()
+        return self._with_data(self._partition.gather(self._unpack(self._packed), self._recipe, self._phase))
 
 
 def _group_of(group: Any) -> ProcessGroup:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import length_hint
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,10 +33,12 @@ from spillway.checkpointing.program import Decisions, Input, Preserved, Program,
 from spillway.checkpointing.selectors import Planned
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, unpack
-from spillway.saved_tensors.hooks import ForwardScope
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
 from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.hooks import ForwardScope
 
 _KEEP = Decision.KEEP
 _weak = weakref.ref
@@ -100,12 +102,8 @@ class PreservedTensors:
 
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
-        return (
-            type(tensor) in PLAIN
-            and tensor.shape == recipe.size
-            and tensor.dtype is recipe.dtype
-            and recipe._replace(offset=int(tensor.storage_offset())).is_of(tensor)
-        )
+        """Whether it differs from the recipe in the offset alone."""
+        return type(tensor) in PLAIN and is_strided(tensor) and ViewRecipe.of(tensor)[:-1] == recipe[:-1]
 
     def _pack_parts(self, tensor: torch.Tensor, how: list[Preserved]) -> Handle | None:
         plain = strided_parts(tensor)

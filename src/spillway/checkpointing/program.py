@@ -246,8 +246,6 @@ class Decisions:
         Raises:
             RecomputeError: if a policy says that an output must be saved, and that output is written in place.
         """
-        if program.opaque is not None:
-            return cls(program, {})
         found: dict[int, Decision] = {}
 
         def add(values: set[int], decision: Decision) -> None:

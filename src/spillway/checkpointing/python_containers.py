@@ -122,9 +122,6 @@ class Parameters(Dictionary):
 class Items(Container):
     """Lists, deques, arrays of bytes, and sets: values have no names."""
 
-    def copy(self, thing: Any, content: Content) -> Content:
-        return list(thing)
-
     def changes(self, thing: Any, content: Content) -> list[Any]:
         return [] if _are_identical(thing, content) else [f"a {type(thing).__name__}"]
 
@@ -163,14 +160,6 @@ def _are_identical(a: Any, b: Any) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
-def _attributes(thing: Any) -> Any:
-    return thing.__dict__
-
-
-def _items(thing: Any) -> Any:
-    return thing
-
-
 def _of(open_: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
     """Functions that get, set and delete a value in the dictionary that ``open_`` returns, and ``open_``."""
     return (
@@ -182,6 +171,11 @@ def _of(open_: Callable[[Any], Any]) -> tuple[Any, Any, Any, Any]:
     )
 
 
+def _itself(thing: Any) -> Any:
+    return thing
+
+
+_attributes = operator.attrgetter("__dict__")
 # Not by setattr(), which an object may override.
 ATTRIBUTES = Container(*_of(_attributes))
 MODULE = Container(*_of(_attributes), is_left_out=INTERNAL.__contains__)
@@ -195,10 +189,10 @@ CELL = Container(
     lambda cell, _, value: setattr(cell, "cell_contents", value),
     lambda cell, _: delattr(cell, "cell_contents"),
 )
-GLOBALS = Container(*_of(_items)[:3])
-DICTIONARY = Dictionary(*_of(_items))
-PARAMETERS = Parameters(*_of(_items))
-ITEMS = Items(*_of(_items))
+GLOBALS = Container(*_of(_itself)[:3])
+DICTIONARY = Dictionary(*_of(_itself))
+PARAMETERS = Parameters(*_of(_itself))
+ITEMS = Items(*_of(_itself))
 
 
 _WORDS = 625 * 4

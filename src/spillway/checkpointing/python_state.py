@@ -70,10 +70,7 @@ _attribute_of = object.__getattribute__
 class PythonState:
     """A function's Python state, and a copy of its content. See NOTE [ Python state ].
 
-    Args:
-        function: the function, method or module.
-        objects: objects among its arguments: generators, modules and others whose state it may change.
-        memory: of the walk in an earlier call of the function.
+    ``objects`` are those among its arguments. ``memory`` is of the walk in an earlier call of the function.
     """
 
     def __init__(self, function: Any, objects: Sequence[Any] = (), memory: WalkMemory | None = None) -> None:

@@ -143,13 +143,7 @@ class Walk:
         return "has an embedding with max_norm, whose forward writes its weight" if self.writes_parameters else None
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
-        """Take values with their names, and queue containers among them.
-
-        Args:
-            pairs: the names and values.
-            depth: how deep they lie.
-            is_shared: whether a class has them.
-        """
+        """Take values with their names, and queue containers among them; ``is_shared``: a class has them."""
         simple, seen = _CODE if is_shared else _SIMPLE, self._seen
         for name, value in pairs:
             if type(value) in simple:

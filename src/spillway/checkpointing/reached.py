@@ -29,12 +29,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from spillway._torch import (
-    copy_many,
-    preserve_versions,
-    storage_key,
-    version_of,
-)
+from spillway._torch import copy_many, preserve_versions, storage_key, version_of
 from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.checks import has_content_of
 from spillway.checkpointing.schema import facts_of, is_chosen_under_a_mode
@@ -106,7 +101,6 @@ class ReachedTensors:
         ]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
         found = {id(tensor): tensor for tensor, _ in (*self._unwritten, *self._before)}
         return [*found.values(), *self._lost]
 
@@ -126,7 +120,6 @@ class ReachedTensors:
         return [*self._copied, *self._lost]
 
     def storages(self) -> set[int]:
-        """Their memory."""
         return {storage_key(each.untyped_storage()) for each in self.protected() if is_strided(each)}
 
     @contextmanager

@@ -47,8 +47,8 @@ from spillway.checkpointing.program import Argument, Operator, Program, SavedTen
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
 from spillway.checkpointing.selectors import OperatorCall
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
-from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
+from spillway.saved_tensors.locator import Locator
 from spillway.types import Decision
 
 _NUMBERS = (int, float, bool, complex, type(None))
@@ -146,7 +146,6 @@ class Recorder(OperatorMode):
         return [value for part in tensors_in((tensor,)) if (value := self.values.find(part)) is not None]
 
     def program(self) -> Program:
-        """The recorded program."""
         saved = [
             each._replace(saved_by=self._nodes.get(node)) for each, node in zip(self.saved, self._saving, strict=True)
         ]

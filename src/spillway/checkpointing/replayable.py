@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 
@@ -15,17 +15,14 @@ from spillway.checkpointing.checks import difference_error, fingerprints_of, has
 from spillway.checkpointing.function import ReplayedFunction
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partition import PartHandle, Partition
-from spillway.checkpointing.reached import (
-    ReachedTensors,
-    ReadMode,
-    copy_of,
-    overlap,
-)
+from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import KeptHandle, unpack
-from spillway.saved_tensors.hooks import ForwardScope
 from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.hooks import ForwardScope
 
 _KEEP = Decision.KEEP
 Result = TypeVar("Result")

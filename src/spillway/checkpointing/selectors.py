@@ -126,7 +126,6 @@ class within:  # noqa: N801  (read aloud: save=within("mlp", "matmul"))
         object.__setattr__(self, "_names", _test_of(self.selector))
 
     def __call__(self, call: OperatorCall) -> bool:
-        """Whether the operator is one of them."""
         if call.module is None or not self._names(call.operator):
             return False
         names = call.module.split(".")
@@ -197,13 +196,11 @@ class Choices:
         policy: Planned | Callable[..., CheckpointPolicy | bool] | None = None,
     ) -> None:
         self.planned = policy if isinstance(policy, Planned) else None
-        """The plan, if there is one."""
         if policy is not None and self.planned is None and not callable(policy):
             raise UsageError(f"policy: got {policy!r}, expected a callable as torch's selective checkpointing takes it")
         self._policy: Any = policy
         self.inputs: Decision | None = None if self.planned is None else self.planned.inputs
         """The decision about the inputs."""
-        self.wants_modules = False
         self.patterns: list[str] = []
         """Patterns of submodules."""
         self._saved_by: list[_Rule] = []
@@ -240,6 +237,11 @@ class Choices:
     def has(self, decision: Decision) -> bool:
         """Whether a selector other than the inputs has this decision."""
         return any(each is decision and selector != INPUTS for selector, each in self._selectors)
+
+    @property
+    def wants_modules(self) -> bool:
+        """Whether a predicate may look at the module that runs an operator."""
+        return bool(self._predicates)
 
     @property
     def asks(self) -> bool:
@@ -291,15 +293,12 @@ class Choices:
             self._saved_by.append(_Rule(selector, selector.matches, decision))
         elif _is_module_pattern(selector):
             self.patterns.append(selector)
-            self.wants_modules = True
             self._predicates.append(_Rule(selector, _in_module(selector), decision))
         elif isinstance(selector, (str, AnyOperator, Overloads)):
             self._names.append(_Rule(selector, _test_of(selector), decision))
         elif callable(selector):
             if isinstance(selector, within):
                 self.patterns.append(selector.module)
-            # It may look at the module.
-            self.wants_modules = True
             self._predicates.append(_Rule(selector, selector, decision))
         else:
             raise UsageError(_unknown(selector))

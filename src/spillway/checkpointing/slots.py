@@ -20,8 +20,7 @@ import torch
 from spillway._torch import version_of
 from spillway.checkpointing.collector import alias_of
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensor_without_memory
-from spillway.saved_tensors.handles import check_version
-from spillway.saved_tensors.identity import ViewRecipe
+from spillway.saved_tensors.handles import TrackedHandle, check_version
 
 if TYPE_CHECKING:
     from spillway.checkpointing.call import CheckpointedCall
@@ -92,63 +91,32 @@ class DroppedOutput:
         self._computed = computed
         self._version = version_of(tensor)
         self._storage = _weak(tensor.untyped_storage())
-        self._held: torch.UntypedStorage | None = None
+        self._recomputed: torch.UntypedStorage | None = None
+        """Held as long as a handle lives: backward frees each handle after the node that needs it."""
         self._lock = threading.Lock()
-        self._handles = 0
-        self._unpacked = 0
 
     def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> OutputHandle | None:
         """A handle for a view of the output; ``None`` if the output was written since."""
-        if version_of(tensor) != self._version:
-            return None
-        with self._lock:
-            self._handles += 1
-        return OutputHandle(self, tensor, nothing)
+        return OutputHandle(self, tensor, nothing) if version_of(tensor) == self._version else None
 
-    def storage(self, *, again: bool) -> torch.UntypedStorage:
-        """The storage, recomputed if it has died; held until each handle was unpacked."""
+    def storage(self) -> torch.UntypedStorage:
+        """The storage, recomputed if it has died."""
         with self._lock:
-            storage = self._storage()
+            storage = self._storage() if self._recomputed is None else self._recomputed
             if storage is None:
-                storage = self._computed.unpack().untyped_storage()
-                self._storage = _weak(storage)
-                self._unpacked = 0
-                again = False
-            self._unpacked += not again
-            self._held = storage if self._unpacked < self._handles else None
+                storage = self._recomputed = self._computed.unpack().untyped_storage()
             return storage
 
-    def forget(self) -> None:
-        """A handle has died."""
-        # Without the lock: a finaliser may run while its own thread holds it.
-        self._handles -= 1
-        if self._unpacked >= self._handles:
-            self._held = None
 
-
-class OutputHandle:
+class OutputHandle(TrackedHandle):
     """Stands for a view of an output of a checkpointed function."""
 
-    __slots__ = ("_output", "_recipe", "_tracker", "_unpacked", "_version")
+    __slots__ = ("_output",)
 
     def __init__(self, output: DroppedOutput, tensor: torch.Tensor, nothing: torch.Tensor) -> None:
+        super().__init__(tensor, nothing)
         self._output = output
-        self._unpacked = False
-        self._version = version_of(tensor)
-        self._recipe = ViewRecipe.of(tensor)
-        self._tracker = tensor.detach()
-        self._tracker.data = nothing
 
     def unpack(self) -> torch.Tensor:
-        check_version(self._tracker, self._version, self._recipe)
-        storage = self._output.storage(again=self._unpacked)
-        self._unpacked = True
-        tensor = self._tracker.detach()
-        tensor.data = self._recipe.rebuild(storage, 0)
-        return tensor
-
-    def is_intact(self) -> bool:
-        return version_of(self._tracker) == self._version
-
-    def __del__(self) -> None:
-        self._output.forget()
+        self._check()
+        return self._with_data(self._recipe.rebuild(self._output.storage(), 0))

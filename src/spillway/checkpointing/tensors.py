@@ -15,12 +15,10 @@ from spillway._torch import (
     disable_dispatch,
     disable_modes,
     dispatch_modes,
-    dispatch_to_subclasses,
     is_wrapper,
     sharing_versions,
     storage_parts,
 )
-from spillway.runtime.bytes import over
 
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 """Classes of tensors that are views of one storage, and nothing else."""
@@ -91,32 +89,17 @@ def strided_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def tensor_without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias that shares the version counter. It holds no memory of a strided tensor."""
+    """An alias of a plain tensor that shares the version counter, and holds no memory."""
     # Below autograd, where a mode is called, an alias does not share the counter unless told to.
     with disable_dispatch(), sharing_versions():
-        if isinstance(tensor, FakeTensor):
-            return alias_of(tensor)
         alias = tensor.detach()
-        if is_strided(tensor) and type(tensor) in PLAIN:
-            alias.data = _nothing_of(tensor.dtype, tensor.device)
+        alias.data = _nothing_of(tensor.dtype, tensor.device)
         return alias
 
 
 @lru_cache(maxsize=64)
 def _nothing_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=device)
-
-
-def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """An alias without history, with a version counter of its own."""
-    if isinstance(tensor, FakeTensor):
-        # By its own code: otherwise it would not belong to its mode.
-        with dispatch_to_subclasses(), disable_modes():
-            return tensor.detach()
-    plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
-    if plain and not (tensor.is_conj() or tensor.is_neg()):
-        return over(tensor.untyped_storage(), tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-    return tensor.detach()
 
 
 def may_be_seed(tensor: torch.Tensor) -> bool:

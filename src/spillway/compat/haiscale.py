@@ -19,6 +19,7 @@ from spillway.runtime.backend import Stream
 from spillway.runtime.system import which_device
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.order import LearnedOrders
+from spillway.saved_tensors.scopes import innermost_scope
 from spillway.session import Session
 from spillway.units import format_bytes
 
@@ -70,7 +71,7 @@ class TagInfo:
 
     @property
     def _current(self) -> ForwardScope | None:
-        return Session.default().of(SavedState).scopes.under(self.tag)
+        return innermost_scope(Session.default(), self.tag)
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,11 +4,12 @@ Top down: ``device.py``, ``mover.py``, ``queues.py``, ``tiers.py``, ``backend.py
 device, disk or machine are chosen here.
 """
 
-from spillway.runtime import device
+from spillway.runtime import parts
 from spillway.runtime.accelerator import backend_for
 from spillway.runtime.cuda_graphs import CapturedRuntime
+from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.disk import DirectDiskTier, DiskTier
 from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.system import host_budget
 
-device.parts = device.Parts(backend_for, CapturedRuntime, DiskTier, DirectDiskTier, SpillFile, host_budget)
+parts.parts = parts.Parts(DeviceRuntime, backend_for, CapturedRuntime, DiskTier, DirectDiskTier, SpillFile, host_budget)

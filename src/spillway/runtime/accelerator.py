@@ -97,20 +97,17 @@ class AcceleratorBackend(Backend):
 
     Args:
         device: with an index: ``torch.device("cuda", 0)``.
-        threads: how many threads read and write the spill file. ``None``: one a CPU, up to 16.
         streams: the user's streams ``"out"`` and ``"back"``, if they are of this device.
     """
 
     # The caching allocator cuts at multiples of 512 bytes.
     alignment = 512
 
-    def __init__(
-        self, device: torch.device, *, threads: int | None = None, streams: Mapping[str, torch.Stream] | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> None:
         super().__init__(device)
         self._given = {name: stream for name, stream in (streams or {}).items() if stream.device == device}
-        most = threads if threads is not None else min(_MOST_THREADS, os.cpu_count() or 1)
-        self._tasks = HostTasks(most, self._use_device)
+        self._tasks = HostTasks(_threads(), self._use_device)
+        """They read and write the spill file."""
         self._streams: list[torch.Stream] = []
         self._entering = threading.Lock()
         self.unified = _is_unified(device)
@@ -329,13 +326,18 @@ def _is_unified(device: torch.device) -> bool:
     return bool(getattr(properties, "is_integrated", False))
 
 
+def _threads() -> int:
+    """How many threads work beside each other: one a CPU, up to a limit."""
+    return min(_MOST_THREADS, os.cpu_count() or 1)
+
+
 def _touch(slab: torch.Tensor, cpus: set[int]) -> None:
     """Write to every page, in several threads, which is faster than clearing them one by one while pinning.
 
     A page belongs to the NUMA node of the CPU that touches it first, so the threads run on CPUs near the device.
     """
     pages = slab[::PAGE]
-    threads = max(1, min(_MOST_THREADS, os.cpu_count() or 1))
+    threads = _threads()
     step = -(-len(pages) // threads)
     memory = pages.numpy()
 

@@ -28,7 +28,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import NoReturn, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -36,6 +35,7 @@ import torch
 from spillway._torch import is_profiling
 from spillway.errors import SessionError
 from spillway.runtime.bytes import Bytes, Cells
+from spillway.runtime.entry import Stalls as Stalls
 
 
 class Event(Protocol):
@@ -117,28 +117,6 @@ def finish(event: Event | None) -> None:
             finish(one)
     elif isinstance(event, TaskEnd):
         event.finish()
-
-
-@dataclass(slots=True, eq=False)
-class Stalls:
-    """The waits of the compute stream for one other stream."""
-
-    known_seconds: float = 0.0
-    """Sum of the finished waits."""
-    pending: list[Callable[[], float | None]] = field(default_factory=list)
-    """Waits that may not be finished: each gives its seconds, or ``None`` while it is not over, and never blocks."""
-
-    def seconds(self) -> float:
-        """Sum of the waits that are finished by now."""
-        unknown = []
-        for stall in self.pending:
-            seconds = stall()
-            if seconds is None:
-                unknown.append(stall)
-            else:
-                self.known_seconds += seconds
-        self.pending = unknown
-        return self.known_seconds
 
 
 class Backend(ABC):

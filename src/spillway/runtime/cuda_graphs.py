@@ -168,7 +168,6 @@ class CapturedRuntime:
             self.backend.wait(compute, self.backend.record(stream))
 
     def release(self) -> int:
-        """Free the CPU memory of graphs that are gone; returns its bytes."""
         return self._host.release()
 
     def close(self) -> None:

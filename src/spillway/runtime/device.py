@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
+from spillway.runtime import parts as part_of
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend, quiet
 from spillway.runtime.mover import Mover
@@ -18,23 +18,7 @@ if TYPE_CHECKING:
     from spillway.runtime.cuda_graphs import CapturedRuntime
     from spillway.runtime.spill_file import SpillFile
 
-MakeBackend = Callable[[torch.device], Backend]
 Runtime: TypeAlias = "DeviceRuntime | CapturedRuntime"
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The parts that know a device, a disk or a machine. The package's ``__init__.py`` chooses them."""
-
-    backend_for: Callable[..., Backend]
-    captured: type[CapturedRuntime]
-    disk_tier: Callable[..., Tier]
-    direct_disk_tier: Callable[..., Tier]
-    disk: type[SpillFile]
-    host_budget: Callable[[], int]
-
-
-parts = cast("Parts", None)
 
 
 class DeviceRuntime:
@@ -71,6 +55,7 @@ class DeviceRuntime:
                 tier = HostTier(self.backend, self.arena, out=out, back=back)
             else:
                 limit, file = self.mover.window, self.spill_file()
+                parts = part_of.parts
                 make = parts.direct_disk_tier if self.backend.direct_disk else parts.disk_tier
                 tier = make(self.backend, self.arena, file, out=out, back=back, staging=limit)
             self._tiers[name] = tier
@@ -81,27 +66,23 @@ class DeviceRuntime:
 
     def captured(self) -> Runtime:
         if self._captured is None:
-            self._captured = parts.captured(self)
+            self._captured = part_of.parts.captured(self)
         return self._captured
 
     def release_graphs(self) -> int:
-        """Free the CPU memory of captured graphs that are gone; returns its bytes."""
         return 0 if self._captured is None else self._captured.release()
 
     def used_host_bytes(self) -> int:
-        """Bytes of CPU memory in slots."""
         self.mover.read_notes()
         with quiet():
             return self.arena.used_bytes
 
     def synchronize(self) -> None:
-        """Wait for every write that is under way."""
         with self.mover.exclusive():
             for tier in set(self._tiers.values()):
                 tier.synchronize()
 
     def trim(self) -> int:
-        """Give unused CPU memory back to the system; returns its bytes."""
         with self.mover.exclusive():
             return self.arena.trim() + sum(tier.trim() for tier in set(self._tiers.values()))
 

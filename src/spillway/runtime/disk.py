@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import Backend, Event, Stream, quiet
+from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.runtime.tiers import Tier
@@ -37,10 +37,9 @@ PIECE_BYTES = 16 << 20
 class _Piece:
     """One extent's worth of a storage."""
 
-    __slots__ = ("block", "extent", "is_freed", "nbytes", "users", "written")
+    __slots__ = ("block", "extent", "is_freed", "users", "written")
 
-    def __init__(self, nbytes: int, extent: Extent) -> None:
-        self.nbytes = nbytes
+    def __init__(self, extent: Extent) -> None:
         self.extent = extent
         self.block: Block | None = None
         """The bytes wait here for their write."""
@@ -74,9 +73,9 @@ class DiskTier(Tier):
         done = False
         try:
             for part in _cut(source):
-                pieces.append(self._allocate(part.nbytes))  # noqa: PERF401  (after a failure, those before are freed)
+                pieces.append(_Piece(self._file.allocate(part.nbytes)))  # noqa: PERF401  (after a failure, those before are freed)
             # The other blocks follow as writes end. Without the first, none would ever be free.
-            pieces[0].block = self._stage(pieces[0].nbytes)
+            pieces[0].block = self._stage(pieces[0].extent.nbytes)
             done = True
             return pieces
         finally:
@@ -91,10 +90,12 @@ class DiskTier(Tier):
         return copied
 
     def _store(self, piece: _Piece, source: Bytes) -> Event:
-        block = piece.block = piece.block if piece.block is not None else self._stage(piece.nbytes, over_cap=True)
+        block = piece.block = (
+            piece.block if piece.block is not None else self._stage(piece.extent.nbytes, over_cap=True)
+        )
         for event in block.after:
             self._backend.wait(self._out, event)
-        self._backend.copy(self._out, block.first(piece.nbytes), source)
+        self._backend.copy(self._out, block.first(piece.extent.nbytes), source)
         copied = self._backend.record(self._out)
 
         def write() -> None:
@@ -125,14 +126,14 @@ class DiskTier(Tier):
 
         def read() -> Event:
             written.synchronize()
-            block = self._landing(piece.nbytes)
+            block = self._landing(piece.extent.nbytes)
             copied: tuple[Event, ...] = ()
             try:
                 for event in block.after:
                     event.synchronize()
                 self._backend.host_access(block, write=True)
                 self._file.read(piece.extent, block.buffer())
-                self._backend.copy(self._back, destination, block.first(piece.nbytes))
+                self._backend.copy(self._back, destination, block.first(piece.extent.nbytes))
                 copied = (self._backend.record(self._back),)
                 return copied[0]
             finally:
@@ -153,10 +154,6 @@ class DiskTier(Tier):
     def synchronize(self) -> None:
         while self._writes:
             self._settle()
-
-    def _allocate(self, nbytes: int, *, phase: int = 0) -> _Piece:
-        with quiet():
-            return _Piece(nbytes, self._file.allocate(nbytes, phase=phase))
 
     def _end_use(self, piece: _Piece) -> None:
         with self._lock:
@@ -221,7 +218,7 @@ class DiskTier(Tier):
         except TierError as error:
             if not piece.is_freed:
                 raise TransferError(
-                    f"A saved tensor's {format_bytes(piece.nbytes)} could not be written to disk: {error}"
+                    f"A saved tensor's {format_bytes(piece.extent.nbytes)} could not be written to disk: {error}"
                 ) from error
 
 
@@ -245,7 +242,7 @@ class DirectDiskTier(DiskTier):
         # A failed write is reported where its storage was to be released: the storage is still there.
         while self._writes and _is_done(self._writes[0]):
             self._writes.popleft()
-        return [self._allocate(source.nbytes, phase=source.address % PAGE)]
+        return [_Piece(self._file.allocate(source.nbytes, phase=source.address % PAGE))]
 
     def store(self, slots: Sequence[list[_Piece]], sources: Sequence[Bytes]) -> Sequence[Event]:
         ready = self._backend.record(self._out)

@@ -30,15 +30,37 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.tiers import Slot, Tier
 
 if TYPE_CHECKING:
+    from spillway.runtime.backend import Event, Stream
     from spillway.runtime.mover import Mover
+    from spillway.runtime.tiers import Slot, Tier
 
 GROUP_BYTES = ("saved_bytes", "kept_bytes", "offloaded_bytes", "reloaded_bytes", "reused_bytes")
 STEP_BYTES = (*GROUP_BYTES, "recomputed_bytes")
+
+
+@dataclass(slots=True, eq=False)
+class Stalls:
+    """The waits of the compute stream for one other stream."""
+
+    known_seconds: float = 0.0
+    """Sum of the finished waits."""
+    pending: list[Callable[[], float | None]] = field(default_factory=list)
+    """Waits that may not be finished: each gives its seconds, or ``None`` while it is not over, and never blocks."""
+
+    def seconds(self) -> float:
+        """Sum of the waits that are finished by now."""
+        unknown = []
+        for stall in self.pending:
+            seconds = stall()
+            if seconds is None:
+                unknown.append(stall)
+            else:
+                self.known_seconds += seconds
+        self.pending = unknown
+        return self.known_seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -97,14 +119,9 @@ class State(enum.Enum):
 
 
 class Entry:
-    """One storage. Changed by the mover alone.
+    """``nbytes`` bytes of a storage from byte ``start``. Changed by the mover alone.
 
-    Args:
-        number: names the storage, unique within its mover.
-        storage: holds the bytes.
-        start: first byte of the storage that belongs to the entry.
-        nbytes: how many do.
-        ledger: counts its bytes.
+    ``number`` names it within its mover. ``ledger`` counts its bytes.
     """
 
     __slots__ = (
@@ -149,7 +166,6 @@ class Entry:
         return self.state in (State.RESIDENT, State.LEAVING)
 
     def release(self) -> None:
-        """Stop holding the bytes on the device."""
         self.storage = self.source = None
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ import torch
 from spillway.errors import SessionError
 from spillway.runtime.backend import Backend, Stream, in_task
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -56,13 +56,12 @@ class Mover:
         """The limits of each claimant: bytes LEAVING, and bytes prefetched."""
         self.batch = batch_bytes(window)
         self._backend = backend
-        self._recorder = recorder
         self.streams: tuple[Stream, Stream] = backend.new_stream("out"), backend.new_stream("back")
         """The streams ``out`` and ``back``, on which the tiers queue their copies."""
         self.numbers = itertools.count()
         """Numbers for new entries."""
         out, back = self.streams
-        tell = None if recorder is None else self._tell
+        self._tell = tell = _teller(recorder)
         self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
         self._prefetches = PrefetchQueue(backend, back, self._compute, window=window, batch=self.batch, tell=tell)
@@ -97,7 +96,7 @@ class Mover:
             entry.handles += shared
         return shared
 
-    def put(self, entries: Sequence[Entry], tier: Tier, *, window: int | None = None, defer: bool = False) -> None:
+    def put(self, entries: Sequence[Entry], tier: Tier, *, window: float | None = None, defer: bool = False) -> None:
         """Offload entries, in order, small ones in batches.
 
         The kernels that write them must already be queued on the compute stream. Entries that do not fit into the tier
@@ -106,19 +105,24 @@ class Mover:
         Args:
             entries: in order. Skipped are those that were offloaded before, are not RESIDENT, or have no handle.
             tier: where to.
-            window: bytes that may be LEAVING at once, instead of the mover's own limit.
+            window: bytes that may be LEAVING at once, as :meth:`limit` takes it.
             defer: queue no copy yet. The entries count towards the limit, and are copied only if later ones exceed it:
                 for the tail of a forward, which backward asks for first.
         """
         with self._in_use():
-            window = self.window if window is None else window
-            queue = self._offloads
+            most, queue = self.limit(window), self._offloads
             move = queue.defer if defer else queue.start
             if not defer:
                 queue.follow()
-            for together in self._batches(entries, min(self.batch, batch_bytes(window))):
-                queue.make_room(sum([entry.nbytes for entry in together]), window)
+            for together in self._batches(entries, min(self.batch, batch_bytes(most))):
+                queue.make_room(sum([entry.nbytes for entry in together]), most)
                 move(together, tier)
+
+    def limit(self, window: float | None) -> int:
+        """An in-flight limit in bytes. A float is a share of the mover's own limit, ``None`` all of it."""
+        if window is None:
+            return self.window
+        return window if isinstance(window, int) else int(window * self.window)
 
     def claim(self, owner: object, window: int | None, ahead: int | None = None) -> None:
         """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies, or else the mover's own.
@@ -147,7 +151,6 @@ class Mover:
         self._listeners.append(weakref.WeakMethod(listener))
 
     def stop_listening(self, listener: Callable[[bool], object]) -> None:
-        """Stop calling it."""
         self._listeners = [each for each in self._listeners if each() not in (None, listener)]
 
     def release(self, entries: Sequence[Entry]) -> None:
@@ -249,7 +252,6 @@ class Mover:
             )
 
     def read_notes(self) -> None:
-        """Process the notes of dead handles."""
         # The holder of the lock comes here after releasing it. So a note is read by its writer or by the holder.
         while (
             self._forgotten
@@ -295,8 +297,7 @@ class Mover:
         if entry.round == 0 and not entry.counted:
             entry.counted = True
             entry.ledger.reused_bytes += entry.nbytes
-        if self._recorder is not None:
-            self._tell(EventKind.REUSE, entry)
+        self._tell(EventKind.REUSE, entry)
 
     def _drop_dead(self) -> None:
         forgotten = self._forgotten
@@ -323,12 +324,16 @@ class Mover:
             self._prefetches.drop(entry)
         entry.release()
         entry.state = State.AWAY
-        if self._recorder is not None:
-            self._tell(EventKind.DROP, entry)
+        self._tell(EventKind.DROP, entry)
 
-    def _tell(self, kind: EventKind, entry: Entry) -> None:
-        assert self._recorder is not None
-        self._recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
+
+def _teller(recorder: Recorder | None) -> Tell:
+    def tell(kind: EventKind, *entries: Entry) -> None:
+        if recorder is not None:
+            for entry in entries:
+                recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
+
+    return tell
 
 
 def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:

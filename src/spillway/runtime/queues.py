@@ -25,8 +25,8 @@ from spillway.runtime.entry import Entry, State
 from spillway.runtime.tiers import Slot, Tier
 from spillway.types import EventKind
 
-Tell = Callable[[EventKind, Entry], None]
-"""Receives events."""
+Tell = Callable[..., None]
+"""Takes a kind of event, and the entries that it happened to."""
 
 
 class ComputeStreams:
@@ -93,7 +93,7 @@ class ComputeStreams:
 class OffloadQueue:
     """Entries that are LEAVING on the stream ``out``, oldest first. Used with the mover's lock held."""
 
-    def __init__(self, out: Stream, compute: ComputeStreams, tell: Tell | None) -> None:
+    def __init__(self, out: Stream, compute: ComputeStreams, tell: Tell) -> None:
         self._out = out
         self._compute = compute
         self._tell = tell
@@ -145,9 +145,7 @@ class OffloadQueue:
         for entry in started:
             self._add(entry)
         # At the end, since a recorder may raise.
-        if self._tell is not None:
-            for entry in started:
-                self._tell(EventKind.LEAVE, entry)
+        self._tell(EventKind.LEAVE, *started)
 
     def drop(self, entry: Entry) -> None:
         """Remove an entry whose last handle has died."""
@@ -206,8 +204,7 @@ class OffloadQueue:
         entry.counted = True
         entry.ledger.kept_bytes += entry.nbytes
         entry.ledger.note(f"kept on the device, since no tier could take it: {why}")
-        if self._tell is not None:
-            self._tell(EventKind.REFUSE, entry)
+        self._tell(EventKind.REFUSE, entry)
 
     def _release(self, entry: Entry) -> None:
         """Wait for an entry's copy on the compute streams, and release it."""
@@ -231,10 +228,9 @@ class OffloadQueue:
         entry.state = State.AWAY
         if entry.alive() is not None:
             self._shared[entry.number] = entry
-        if self._tell is not None:
-            if was_deferred:
-                self._tell(EventKind.LEAVE, entry)
-            self._tell(EventKind.RELEASE, entry)
+        if was_deferred:
+            self._tell(EventKind.LEAVE, entry)
+        self._tell(EventKind.RELEASE, entry)
 
 
 class Order(Protocol):
@@ -253,7 +249,7 @@ class PrefetchQueue:
     """Entries that are RETURNING on the stream ``back``. Used with the mover's lock held."""
 
     def __init__(
-        self, backend: Backend, back: Stream, compute: ComputeStreams, *, window: int, batch: int, tell: Tell | None
+        self, backend: Backend, back: Stream, compute: ComputeStreams, *, window: int, batch: int, tell: Tell
     ) -> None:
         self._backend = backend
         self._back = back
@@ -297,8 +293,7 @@ class PrefetchQueue:
         entry.alive = weakref.ref(storage)
         entry.round += 1
         entry.asked = 0
-        if self._tell is not None:
-            self._tell(EventKind.TAKE, entry)
+        self._tell(EventKind.TAKE, entry)
         return storage
 
     def fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
@@ -364,9 +359,7 @@ class PrefetchQueue:
             entry.stream = compute
             entry.state = State.RETURNING
             self.nbytes += entry.nbytes
-        if self._tell is not None:
-            for entry in entries:
-                self._tell(EventKind.RETURN, entry)
+        self._tell(EventKind.RETURN, *entries)
 
 
 def _is_needed(entry: Entry) -> bool:

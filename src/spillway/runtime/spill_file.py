@@ -19,7 +19,7 @@ process id is checked before the lock is touched: a thread that the child lacks 
 file before it closes it, so that a child that lives on does not hold the space.
 
 *Freed from anywhere.* ``free`` runs in finalisers, which the garbage collector may start inside any call here, with the
-lock held. So it takes no lock: one ``dict.pop`` decides, and one ``deque.append`` leaves the range to the next holder
+lock held. So it takes no lock: one ``set.remove`` decides, and one ``deque.append`` leaves the range to the next holder
 of the lock. A range that a thread is still moving is given back when that thread is done. So is the descriptor on
 ``close``: a descriptor number that is reused too early is another file.
 
@@ -42,7 +42,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -58,6 +58,7 @@ from spillway.errors import (
     UsageError,
 )
 from spillway.runtime.arena import FreeRanges
+from spillway.runtime.backend import quiet
 from spillway.runtime.system import choose_directory, mounts
 from spillway.units import format_bytes
 
@@ -119,7 +120,7 @@ def checksum(data: NDArray[np.uint8]) -> int:
     return (int(np.add.reduce(sums)) + len(data) * 0x9E3779B97F4A7C15) % 2**64
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Extent:
     """A place in a spill file. The very object names it: a copy, or an extent that was freed, is refused."""
 
@@ -131,17 +132,10 @@ class Extent:
     """Bytes that it takes in the file: ``phase + nbytes`` rounded up to :data:`ALIGNMENT`."""
     phase: int = 0
     """Distance of the first byte from ``offset``: the same as its distance from a page in memory."""
-
-
-@dataclass(slots=True)
-class _Slot:
-    """The state of an extent, until its range is free again."""
-
-    extent: Extent
-    checksum: int | None = None
-    """Checksum of the content; ``None`` while it has none."""
-    users: int = 0
-    """Threads that read or write it now."""
+    checksum: int | None = field(default=None, init=False, repr=False)
+    """Checksum of the content; ``None`` while it has none. The file sets it."""
+    users: int = field(default=0, init=False, repr=False)
+    """Threads that read or write it now. The file counts them."""
 
 
 class SpillFile:
@@ -199,8 +193,8 @@ class SpillFile:
         self._used = 0
         self._transfers = 0
         self._ranges = FreeRanges()
-        self._live: dict[int, _Slot] = {}
-        self._freed: deque[_Slot] = deque()
+        self._live: set[Extent] = set()
+        self._freed: deque[Extent] = deque()
 
     @property
     def reserved_bytes(self) -> int:
@@ -211,7 +205,7 @@ class SpillFile:
     def used_bytes(self) -> int:
         """Bytes reserved by extents that are not free yet."""
         if os.getpid() == self._pid:
-            with self._lock:
+            with quiet(), self._lock:
                 if not self._closed:
                     self._settle()
         return self._used
@@ -226,7 +220,7 @@ class SpillFile:
             raise SizeError(f"extent: got {nbytes} bytes, expected at least 1; what is empty needs no place on a disk")
         self._check_owner()
         reserved = -(-(phase + nbytes) // ALIGNMENT) * ALIGNMENT
-        with self._lock:
+        with quiet(), self._lock:
             self._check_open()
             self._settle()
             self._check_hour(reserved)
@@ -234,18 +228,20 @@ class SpillFile:
                 self._grow(reserved)
             extent = Extent(found[0], nbytes, reserved, phase)
             self._used += reserved
-            self._live[id(extent)] = _Slot(extent)
+            self._live.add(extent)
         return extent
 
     def free(self, extent: Extent) -> None:
         """Give an extent back. It takes no lock, and may run in a finaliser. In a forked child it does nothing."""
         if os.getpid() != self._pid:
             return
-        slot = self._live.pop(id(extent), None)
-        if slot is None or self._closed:
+        self._check_open()
+        try:
+            self._live.remove(extent)
+        except KeyError:
             self._check_open()
-            raise UsageError(self._unknown(extent))
-        self._freed.append(slot)
+            raise UsageError(self._unknown(extent)) from None
+        self._freed.append(extent)
 
     def write(self, extent: Extent, buffer: Buffer, *, shared: bool = False) -> None:
         """Write the first ``extent.nbytes`` bytes of ``buffer``. After an error the extent is empty.
@@ -254,9 +250,9 @@ class SpillFile:
         other code may write to it meanwhile: then it is written until it is found unchanged. Raises ``TransferError``,
         or ``TierFullError`` on a full disk where ``allocate`` could not reserve.
         """
-        with self._transfer(extent) as slot:
+        with self._transfer(extent):
             data = self._bytes_of(buffer, extent)
-            slot.checksum = None  # The old bytes are lost, whatever happens now.
+            extent.checksum = None  # The old bytes are lost, whatever happens now.
             written = checksum(data[: extent.nbytes])
             self._move_all(data, extent, write=True)
             while shared and (now := checksum(data[: extent.nbytes])) != written:
@@ -266,7 +262,7 @@ class SpillFile:
                 self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
                 while (oldest := next(iter(self._hour))) < self._first_bucket():
                     del self._hour[oldest]
-                slot.checksum = written
+                extent.checksum = written
 
     def read(self, extent: Extent, buffer: Buffer) -> None:
         """Fill the first ``extent.nbytes`` bytes of ``buffer``, and verify them.
@@ -274,9 +270,9 @@ class SpillFile:
         Raises ``CorruptError`` if they are not the written ones, and ``TransferError`` if the read failed or no write
         succeeded.
         """
-        with self._transfer(extent) as slot:
+        with self._transfer(extent):
             data = self._bytes_of(buffer, extent)
-            expected = slot.checksum
+            expected = extent.checksum
             if expected is None:
                 raise TransferError(
                     f"spill file: got a read of {extent}, which is empty, as no write to it has succeeded; do not drop "
@@ -329,21 +325,20 @@ class SpillFile:
         )
 
     @contextmanager
-    def _transfer(self, extent: Extent) -> Iterator[_Slot]:
+    def _transfer(self, extent: Extent) -> Iterator[None]:
         """Keep the extent's place and the descriptor while a thread reads or writes without the lock."""
         self._check_owner()
         with self._lock:
             self._check_open()
-            slot = self._live.get(id(extent))
-            if slot is None:
+            if extent not in self._live:
                 raise UsageError(self._unknown(extent))
-            slot.users += 1
+            extent.users += 1
             self._transfers += 1
         try:
-            yield slot
+            yield
         finally:
             with self._lock:
-                slot.users -= 1
+                extent.users -= 1
                 self._transfers -= 1
                 if self._closed and self._transfers == 0:
                     self._end()
@@ -353,12 +348,12 @@ class SpillFile:
     def _settle(self) -> None:
         """Give back the ranges that were freed and that no thread uses."""
         for _ in range(len(self._freed)):
-            slot = self._freed.popleft()
-            if slot.users:
-                self._freed.append(slot)
+            extent = self._freed.popleft()
+            if extent.users:
+                self._freed.append(extent)
             else:
-                self._ranges.give(slot.extent.offset, slot.extent.reserved)
-                self._used -= slot.extent.reserved
+                self._ranges.give(extent.offset, extent.reserved)
+                self._used -= extent.reserved
 
     def _first_bucket(self) -> int:
         """The oldest bucket that is not over for an hour: no hour has more than the limit."""
@@ -368,7 +363,7 @@ class SpillFile:
         if self._per_hour is None:
             return
         # Extents without content are still to be written.
-        promised = sum(slot.extent.reserved for slot in list(self._live.values()) if slot.checksum is None)
+        promised = sum(extent.reserved for extent in list(self._live) if extent.checksum is None)
         spent = promised + sum(self._hour[bucket] for bucket in self._hour if bucket >= self._first_bucket())
         if spent + nbytes > self._per_hour:
             raise TierFullError(
@@ -469,8 +464,6 @@ class SpillFile:
         while done < len(view):
             try:
                 moved = call(self._fd, view[done : done + _LARGEST_CALL], offset + done)
-            except InterruptedError:
-                continue
             except OSError as error:
                 kind = TierFullError if error.errno in _FULL else TransferError
                 raise kind(self._failed(view, offset, f"{error.strerror!r} after {done} bytes", write)) from error

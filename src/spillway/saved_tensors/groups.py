@@ -25,8 +25,9 @@ import operator
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -35,11 +36,13 @@ from spillway.errors import UsageError
 from spillway.runtime.backend import label
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.entry import ByteCounters
-from spillway.runtime.mover import Mover
-from spillway.runtime.tiers import Tier
 from spillway.saved_tensors.identity import SavedStorage
 from spillway.saved_tensors.order import PastGroup
 from spillway.units import parse_bytes
+
+if TYPE_CHECKING:
+    from spillway.runtime.mover import Mover
+    from spillway.runtime.tiers import Tier
 
 
 @dataclass(frozen=True)
@@ -153,9 +156,9 @@ def check_name(name: object) -> str:
 
 
 class Waiting:
-    """Entries that will be offloaded together, within the in-flight limit ``window`` of a mover."""
+    """Entries that will be offloaded together, within the in-flight limit ``window``."""
 
-    def __init__(self, window: Callable[[Mover], int]) -> None:
+    def __init__(self, window: float | None) -> None:
         self._window = window
         # Plain tuples: one is made for every saved tensor.
         self._queued: list[tuple[SavedStorage, Tier, bool]] = []
@@ -180,8 +183,7 @@ class Waiting:
         with disable_dispatch():
             for (tier, defer), together in itertools.groupby(queued, key=operator.itemgetter(1, 2)):
                 entries = [each[0] for each in together]
-                mover = entries[0].mover
-                mover.put(entries, tier, window=self._window(mover), defer=defer)
+                entries[0].mover.put(entries, tier, window=self._window, defer=defer)
 
     def clear(self) -> None:
         self._queued.clear()
@@ -194,7 +196,7 @@ class Waiting:
 class Group:
     """One group of a pass, and its place among all of them."""
 
-    def __init__(self, name: str, place: int, ledger: ByteCounters, window: Callable[[Mover], int]) -> None:
+    def __init__(self, name: str, place: int, ledger: ByteCounters, window: float | None) -> None:
         self.name = name
         self.place = place
         self.ledger = ledger
@@ -239,7 +241,7 @@ class Group:
 class PassGroups:
     """The groups of one pass. Without rules, the policy decides alone."""
 
-    def __init__(self, rules: Groups | None, ledger: ByteCounters, window: Callable[[Mover], int]) -> None:
+    def __init__(self, rules: Groups | None, ledger: ByteCounters, window: float | None) -> None:
         self.rules = rules
         self._ledger = ledger
         self._window = window
@@ -259,7 +261,6 @@ class PassGroups:
         return self.open[-1] if self.open else None
 
     def learn(self, past: Sequence[PastGroup]) -> None:
-        """Learn the groups of the pass before."""
         self._past = past
         self._staying = self.rules.staying(past) if self.rules is not None else frozenset()
 

@@ -72,25 +72,46 @@ class KeptHandle:
         return self._version == -1 or version_of(self.alias) == self._version
 
 
-class OffloadedHandle:
+class TrackedHandle:
+    """A handle without the bytes of its tensor: a tracker, and the recipe. ``nothing`` is an empty tensor."""
+
+    __slots__ = ("_recipe", "_tracker", "_version")
+
+    def __init__(self, tensor: torch.Tensor, nothing: torch.Tensor) -> None:
+        self._version = version_of(tensor)
+        self._recipe = ViewRecipe.of(tensor)
+        self._tracker = tensor.detach()
+        self._tracker.data = nothing
+
+    def is_intact(self) -> bool:
+        return version_of(self._tracker) == self._version
+
+    def _check(self) -> None:
+        if version_of(self._tracker) != self._version:
+            check_version(self._tracker, self._version, self._recipe)
+
+    def _with_data(self, data: torch.Tensor) -> torch.Tensor:
+        """The tensor for backward."""
+        tensor = self._tracker.detach()
+        tensor.data = data
+        return tensor
+
+
+class OffloadedHandle(TrackedHandle):
     """A handle of an offloaded tensor, whose storage is an entry of the mover."""
 
-    __slots__ = ("_recipe", "_round", "_tracker", "_traversals", "_version", "saved")
+    __slots__ = ("_round", "_traversals", "saved")
 
     def __init__(self, tensor: torch.Tensor, saved: SavedStorage, nothing: torch.Tensor) -> None:
         # First the attributes that the finaliser reads: it runs also if the rest raises.
         self._round = -1
         self.saved = saved
         self._traversals = 0
-        self._version = version_of(tensor)
-        self._recipe = ViewRecipe.of(tensor)
-        self._tracker = tensor.detach()
-        self._tracker.data = nothing
+        super().__init__(tensor, nothing)
         carry_attributes(tensor, self._tracker)
 
     def unpack(self) -> torch.Tensor:
-        if version_of(self._tracker) != self._version:
-            check_version(self._tracker, self._version, self._recipe)
+        self._check()
         if torch.is_inference_mode_enabled():
             # A tensor made inside has no version counter, and could not share the user's.
             with torch.inference_mode(mode=False):
@@ -108,13 +129,9 @@ class OffloadedHandle:
             order.ask(saved.place, self._traversals, caught=saved.round == 0 and saved.is_on_device())
             self._traversals += 1
         storage, self._round = saved.mover.take(saved, self._round, order)
-        tensor = self._tracker.detach()
-        tensor.data = self._recipe.rebuild(storage, saved.start if self._round else 0)
+        tensor = self._with_data(self._recipe.rebuild(storage, saved.start if self._round else 0))
         carry_attributes(self._tracker, tensor)
         return tensor
-
-    def is_intact(self) -> bool:
-        return version_of(self._tracker) == self._version
 
     def __del__(self) -> None:
         if dispatch_modes() > 0:

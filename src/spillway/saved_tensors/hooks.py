@@ -17,11 +17,10 @@ would return the wrong tensor if some were missing.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -36,10 +35,7 @@ from spillway._torch import (
     next_node,
 )
 from spillway.policies import Policy
-from spillway.runtime.device import Runtime
 from spillway.runtime.entry import ByteCounters
-from spillway.runtime.mover import Mover
-from spillway.runtime.tiers import HostTier, Tier
 from spillway.saved_tensors.decide import Decider, Locator
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, PartsHandle
@@ -54,29 +50,29 @@ from spillway.saved_tensors.identity import (
     why_unmovable,
 )
 from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
+from spillway.saved_tensors.scopes import Scope
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.runtime.device import Runtime
+    from spillway.runtime.tiers import Tier
 
 # A member of an enum costs a search of its class each time that it is named.
 _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
-class ForwardScope:
-    """One forward pass through an ``offload`` context: the pack hook and its state.
+class ForwardScope(Scope):
+    """One forward pass through an ``offload`` context, whose options it has: the pack hook and its state.
 
     Args:
         session: its runtimes move the bytes.
         policy: decides; ``None`` offloads everything.
         memory: the learned state of the tag.
-        min_bytes: smaller tensors are kept, and the policy is not asked.
-        tag: of the context.
-        tier: for :attr:`Decision.OFFLOAD`: ``"auto"``, ``"host"`` or ``"disk"``.
-        window: bytes that may be LEAVING at once; a float is a share of the session's limit, ``None`` all of it.
+        window: as :meth:`Mover.limit() <spillway.runtime.mover.Mover.limit>` takes it.
         locator: knows module and operator, if the policy asks for them.
         may_be_disabled: whether later passes may be disabled, if offloading gains nothing.
-        on_backward: called when backward asks for the first offloaded tensor, on each device.
-        groups: rules about groups. With rules, only tensors in groups are offloaded.
     """
 
     def __init__(
@@ -96,7 +92,7 @@ class ForwardScope:
     ) -> None:
         self.tag = tag
         self.ledger = ByteCounters()
-        self._session = session
+        self.session = session
         self._state = state = session.of(SavedState)
         self._identity, self._marks, self._outputs = state.identity, state.marks, state.outputs
         self._memory = memory
@@ -104,16 +100,15 @@ class ForwardScope:
         self._locator = locator
         self._may_be_disabled = may_be_disabled
         self._on_backward = on_backward
-        # No method of this object: that would be a cycle, and a pass must die with its last reference.
-        self._window_on = functools.partial(_window_on, window)
+        self._window = window
         self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
         self._turn = 0
         """See :meth:`~spillway.saved_tensors.order.NextPassPredictor.turn`."""
         self._gathered: Gathered | None = None
         self._devices: dict[torch.device, _Device] = {}
-        self.groups = PassGroups(groups, self.ledger, self._window_on)
+        self.groups = PassGroups(groups, self.ledger, window)
         self.decider = Decider(policy, self.groups, self._marks, min_bytes=min_bytes, tag=tag, locator=locator)
-        self.waiting = Waiting(self._window_on)
+        self.waiting = Waiting(window)
         """Tensors outside of groups that are offloaded when their operators have run."""
         self._waiting_node = 0
         self.was_recomputed = False
@@ -136,7 +131,7 @@ class ForwardScope:
     @property
     def is_elsewhere(self) -> bool:
         """Whether a capture has begun or ended since the pass began."""
-        return any(self._session.runtime(device) is not each.runtime for device, each in self._devices.items())
+        return any(self.session.runtime(device) is not each.runtime for device, each in self._devices.items())
 
     @property
     def keeps_the_rest(self) -> bool:
@@ -150,6 +145,10 @@ class ForwardScope:
         storage = tensor.untyped_storage()
         return self._identity.find(storage, *reach(tensor, storage.nbytes()))
 
+    def can_recompute(self, tensor: torch.Tensor, output: Output) -> None:
+        """The tensor, an output of a checkpointed block, need not be saved: ``output`` packs it instead."""
+        self._outputs.set(tensor, output)
+
     def count_kept(self, nbytes: int) -> None:
         group = self.groups.current
         ledger = self.ledger if group is None else group.ledger
@@ -158,14 +157,14 @@ class ForwardScope:
 
     def poisons(self, device: torch.device) -> bool:
         """Whether the device's backend checks reads of unwritten memory."""
-        return device.type != "meta" and self._session.runtime(device).backend.poisons
+        return device.type != "meta" and self.session.runtime(device).backend.poisons
 
     def is_captured(self, device: torch.device) -> bool:
         """Whether the device's work is being captured into a graph."""
         if device.type == "meta":
             return False
         known = self._devices.get(device)
-        runtime = self._session.runtime(device) if known is None else known.runtime
+        runtime = self.session.runtime(device) if known is None else known.runtime
         return runtime.backend.is_capturing()
 
     def pack(self, tensor: torch.Tensor) -> Handle:
@@ -216,7 +215,7 @@ class ForwardScope:
             *reach(tensor, tensor.untyped_storage().nbytes())
         ):
             # Another pass of this session may have made the first one. One of another session is not shared.
-            runtime = self._session.runtime(tensor.device)
+            runtime = self.session.runtime(tensor.device)
             if handle.saved.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
                 return OffloadedHandle(tensor, handle.saved, runtime.nothing)
         return None
@@ -264,7 +263,7 @@ class ForwardScope:
         if self._signature is None:
             self._begin(tensor, device)
         runtime, group = device.runtime, self.groups.current
-        decision = self.decider(tensor, storage, nbytes, decision, group) if self._session.enabled else _KEEP
+        decision = self.decider(tensor, storage, nbytes, decision, group) if self.session.enabled else _KEEP
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be restored exactly.
         if tier is None or storage.data_ptr() % runtime.backend.alignment:
@@ -312,14 +311,14 @@ class ForwardScope:
         if decision is _KEEP:
             return None
         tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
-        if device.runtime.backend.unified and isinstance(tier, HostTier):
+        if device.runtime.backend.unified and tier is device.runtime.tier("host"):
             self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
             return None
         return tier
 
     def _meet(self, tensor: torch.Tensor) -> _Device:
         """Set up a device for the first tensor on it."""
-        runtime = self._session.runtime(tensor.device)
+        runtime = self.session.runtime(tensor.device)
         order = AccessOrder(window=runtime.mover.window, on_backward=self._on_backward)
         device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), order)
         return device
@@ -336,7 +335,7 @@ class ForwardScope:
             self.decider.total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
         device.order = AccessOrder(
-            previous, alike, self._window_on(device.runtime.mover), self._on_backward, predictor, self.tag
+            previous, alike, device.runtime.mover.limit(self._window), self._on_backward, predictor, self.tag
         )
 
     def flush(self) -> None:
@@ -379,44 +378,6 @@ class _Device:
     order: AccessOrder
 
 
-def _window_on(window: int | float | None, mover: Mover) -> int:
-    if window is None:
-        return mover.window
-    return int(window * mover.window) if isinstance(window, float) else window
-
-
-class ForwardScopes(threading.local):
-    """The passes that the calling thread has entered, the innermost last.
-
-    For tensors that checkpointed functions save outside of any pass, an unscoped pass is opened. It ends when backward
-    asks for a tensor of it, or when its graph is gone: tensors saved after that belong to another forward. It also ends
-    when a capture begins or ends.
-    """
-
-    def __init__(self) -> None:
-        self.entered: list[ForwardScope] = []
-        self.open: ForwardScope | None = None
-        """The unscoped pass, if there is one."""
-
-    def under(self, tag: str | None) -> ForwardScope | None:
-        """The innermost pass of a tag."""
-        return next((entered for entered in reversed(self.entered) if entered.tag == tag), None)
-
-    def current(self, make: Callable[[], ForwardScope]) -> ForwardScope:
-        """The innermost pass, or the unscoped one."""
-        if self.entered:
-            return self.entered[-1]
-        if self.open is not None and self.open.is_elsewhere:
-            # Its waiting tensors stay on the device.
-            self.open.end(completed=False)
-            self.open = None
-        if self.open is None or self.open.was_asked or self.open.was_dropped:
-            if self.open is not None:
-                self.open.end(completed=True)
-            self.open = make()
-        return self.open
-
-
 class Output(Protocol):
     """An output of a checkpointed block that can be recomputed."""
 
@@ -434,29 +395,20 @@ class SavedState:
         """Storages that the user marked: True to offload, False to keep."""
         self.outputs: StorageMarks[Output] = StorageMarks()
         """Storages of outputs that can be recomputed."""
-        self.scopes = ForwardScopes()
         self._learned: dict[str | None, LearnedOrders] = {}
         self._predictors: dict[torch.device, NextPassPredictor] = {}
         self._lock = threading.Lock()
 
     def learned(self, tag: str | None) -> LearnedOrders:
-        """The learned state of a tag."""
         with self._lock:
             return self._learned.setdefault(tag, LearnedOrders())
 
     def predictor(self, device: torch.device) -> NextPassPredictor:
-        """Predicts whose backward comes next on a device."""
         with self._lock:
             return self._predictors.setdefault(device, NextPassPredictor())
 
 
-def current_scope(session: Session) -> ForwardScope:
-    """The innermost pass that the calling thread is inside of, or the unscoped one."""
-    state = session.of(SavedState)
-
-    def make() -> ForwardScope:
-        made = ForwardScope(session, None, state.learned(None), min_bytes=MIN_BYTES, tag=None, tier="auto")
-        session.unscoped.ledger = made.ledger
-        return made
-
-    return state.scopes.current(make)
+def unscoped_scope(session: Session) -> ForwardScope:
+    """A pass of tensors that checkpointed functions save outside of any ``offload`` context."""
+    learned = session.of(SavedState).learned(None)
+    return ForwardScope(session, None, learned, min_bytes=MIN_BYTES, tag=None, tier="auto")

@@ -26,14 +26,16 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import torch
 
 from spillway._torch import base_of, is_declared, set_conj, set_neg, storage_key, storage_parts, version_of
 from spillway.runtime.bytes import over
 from spillway.runtime.entry import ByteCounters, Entry
-from spillway.saved_tensors.order import AccessOrder
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.order import AccessOrder
 
 ALIGNMENT = 512
 """The coarsest alignment that an allocator of torch gives (the CUDA caching allocator's)."""
@@ -155,7 +157,6 @@ class StorageMarks(Generic[Mark]):
             self._marks[part.untyped_storage()] = mark
 
     def get(self, storage: torch.UntypedStorage) -> Mark | None:
-        """The storage's mark, if it has one."""
         return self._marks.get(storage) if self.any else None
 
 
@@ -216,25 +217,14 @@ class ViewRecipe(NamedTuple):
     device: torch.device
     size: torch.Size
     stride: tuple[int, ...]
-    offset: int
     conj: bool
     neg: bool
+    offset: int
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> ViewRecipe:
-        dtype = tensor.dtype
-        offset, conj = int(tensor.storage_offset()), dtype.is_complex and tensor.is_conj()
-        return cls(dtype, tensor.device, tensor.shape, tensor.stride(), offset, conj, tensor.is_neg())
-
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether it is the recipe of this one, of whose size and type that is known."""
-        return (
-            tensor.stride() == self.stride
-            and tensor.storage_offset() == self.offset
-            and tensor.device == self.device
-            and tensor.is_neg() is self.neg
-            and (not self.dtype.is_complex or tensor.is_conj() is self.conj)
-        )
+        conj, neg = tensor.dtype.is_complex and tensor.is_conj(), tensor.is_neg()
+        return cls(tensor.dtype, tensor.device, tensor.shape, tensor.stride(), conj, neg, int(tensor.storage_offset()))
 
     def rebuild(self, storage: torch.UntypedStorage, low: int) -> torch.Tensor:
         """The tensor over ``storage``, which lacks the first ``low`` bytes of the original."""

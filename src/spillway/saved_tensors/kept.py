@@ -26,15 +26,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from spillway._torch import Hooks, is_alias_of, pop_hooks, push_hooks, top_hooks, tree_leaves, why_hooks_are_disabled
 from spillway.saved_tensors.handles import Handle, KeptHandle
-from spillway.saved_tensors.hooks import ForwardScope
 from spillway.saved_tensors.identity import SavedStorage
+from spillway.saved_tensors.scopes import scope_of_hooks
 from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.hooks import ForwardScope
 
 _NUMBERS = frozenset((int, float, bool, str, type(None)))
 
@@ -85,9 +88,8 @@ class PassthroughBlock:
         """Whether the hooks stay on."""
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        hooks = top_hooks(True)
-        scope = None if hooks is None else getattr(hooks[0], "__self__", None)
-        if hooks is None or self._is_seen or not isinstance(scope, ForwardScope) or not scope.keeps_the_rest:
+        hooks, scope = top_hooks(True), scope_of_hooks()
+        if hooks is None or scope is None or self._is_seen or not scope.keeps_the_rest:
             return function(*args, **kwargs)
         if self._nbytes is None:
             return self._run_seen(scope, function, args, kwargs)

@@ -89,8 +89,6 @@ def offload_benefit(saved_bytes: int, backends: Iterable[Backend]) -> Benefit:
         if info is None or saved_bytes * SHARE >= info[1] or saved_bytes * _MULTIPLE > info[0]:
             return Benefit()
         least_free.append((backend, info[0] - info[1] // SHARE))
-    if not least_free:
-        return Benefit()
     return Benefit(
         f"Offloading is disabled: a forward pass saves {format_bytes(saved_bytes)}, less than a {SHARE}th of the "
         f"device's memory, and enough is free. Pass ratio=1.0 to offload all the same.",

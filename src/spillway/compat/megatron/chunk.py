@@ -9,12 +9,13 @@ from dataclasses import dataclass
 import torch
 
 from spillway._torch import base_of
-from spillway.offloading import builds_a_graph, hooks_of, within_scope
+from spillway.offloading import builds_a_graph, hooks_of
 from spillway.policies import check_tier
 from spillway.saved_tensors.groups import Group, Groups, PassGroups, check_name
 from spillway.saved_tensors.handles import Handle
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
 from spillway.saved_tensors.identity import is_parameter, reach, why_unmovable
+from spillway.saved_tensors.scopes import within_scope
 from spillway.session import Session
 from spillway.types import Decision, SavedTensor, StepStats
 
@@ -95,7 +96,7 @@ class ChunkOffloadHandler:
     @contextmanager
     def _inside(self) -> Iterator[None]:
         """Tensors saved inside belong to the innermost group that has begun and not ended."""
-        with hooks_of(self._pack), within_scope(self._session, self._scope):
+        with hooks_of(self._pack), within_scope(self._scope):
             yield
 
     def _start(self, name: str) -> Group | None:
