@@ -49,9 +49,9 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     per call works as well: learned state (the order of backward, the bytes of a pass) belongs to the session, by
     ``tag``. Backward may run inside or outside. Gradients are bit for bit those without it.
 
-    These tensors are kept: parameters and buffers and their views, tensors that cannot be rebuilt exactly (sparse,
-    quantised, nested), and tensors saved inside a backward (a checkpoint's replay).
-    :func:`spillway.list_saved_tensors` names the others.
+    These tensors are kept: parameters and their views, tensors that cannot be rebuilt exactly (sparse, quantised,
+    nested), and tensors saved inside a backward (a checkpoint's replay). A module's buffer is offloaded like other
+    tensors, which frees nothing, since the module holds it. :func:`spillway.list_saved_tensors` names the others.
 
     Without ratio, policy, groups, size, tier and window, a context on an accelerator is disabled if offloading gains
     nothing: if an earlier pass saved less than a 64th of the device's memory, and eight times as much is free.

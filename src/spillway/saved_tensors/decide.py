@@ -124,7 +124,7 @@ def list_saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> lis
         **kwargs: its keyword arguments.
 
     Returns:
-        A record for each saved tensor: bytes, module path, operator, whether Spillway would offload it, and why not.
+        A record for each saved tensor: bytes, module path, operator, whether it is worth offloading, and why not.
 
     Example:
         >>> layer = torch.nn.Linear(4, 4)
