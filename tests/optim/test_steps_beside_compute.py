@@ -118,6 +118,35 @@ def test_clipped_steps_under_the_next_forward(
     compare(late, *which, Loop(steps=6, dtype=dtype, micro=micro, clip=0.01, scale=scale, infinite=infinite))
 
 
+@pytest.mark.parametrize("options", [{}, EARLY], ids=["", "early"])
+@pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+def test_a_state_that_grows_after_some_steps(
+    late: spillway.Session, dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    """With momentum, which is switched on later, SGD makes a state beside the master weight that was stored. A master
+    weight that is taken from its parameter again lies elsewhere at first."""
+    plain, mine = net(dtype), net(dtype)
+    reference = OffloadedOptimizer(plain.parameters(), SGD, lr=0.1, fraction=0.0)
+    optimizer = offloaded(mine, SGD, late, lr=0.1, **options)
+    for model, stepped in ((plain, reference), (mine, optimizer)):
+        for step in range(8):
+            if step == 3:
+                stepped.param_groups[0]["momentum"] = 0.9
+            if step == 6:
+                stepped.refresh_master_weights()
+            torch.manual_seed(step)
+            model(torch.randn(8, WIDTH, dtype=dtype)).float().square().sum().backward()
+            stepped.step()
+            stepped.zero_grad()
+        stepped.synchronize()
+    assert same(mine, plain)
+    # All of it is stored, in float32: momentum, and for bfloat16 the master weight.
+    stored = (1 if dtype == FLOAT else 2) * 4 * sum(parameter.numel() for parameter in mine.parameters())
+    assert late.used_bytes[0] >= stored
+    optimizer.close()
+    reference.close()
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_groups_schedules_frozen_parameters_and_gradients_that_are_none(late: spillway.Session, early: bool) -> None:
     models = net(), net()

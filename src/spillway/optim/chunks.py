@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
@@ -161,14 +162,9 @@ class StateChunk:
         return any(isinstance(value, Slot) for state in self.states for value in state.values())
 
     def is_whole(self, indices: Iterable[int]) -> bool:
-        """Whether these parts have a state, and all tensors of all parts are stored."""
-        values = [value for state in self.states for value in state.values()]
-        stored = sum(isinstance(value, Slot) for value in values)
-        return (
-            stored == len(self.layout.slots)
-            and all(self.begun[index] for index in indices)
-            and not any(map(moves, values))
-        )
+        """Whether these parts have a state of the class's, and all tensors of all parts are stored."""
+        values = chain.from_iterable(state.values() for state in self.states)
+        return all(self.begun[index] for index in indices) and not any(map(moves, values))
 
     def opened(self, memory: Bytes | None) -> list[State]:
         """The states with all their tensors. Those that were stored are in memory now."""
