@@ -163,7 +163,7 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
         problem = _with_window(problem, window)
         try:
             seconds = _SECONDS if best is None else _NEAR_SECONDS
-            found = solve(problem, seconds=seconds, near=best, is_bounded=best is None)
+            found = solve(problem, seconds=seconds, near=best)
         except BudgetError as error:
             refused = error if refused is None or error.least < refused.least else refused
             continue
@@ -185,7 +185,7 @@ def refined(best: Solution) -> Solution:
         for share in _AHEAD:
             with contextlib.suppress(BudgetError):
                 problem = _with_window(best.problem, window, int(share * window))
-                found = solve(problem, seconds=_NEAR_SECONDS, near=best, is_bounded=False)
+                found = solve(problem, seconds=_NEAR_SECONDS, near=best)
                 best = min(best, found, key=lambda each: each.seconds)
     if best.method == "exact":
         return best
