@@ -54,19 +54,19 @@ def uniform(stages: Sequence[StageProfile], turns: Sequence[Turn], decision: Dec
         options += [(make_option(block, decisions, min_bytes=1 << 20),)] * len(each.profile.calls)
     parts = tuple(map(chunk_of, stages))
     names = tuple(map(str, range(len(options))))
-    rates = planning_rates(H200, WINDOW, active=4)
+    rates = planning_rates(H200.shared_by(4), WINDOW)
     return Problem(STATIC, parts, names, tuple(options), rates, 0, turns=tuple(turns)).program([0] * len(options))
 
 
 def simulated(program: Program) -> Timeline:
-    return simulate_program(program, planning_rates(H200, WINDOW, active=4))
+    return simulate_program(program, planning_rates(H200.shared_by(4), WINDOW))
 
 
 @cache
 def planned(stages: tuple[StageProfile, ...], turns: tuple[Turn, ...], budget: int) -> list[Plan]:
     allow = {"keep", "host", "recompute"}
     return make_stage_plans(
-        stages, turns, H200, static_bytes=STATIC, budget=budget, window=WINDOW, allow=allow, active=4
+        stages, turns, H200.shared_by(4), static_bytes=STATIC, budget=budget, window=WINDOW, allow=allow
     )
 
 
