@@ -67,8 +67,8 @@ USABLE = 0.9
 MIN_WINDOW = 32 << 20
 POINTS = 8
 """Number of plans on a curve, unless given."""
-_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.35, 0.1, 0.6
-"""Work of solving: for the first window, for each later one that begins at the best choice, and for the best one."""
+_SECONDS, _NEAR_SECONDS = 0.35, 0.1
+"""Work of solving: for the first window, and for each later one, which begins at the best choice."""
 _AHEAD = (0.75, 0.5)
 """Limits for prefetching that are tried, relative to the window."""
 _SHARE = 16
@@ -176,7 +176,7 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
 
 
 def refined(best: Solution) -> Solution:
-    """The best with fewer bytes prefetched, if that is better, searched once more."""
+    """The best with fewer bytes prefetched, if that is better."""
     recomputes = any(option.recompute_seconds for option in best.options)
     if any(option.sent_bytes for option in best.options) and (recomputes or best.timeline.stall_seconds):
         window = best.problem.rates.window
@@ -185,9 +185,7 @@ def refined(best: Solution) -> Solution:
                 problem = _with_window(best.problem, window, int(share * window))
                 found = solve(problem, seconds=_NEAR_SECONDS, near=best)
                 best = min(best, found, key=lambda each: each.seconds)
-    if best.method == "exact":
-        return best
-    return solve(best.problem, seconds=_LAST_SECONDS, near=best)
+    return best
 
 
 def _with_window(problem: Problem, window: int, ahead: int | None = None) -> Problem:

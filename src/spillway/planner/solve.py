@@ -4,9 +4,7 @@ NOTE [ How a choice is found ]
 
 A few choices are polished: neighbours are ranked by their bounds (``bounds.py``), the first ones are simulated, and the
 search goes on from the first that is better. A bound is corrected by the difference between the simulation of the
-current choice and its own bound. At last, some blocks of the best choice change at random, by the same numbers in each
-process. The result is polished, until fifteen such choices in a row bring nothing (iterated local search, Lourenço,
-Martin and Stützle 2003).
+current choice and its own bound.
 
 The simulation decides. Each pure way (one option for all blocks) is simulated, unless its bound is worse than the best
 choice: no solution is slower than a pure way that fits. Small numbers of choices are simulated in the order of their
@@ -29,7 +27,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -69,8 +66,6 @@ _STARTS = 8
 """Choices that are polished at first."""
 _EIGHTHS = numpy.arange(1, 8)[:, None]
 """Parts of the blocks that have one of two options."""
-_IN_VAIN = 15
-"""Choices near the best one that are polished without a better one: then the search ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +98,6 @@ def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = Non
 
     Raises:
         spillway.BudgetError: no choice fits.
-
-    Example:
-        >>> solution = solve(problem)  # doctest: +SKIP
-        >>> [option.decisions for option in solution.options]  # doctest: +SKIP
     """
     search = _Search(problem, seconds)
     found = search.run(near)
@@ -159,11 +150,6 @@ class _Search:
             self._polish(start)
         self._try(self._pure_ways(), most_work=math.inf)
         self._polish(self._best())
-        random_, in_vain = random.Random(0), 0
-        while in_vain < _IN_VAIN and not self._spent():
-            before = self._best()
-            self._polish(self._perturbed(before, random_))
-            in_vain = 0 if self._best() != before else in_vain + 1
         return self._solution("search", None)
 
     def _solution(self, method: str, bound: float | None) -> Solution:
@@ -295,17 +281,6 @@ class _Search:
                 others = set(range(len(self._problem.options[first]))) - {here}
                 rows += [[*chosen[:begin], *[number] * (end - begin), *chosen[end:]] for number in sorted(others)]
         return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(chosen))
-
-    def _perturbed(self, chosen: Chosen, random_: random.Random) -> Chosen:
-        """Some blocks, up to a quarter, take another option, or change places with another of their kind."""
-        here = list(chosen)
-        for _ in range(random_.randint(2, max(2, len(here) // 4))):
-            block, other = random_.randrange(len(here)), random_.randrange(len(here))
-            if random_.random() < 0.5:
-                here[block] = random_.randrange(len(self._problem.options[block]))
-            elif self._kinds[block] == self._kinds[other]:
-                here[block], here[other] = here[other], here[block]
-        return tuple(here)
 
 
 def _numbers(row: Iterable[int]) -> Chosen:
