@@ -34,8 +34,6 @@ from spillway.planner.tasks import Option, Problem, Rates, Sent, Task
 Numbers: TypeAlias = NDArray[numpy.float64]
 Choices: TypeAlias = NDArray[numpy.int64]
 """An option's number for each block, in rows."""
-MIB, TICKS = 2.0**20, 2.0**10
-"""Bytes and seconds are scaled to numbers that HiGHS likes. Powers of two scale exactly."""
 _AT_ONCE = 2048
 """Choices whose numbers stay in the processor's cache."""
 
@@ -47,7 +45,7 @@ def excess(problem: Problem, host_bytes: Any, disk_bytes: Any) -> Any:
 
 
 def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
-    """The numbers of one option, seconds in ticks and bytes in MiB. See NOTE [ Bounds ]."""
+    """The numbers of one option, in seconds and bytes. See NOTE [ Bounds ]."""
     sent = {one.key: one for task in option.forward for one in task.sends}
     kept, forward_peak = _levels(option.forward, sent)
     change, peak = _levels(option.backward, sent)
@@ -126,8 +124,7 @@ def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
         "taken": taken,
         "from_disk": read,
     }
-    ticks = {name: number * TICKS for name, number in in_seconds.items()}
-    return ticks | {name: number / MIB for name, number in in_bytes.items()}
+    return in_seconds | in_bytes
 
 
 def _levels(tasks: Sequence[Task], sent: dict[int, Sent]) -> tuple[int, int]:
@@ -222,17 +219,17 @@ class CostModel:
         has = {name for name, line in _LINES.items() if numpy.any(every[line])}
         self.has_host = not has.isdisjoint(("forward_host", "backward_host"))
         self.has_disk, self.lets_go = "to_disk" in has, "let_go" in has
-        self.window = max(problem.rates.window / MIB, float(every[_LINES["largest"]].max()))
-        """Most MiB in flight: a storage that exceeds the limit is copied alone."""
+        self.window = max(float(problem.rates.window), float(every[_LINES["largest"]].max()))
+        """Most bytes in flight: a storage that exceeds the limit is copied alone."""
 
     def bounds(self, choices: Choices, *, slower: float = 0.0) -> Bounds:
         """No simulation of these choices is below, with a CPU that takes so much more of the measured time."""
         parts = []
         for at in range(0, max(len(choices), 1), _AT_ONCE):
             walk = _Recurrence(self, choices[at : at + _AT_ONCE], slower)
-            times, most = [seconds / TICKS for seconds in walk.end()], walk.most
-            tiers = (numpy.maximum(0.0, most[tier] - self.window) * MIB for tier in ("host", "disk"))
-            parts.append((*times, most["device"] * MIB, *tiers))
+            times, most = walk.end(), walk.most
+            tiers = (numpy.maximum(0.0, most[tier] - self.window) for tier in ("host", "disk"))
+            parts.append((*times, most["device"], *tiers))
         return Bounds(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
 
 
@@ -242,16 +239,15 @@ class _Recurrence:
     def __init__(self, model: CostModel, choices: Choices, slower: float) -> None:
         problem, rates = model.problem, model.problem.rates
         self._model, self._problem, self._window, self._choices = model, problem, model.window, choices
-        self._out, self._back = (rate / MIB / TICKS for rate in (rates.out, rates.back))
-        self._write, self._read = (rate / MIB / TICKS for rate in (rates.disk_write, rates.disk_read))
-        self._lead, self._slower = problem.lead * TICKS, slower
+        self._out, self._back, self._write, self._read = rates.out, rates.back, rates.disk_write, rates.disk_read
+        self._lead, self._slower = problem.lead, slower
         zeros = numpy.zeros(len(choices))
         self.most = dict.fromkeys(("device", "host", "disk"), zeros)
-        """Most MiB of each tier so far."""
+        """Most bytes of each tier so far."""
         # The clocks of compute and of each stream.
         self._clock = self._out_free = self._disk_free = self._back_free = self._read_free = zeros
         self._queued = zeros - self._lead
-        self._level = zeros + problem.static_bytes / MIB
+        self._level = zeros + problem.static_bytes
         self._on_host = self._on_disk = zeros
         self._shared: dict[int, Numbers] = {}
         self._has_fetched = False
