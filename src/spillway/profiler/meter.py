@@ -61,6 +61,9 @@ class Meter(ABC):
     def lag(self, seconds: float) -> None:  # noqa: B027
         """Have the device do nothing for about so long. Later work waits."""
 
+    def close(self) -> None:  # noqa: B027
+        """Measure nothing any more."""
+
 
 def allocated(device: torch.device) -> tuple[int, int, int]:
     """Bytes allocated on an accelerator, their peak since it was reset, and all that were ever given out.

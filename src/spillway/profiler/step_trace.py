@@ -301,6 +301,7 @@ class StepTracer:
     def close(self) -> None:
         """Remove all hooks, and measure nothing any more."""
         self._closed = True
+        self._meter.close()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
