@@ -82,7 +82,7 @@ PUBLIC = {
 }
 
 # What only the command line or one feature needs, and nobody who writes `import spillway` waits for.
-LAZY = {"plotly", "pydantic", "rich", "typer"}
+LAZY = {"plotly", "pydantic", "rich", "scipy", "typer"}
 
 # Beside what torch itself takes, on the same machine at the same time: some 0.03 of 1.1 seconds. Without a round of
 # Python's collector through all that torch has made, which takes 0.09 whenever it comes.

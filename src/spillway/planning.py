@@ -153,9 +153,9 @@ def plan(
 ) -> Plan:
     """The plan with the shortest step within a budget: a decision for each operator of each block.
 
-    The same arguments give the same plan, in every process. The values that are worth preserving are those that take
-    longest to recompute, for their bytes (``spillway/planner/options.py``). The options of blocks are found by a search
-    over simulated steps (``spillway/planner/solve.py``).
+    The same arguments give the same plan, in every process. The values that are worth preserving are found by minimum
+    cuts (``spillway/planner/options.py``), and the options of blocks by a search over simulated steps
+    (``spillway/planner/solve.py``).
 
     Args:
         profile: of a step, by :func:`profile` or :attr:`Attached.profile <spillway.Attached.profile>`.

@@ -129,7 +129,7 @@ def test_help_waits_for_nothing_that_plans_or_draws() -> None:
         "try: main()\n"
         "except SystemExit: pass\n"
         "ours = ('spillway.planner.report.facts', 'spillway.planner.report.page', 'spillway.planner.solve')\n"
-        "heavy = ('plotly', *ours)\n"
+        "heavy = ('scipy', 'plotly', *ours)\n"
         "print([name for name in sys.modules if name.startswith(heavy)])"
     )
     done = run_script(script)

@@ -282,7 +282,7 @@ def test_help_waits_for_nothing_that_is_slow(folder: Folder) -> None:
     for each, said in zip(words, found["said"], strict=True):
         assert f"Usage: {' '.join(['spillway', *each])}" in said
     # Typer looks for pydantic itself.
-    assert not {"torch", "numpy", "psutil"} & set(found["imported"])
+    assert not {"torch", "numpy", "scipy", "psutil"} & set(found["imported"])
 
 
 def test_names_of_commands_and_options_are_completed(folder: Folder) -> None:
