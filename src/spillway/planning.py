@@ -20,7 +20,7 @@ from spillway.attaching.meta_profile import is_on_meta, profile_on_meta
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import POINTS, Curve, aim_at, divided, make_curve, make_plan, rates_of
+from spillway.planner.planner import aim_at, divided, make_plan, rates_of
 from spillway.planner.profile import Profile
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.profiler.compile import without_lead
@@ -35,7 +35,7 @@ Loss = Callable[[Any], torch.Tensor]
 """From the output of a model to a scalar."""
 
 _MOST_STEPS = 4
-_WINDOW = 512 << 20
+WINDOW = 512 << 20
 """The in-flight limit in bytes, unless given."""
 _TRIES = 3
 """Plans for one size."""
@@ -154,8 +154,8 @@ def plan(
     """The plan with the shortest step within a budget: a decision for each operator of each block.
 
     The same arguments give the same plan, in every process. The values that are worth preserving are found by minimum
-    cuts (``spillway/planner/options.py``), and the options of blocks by a linear programme and a search over simulated
-    steps (``spillway/planner/solve.py``).
+    cuts (``spillway/planner/options.py``), and the options of blocks by a search over simulated steps
+    (``spillway/planner/solve.py``).
 
     Args:
         profile: of a step, by :func:`profile` or :attr:`Attached.profile <spillway.Attached.profile>`.
@@ -181,32 +181,6 @@ def plan(
     return make_plan(profile, found, budget=budget, host_budget=host_budget, disk_budget=disk_budget, **options)
 
 
-def sweep(
-    profile: Profile,
-    *,
-    allow: Collection[str] | None = None,
-    hardware: Hardware | str | None = None,
-    window: int | str | None = None,
-    points: int = POINTS,
-    on_point: Callable[[int, int], None] | None = None,
-) -> Curve:
-    """Plans for several budgets: the time of a step over its peak.
-
-    Args:
-        profile: as for :func:`plan`, and so are the next three.
-        allow: the allowed decisions.
-        hardware: the machine to plan for.
-        window: the in-flight limit.
-        points: how many budgets, each of which takes as long as a plan does.
-        on_point: called after each plan with the number of plans so far, and of all.
-
-    Raises:
-        UsageError: for invalid arguments.
-    """
-    found, options = _planned_with(profile, hardware, window, allow)
-    return make_curve(profile, found, points=points, on_point=on_point, **options)
-
-
 def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = None) -> Timeline:
     """The predicted step of a plan: the work of each stream over time, and the bytes on each tier.
 
@@ -222,7 +196,7 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
     """
     found, _ = _planned_with(profile, hardware, None, None)
-    rates = rates_of(plan, found, active=local_ranks())
+    rates = rates_of(plan, found)
     part = divided(profile, 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction, found)
     return simulate_program(program_of(part, plan), rates, spans=True)
 
@@ -431,11 +405,11 @@ def _planned_with(
             f"hardware: the profile is for {device.type}, which this machine does not have. Give the hardware to plan "
             f"for, such as hardware='h100', or the one that the profile was made for."
         )
-    return known_hardware(device) if hardware is None else Hardware.of(hardware), {
-        "window": _WINDOW if window is None else window,
+    found = known_hardware(device) if hardware is None else Hardware.of(hardware)
+    return found.shared_by(local_ranks()), {
+        "window": WINDOW if window is None else window,
         "may_grow": window is None,
         "allow": allowed(device, allow),
-        "active": local_ranks(),
     }
 
 

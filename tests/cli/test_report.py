@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import spillway
-from spillway import planning
 from spillway.cli.app import main
+from spillway.planner import planner
+from spillway.planner.hardware import Hardware
 from spillway.planner.planner import Curve, Point
 from spillway.planner.profile import Profile
 
@@ -56,14 +57,16 @@ def test_the_curve_is_drawn_with_what_it_costs_shown(
     pytest.importorskip("plotly", reason="the page is drawn by plotly")
     asked = []
 
-    def sweep(profile: Profile, *, on_point: Callable[[int, int], None], **more: object) -> Curve:
+    def make_curve(
+        profile: Profile, hardware: Hardware, *, on_point: Callable[[int, int], None], **more: object
+    ) -> Curve:
         asked.append((profile, more["allow"]))
         on_point(1, 2)
         on_point(2, 2)
         point = Point(15 << 30, 0.1)
         return Curve((point,), point, point)
 
-    monkeypatch.setattr(planning, "sweep", sweep)
+    monkeypatch.setattr(planner, "make_curve", make_curve)
     assert not run()
     assert asked == [(SMALL, {"keep", "host", "recompute"})]
     page = tmp_path / "report.html"

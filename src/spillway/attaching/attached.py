@@ -204,7 +204,6 @@ class Attached:
         from spillway.planner.report.facts import facts_of
         from spillway.planner.report.page import to_page
         from spillway.planner.report.trace import to_trace
-        from spillway.runtime.system import local_ranks
 
         search, plan, profile = self._controller, self.plan, self.profile
         if search is None or plan is None:
@@ -223,7 +222,6 @@ class Attached:
             profile,
             plan,
             hardware,
-            active=local_ranks(),
             measured=search.measured,
             notes=search.notes,
             curve=make_curve(profile, hardware, **limits) if curve else None,

@@ -131,7 +131,8 @@ class Planner:
 
     @cached_property
     def hardware(self) -> Hardware:
-        return known_hardware(self._device) if self._hardware is None else self._hardware
+        found = known_hardware(self._device) if self._hardware is None else self._hardware
+        return found.shared_by(local_ranks())
 
     def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
         """The plan of a model that ranks train together.
@@ -151,13 +152,11 @@ class Planner:
         if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self._allow):
             return None
         hardware = ranks.share("hardware", lambda: self.hardware)[0]
-        options: dict[str, Any] = {
-            "budget": int(_MOST_ABOVE * budget),
-            "window": self._window,
-            "active": local_ranks(),
-        }
+        most = int(_MOST_ABOVE * budget)
         with contextlib.suppress(BudgetError):
-            plan = ranks.share("plan", lambda: make_checkpointing_plan(profile, hardware, **options))[0]
+            plan = ranks.share(
+                "plan", lambda: make_checkpointing_plan(profile, hardware, budget=most, window=self._window)
+            )[0]
             return replace(plan, budget=budget)
         return None
 
@@ -167,7 +166,6 @@ class Planner:
         return {
             "window": self._window,
             "may_grow": self._session.window is None,
-            "active": local_ranks(),
             "host_budget": free if self._host_budget is None else min(self._host_budget, free),
             "disk_budget": self._disk_budget,
             "allow": self._allow,

@@ -55,7 +55,6 @@ def plan(
     from spillway.planner.files import check_writable
     from spillway.planner.report.facts import facts_of
     from spillway.planner.report.text import to_text
-    from spillway.runtime.system import local_ranks
 
     check_writable("--output", output)
     measured = spillway.Profile.load(profile)
@@ -78,7 +77,7 @@ def plan(
             typer.echo(f"note: {printable(note)}", err=True)
         typer.echo(found.to_json())
     else:
-        typer.echo(to_text(facts_of(measured, found, machine, active=local_ranks(), notes=notes)), nl=False)
+        typer.echo(to_text(facts_of(measured, found, machine, notes=notes)), nl=False)
 
 
 def hardware_of(name: str | None, device: str) -> Hardware:
@@ -91,12 +90,14 @@ def hardware_of(name: str | None, device: str) -> Hardware:
 
     from spillway.planner.hardware import PRESETS, Hardware
     from spillway.profiler.machine import known_hardware
+    from spillway.runtime.system import local_ranks
 
     if name is not None:
-        return Hardware.of(name)
+        return Hardware.of(name).shared_by(local_ranks())
     try:
         with working("measuring this machine, once") as tell:
-            return known_hardware(torch.device(device), on_part=lambda part: tell(f"measuring {part}"))
+            found = known_hardware(torch.device(device), on_part=lambda part: tell(f"measuring {part}"))
+            return found.shared_by(local_ranks())
     except (UsageError, BackendError) as error:
         raise UsageError(
             f"hardware: the profile is of {device}, which this machine cannot measure ({error}). Give --hardware: a "

@@ -36,12 +36,12 @@ def report(
     """Write what a plan does to one HTML file, which needs no network."""
     import spillway
     from spillway.planner.files import check_writable, write_file
+    from spillway.planner.planner import make_curve
     from spillway.planner.report.facts import facts_of
     from spillway.planner.report.page import graph_objects, to_page
     from spillway.planner.report.text import to_text
     from spillway.planner.report.trace import to_trace
-    from spillway.planning import sweep
-    from spillway.runtime.system import local_ranks
+    from spillway.planning import WINDOW
 
     page = output if output is not None or text else Path("report.html")
     check_writable("--output", page)
@@ -52,19 +52,21 @@ def report(
     measured, found = spillway.Profile.load(profile), spillway.Plan.load(plan)
     machine = hardware_of(hardware, measured.device)
     notes = notes_of(measured, machine, is_named=hardware is not None)
-    facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes)
+    facts = facts_of(measured, found, machine, notes=notes)
     if text:
         typer.echo(to_text(facts), nl=False)
     if page is not None:
         if curve:
             with working("other budgets") as tell:
-                points = sweep(
+                points = make_curve(
                     measured,
+                    machine,
+                    window=WINDOW,
+                    may_grow=True,
                     allow=_allowed(measured, found),
-                    hardware=machine,
                     on_point=lambda done, total: tell(f"other budgets: {done}/{total}"),
                 )
-            facts = facts_of(measured, found, machine, active=local_ranks(), notes=notes, curve=points)
+            facts = facts_of(measured, found, machine, notes=notes, curve=points)
         write_file(page, to_page(facts))
         typer.echo(printable(f"wrote {page}"), err=text)
     if trace is not None:

@@ -5,9 +5,7 @@ NOTE [ Bounds ]
 Each option's tasks are walked once, alone: an offloaded storage is freed at once, and a reloaded one arrives when it is
 taken. The bytes of a step are then sums over its blocks, and the real bytes are never less. One recurrence over the
 blocks adds them up, with a clock for compute, for each stream of copies and for the CPU. It grants the streams a whole
-window (the in-flight limit) at each place where a simulation might, so no simulation is below a bound. In the **linear
-programme**, a share of each option is in the place of a choice. Each choice is one of its solutions, so its least
-seconds are a bound of all choices.
+window (the in-flight limit) at each place where a simulation might, so no simulation is below a bound.
 
 A copy out begins after the task that sends, and all but a window's bytes are copied when the sends are done. So compute
 is never ahead of "stream's end - window / bandwidth", and the block's computation after that send comes on top:
@@ -24,23 +22,18 @@ a run that is not the first, another window's bytes may have been prefetched.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy
 from numpy.typing import NDArray
-from scipy.optimize import linprog
-from scipy.sparse import csr_array
 
 from spillway.planner.tasks import Option, Problem, Rates, Sent, Task
 
 Numbers: TypeAlias = NDArray[numpy.float64]
 Choices: TypeAlias = NDArray[numpy.int64]
 """An option's number for each block, in rows."""
-MIB, TICKS = 2.0**20, 2.0**10
-"""Bytes and seconds are scaled to numbers that HiGHS likes. Powers of two scale exactly."""
 _AT_ONCE = 2048
 """Choices whose numbers stay in the processor's cache."""
 
@@ -52,7 +45,7 @@ def excess(problem: Problem, host_bytes: Any, disk_bytes: Any) -> Any:
 
 
 def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
-    """The numbers of one option, seconds in ticks and bytes in MiB. See NOTE [ Bounds ]."""
+    """The numbers of one option, in seconds and bytes. See NOTE [ Bounds ]."""
     sent = {one.key: one for task in option.forward for one in task.sends}
     kept, forward_peak = _levels(option.forward, sent)
     change, peak = _levels(option.backward, sent)
@@ -131,8 +124,7 @@ def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
         "taken": taken,
         "from_disk": read,
     }
-    ticks = {name: number * TICKS for name, number in in_seconds.items()}
-    return ticks | {name: number / MIB for name, number in in_bytes.items()}
+    return in_seconds | in_bytes
 
 
 def _levels(tasks: Sequence[Task], sent: dict[int, Sent]) -> tuple[int, int]:
@@ -172,16 +164,6 @@ class Bounds:
     peak_bytes: Numbers
     host_bytes: Numbers
     disk_bytes: Numbers
-
-
-@dataclass(frozen=True, slots=True)
-class Shares:
-    """A solution of the linear programme."""
-
-    bound_seconds: float
-    """No choice that fits takes less."""
-    of_blocks: tuple[Numbers, ...]
-    """For each block, the share of each option; they add up to 1."""
 
 
 class _Row(NamedTuple):
@@ -237,58 +219,40 @@ class CostModel:
         has = {name for name, line in _LINES.items() if numpy.any(every[line])}
         self.has_host = not has.isdisjoint(("forward_host", "backward_host"))
         self.has_disk, self.lets_go = "to_disk" in has, "let_go" in has
-        self.window = max(problem.rates.window / MIB, float(every[_LINES["largest"]].max()))
-        """Most MiB in flight: a storage that exceeds the limit is copied alone."""
+        self.window = max(float(problem.rates.window), float(every[_LINES["largest"]].max()))
+        """Most bytes in flight: a storage that exceeds the limit is copied alone."""
 
     def bounds(self, choices: Choices, *, slower: float = 0.0) -> Bounds:
         """No simulation of these choices is below, with a CPU that takes so much more of the measured time."""
         parts = []
         for at in range(0, max(len(choices), 1), _AT_ONCE):
-            side_by_side = _SideBySide(choices[at : at + _AT_ONCE])
-            times = (seconds / TICKS for seconds in _Recurrence(self, side_by_side, slower).end())
-            most = side_by_side.most
-            tiers = (numpy.maximum(0.0, most[tier] - self.window) * MIB for tier in ("host", "disk"))
-            parts.append((*times, most["device"] * MIB, *tiers))
+            walk = _Recurrence(self, choices[at : at + _AT_ONCE], slower)
+            times, most = walk.end(), walk.most
+            tiers = (numpy.maximum(0.0, most[tier] - self.window) for tier in ("host", "disk"))
+            parts.append((*times, most["device"], *tiers))
         return Bounds(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
-
-    def shares(self, budget: float) -> Shares | None:
-        """Solve the linear programme for a budget in bytes; ``None``: it has no solution, and no choice fits."""
-        problem = self.problem
-        limits = {"device": budget / MIB}
-        for tier, nbytes in (("host", problem.host_budget), ("disk", problem.disk_budget)):
-            if nbytes is not None:
-                limits[tier] = nbytes / MIB + self.window
-        programme = LinearProgramme([len(each) for each in problem.options], limits)
-        # No time limit: it would give each rank another answer.
-        solved = programme.least(_Recurrence(self, programme).end()[0])
-        if solved is None:
-            return None
-        seconds, columns = solved
-        # HiGHS is content within 1e-7 of each constraint.
-        return Shares(seconds / TICKS * (1 - 1e-6), tuple(columns[first:last] for first, last in programme.places))
 
 
 class _Recurrence:
-    """One walk through the turns of a step. See NOTE [ Bounds ].
+    """One walk through the turns of a step, for many choices side by side. See NOTE [ Bounds ]."""
 
-    The way is a :class:`_SideBySide` or a :class:`LinearProgramme`: the numbers that are added up, and their limits.
-    """
-
-    def __init__(self, model: CostModel, way: Any, slower: float = 0.0) -> None:
+    def __init__(self, model: CostModel, choices: Choices, slower: float) -> None:
         problem, rates = model.problem, model.problem.rates
-        self._model, self._problem, self._way, self._window = model, problem, way, model.window
-        self._out, self._back = (rate / MIB / TICKS for rate in (rates.out, rates.back))
-        self._write, self._read = (rate / MIB / TICKS for rate in (rates.disk_write, rates.disk_read))
-        self._lead, self._slower = problem.lead * TICKS, slower
+        self._model, self._problem, self._window, self._choices = model, problem, model.window, choices
+        self._out, self._back, self._write, self._read = rates.out, rates.back, rates.disk_write, rates.disk_read
+        self._lead, self._slower = problem.lead, slower
+        zeros = numpy.zeros(len(choices))
+        self.most = dict.fromkeys(("device", "host", "disk"), zeros)
+        """Most bytes of each tier so far."""
         # The clocks of compute and of each stream.
-        self._clock = self._out_free = self._disk_free = self._back_free = self._read_free = way.constant(0.0)
-        self._queued = way.constant(-self._lead)
-        self._level = way.constant(problem.static_bytes / MIB)
-        self._on_host = self._on_disk = way.constant(0.0)
-        self._shared: dict[int, Any] = {}
+        self._clock = self._out_free = self._disk_free = self._back_free = self._read_free = zeros
+        self._queued = zeros - self._lead
+        self._level = zeros + problem.static_bytes
+        self._on_host = self._on_disk = zeros
+        self._shared: dict[int, Numbers] = {}
         self._has_fetched = False
 
-    def end(self) -> tuple[Any, Any]:
+    def end(self) -> tuple[Numbers, Numbers]:
         """The clock at the end of the step, and that of compute alone."""
         had_backward: set[int] = set()
         was_backward = False
@@ -301,17 +265,17 @@ class _Recurrence:
                 self._backward(part, later=turn.part in had_backward)
                 had_backward.add(turn.part)
             was_backward = turn.is_backward
-        self._way.limit("device", self._level)
+        self._reach("device", self._level)
         if self._model.has_host and self._problem.lead:
-            return self._way.latest(self._clock, self._queued + self._lead), self._clock
+            return numpy.maximum(self._clock, self._queued + self._lead), self._clock
         return self._clock, self._clock
 
     def _forward(self, rows: Sequence[_Row], part: _Part, is_between: bool) -> None:
-        way, window, out, write = self._way, self._window, self._out, self._write
-        before: Any = None
+        window, out, write = self._window, self._out, self._write
+        before: Callable[[str], Numbers] | None = None
         for row in rows:
-            at = way.row(row)
-            way.limit("device", self._level + at("forward_peak"))
+            at = self._at(row)
+            self._reach("device", self._level + at("forward_peak"))
             begin = self._clock
             ends = [
                 begin + at("forward_seconds"),
@@ -320,176 +284,66 @@ class _Recurrence:
             ]
             if self._model.has_host:
                 ends.append(self._queued + at("forward_host_need") + at("forward_host") * self._slower)
-                self._queued = way.latest(self._queued + at("forward_host") * (1 + self._slower))
+                self._queued = self._queued + at("forward_host") * (1 + self._slower)
             if self._model.has_disk:
                 ends.append(self._disk_free + at("disk_need") - (window / out + window / write))
-                self._disk_free = way.latest(self._disk_free + at("to_disk") * (1 / write), begin)
-                self._on_disk = way.latest(self._on_disk + at("to_disk"))
-            self._clock = way.latest(*ends)
-            self._out_free = way.latest(self._out_free + at("sent") * (1 / out), begin + at("out_end"))
+                self._disk_free = numpy.maximum(self._disk_free + at("to_disk") / write, begin)
+                self._on_disk = self._on_disk + at("to_disk")
+            self._clock = functools.reduce(numpy.maximum, ends)
+            self._out_free = numpy.maximum(self._out_free + at("sent") / out, begin + at("out_end"))
             if before is not None and row.block is not None:
-                twice = way.shared(before("output"), at("input"))
-                if twice is not None:
-                    self._shared[id(row)] = twice
-                    self._level = self._level - twice
-            self._level = way.latest(self._level + at("kept"))
-            self._on_host = way.latest(self._on_host + at("sent") - at("to_disk"))
+                # Bytes that count once: see counted_twice().
+                twice = numpy.where(before("output") == at("input"), at("input"), 0.0)
+                self._shared[id(row)] = twice
+                self._level = self._level - twice
+            self._level = self._level + at("kept")
+            self._on_host = self._on_host + at("sent") - at("to_disk")
             if is_between and row is rows[0] and self._model.lets_go:
-                self._level = way.latest(self._level - sum((way.row(each)("let_go") for each in part.blocks), 0.0))
+                self._level = self._level - sum(self._at(each)("let_go") for each in part.blocks)
             before = None if row.block is None else at
-        way.limit("host", self._on_host)
-        way.limit("disk", self._on_disk)
+        self._reach("host", self._on_host)
+        self._reach("disk", self._on_disk)
 
     def _begin_backwards(self) -> None:
         """Spare the streams what is in flight or prefetched. See NOTE [ Bounds of several chunks ]."""
-        way, window, back, read = self._way, self._window, self._back, self._read
+        window, back, read = self._window, self._back, self._read
         granted = window * (2 if self._has_fetched else 1)
-        self._out_free = self._out_free - window * (1 / self._out)
-        self._disk_free = self._disk_free - window * (1 / self._write)
-        self._back_free = way.latest(self._back_free - window * (1 / back), self._clock - granted * (1 / back))
-        self._read_free = way.latest(self._read_free - window * (1 / read), self._clock - granted * (1 / read))
+        self._out_free = self._out_free - window / self._out
+        self._disk_free = self._disk_free - window / self._write
+        self._back_free = numpy.maximum(self._back_free - window / back, self._clock - granted / back)
+        self._read_free = numpy.maximum(self._read_free - window / read, self._clock - granted / read)
         self._has_fetched = True
 
     def _backward(self, part: _Part, *, later: bool) -> None:
-        way, back, read = self._way, self._back, self._read
+        back, read = self._back, self._read
         # At most a window was fetched ahead, and at most another one was not needed.
         credit = self._window * 2
         peak, change = ("later_peak", "later_change") if later else ("backward_peak", "backward_change")
         for row in [*part.blocks[::-1], part.around]:
-            at = way.row(row)
-            way.limit("device", self._level + at(peak))
+            at = self._at(row)
+            self._reach("device", self._level + at(peak))
             begin = self._clock
             ends = [
                 begin + at("backward_seconds"),
                 self._back_free + at("back_need"),
                 begin + at("back_need") - credit / back,
             ]
-            self._back_free = way.latest(self._back_free + at("taken") * (1 / back))
+            self._back_free = self._back_free + at("taken") / back
             if self._model.has_host:
                 ends.append(self._queued + at("backward_host_need") + at("backward_host") * self._slower)
-                self._queued = way.latest(self._queued + at("backward_host") * (1 + self._slower))
+                self._queued = self._queued + at("backward_host") * (1 + self._slower)
             if self._model.has_disk:
                 ends += [self._read_free + at("read_need"), begin + at("read_need") - credit / read]
-                self._read_free = way.latest(self._read_free + at("from_disk") * (1 / read))
-                self._on_disk = way.latest(self._on_disk - at("to_disk"))
-            self._clock = way.latest(*ends)
-            self._level = way.latest(self._level + at(change) + self._shared.get(id(row), 0.0))
-            self._on_host = way.latest(self._on_host - at("sent") + at("to_disk"))
+                self._read_free = self._read_free + at("from_disk") / read
+                self._on_disk = self._on_disk - at("to_disk")
+            self._clock = functools.reduce(numpy.maximum, ends)
+            self._level = self._level + at(change) + self._shared.get(id(row), 0.0)
+            self._on_host = self._on_host - at("sent") + at("to_disk")
 
-
-class _SideBySide:
-    """Numbers of many choices."""
-
-    def __init__(self, choices: Choices) -> None:
-        self._choices = choices
-        self.most = {tier: numpy.zeros(len(choices)) for tier in ("device", "host", "disk")}
-
-    def constant(self, value: float) -> Numbers:
-        return numpy.full(len(self._choices), value)
-
-    def row(self, row: _Row) -> Callable[[str], Numbers]:
+    def _at(self, row: _Row) -> Callable[[str], Numbers]:
+        """The numbers of a row by their names, one for each choice."""
         numbers = row.numbers if row.block is None else row.numbers[:, self._choices[:, row.block]]
         return lambda name: numbers[_LINES[name]]
 
-    @staticmethod
-    def shared(output: Numbers, input_: Numbers) -> Numbers:
-        """Bytes that count once: see :func:`~spillway.planner.tasks.counted_twice`."""
-        return numpy.where(output == input_, output, 0.0)
-
-    def limit(self, tier: str, nbytes: Numbers) -> None:
+    def _reach(self, tier: str, nbytes: Numbers) -> None:
         self.most[tier] = numpy.maximum(self.most[tier], nbytes)
-
-    @staticmethod
-    def latest(*numbers: Numbers) -> Numbers:
-        return functools.reduce(numpy.maximum, numbers)
-
-
-class Linear:
-    """A sum of columns with their factors, and a constant."""
-
-    __slots__ = ("constant", "terms")
-
-    def __init__(self, terms: dict[int, float], constant: float = 0.0) -> None:
-        self.terms, self.constant = terms, constant
-
-    def __add__(self, other: Linear | float) -> Linear:
-        if not isinstance(other, Linear):
-            return Linear(self.terms, self.constant + other)
-        terms = dict(self.terms)
-        for column, factor in other.terms.items():
-            terms[column] = terms.get(column, 0.0) + factor
-        return Linear(terms, self.constant + other.constant)
-
-    def __mul__(self, factor: float) -> Linear:
-        return Linear({column: each * factor for column, each in self.terms.items()}, self.constant * factor)
-
-    def __sub__(self, other: Linear | float) -> Linear:
-        return self + other * -1.0
-
-    __radd__, __rmul__ = __add__, __mul__
-
-
-class LinearProgramme:
-    """A linear programme that is written down row by row; each row says that a sum is at most 0."""
-
-    def __init__(self, counts: Sequence[int], limits: dict[str, float]) -> None:
-        ends = numpy.cumsum([0, *counts]).tolist()
-        self.places = list(itertools.pairwise(ends))
-        """The first column of each block's shares, and the one after the last."""
-        self._bounds: list[tuple[float | None, float | None]] = [(0.0, 1.0)] * ends[-1]
-        self._limits = limits
-        self._rows: list[Linear] = []
-
-    def constant(self, value: float) -> Linear:
-        return Linear({}, value)
-
-    def row(self, row: _Row) -> Callable[[str], Linear]:
-        if row.block is None:
-            return lambda name: Linear({}, float(row.numbers[_LINES[name], 0]))
-        first, last = self.places[row.block]
-        columns = range(first, last)
-        return lambda name: Linear(dict(zip(columns, row.numbers[_LINES[name]].tolist(), strict=True)))
-
-    def shared(self, output: Linear, input_: Linear) -> Linear | None:
-        """A column that is no more than either; ``None``: it would be 0."""
-        if not (any(output.terms.values()) and any(input_.terms.values())):
-            return None
-        shared = self._column(0.0)
-        self._rows += [shared - output, shared - input_]
-        return shared
-
-    def limit(self, tier: str, nbytes: Linear) -> None:
-        if tier in self._limits:
-            self._rows.append(nbytes - self._limits[tier])
-
-    def latest(self, *numbers: Linear) -> Linear:
-        """A column that is at least each: less is better in every row. Even for one number, so that sums stay short."""
-        if len(numbers) == 1 and len(numbers[0].terms) <= 1:
-            return numbers[0]
-        column = self._column(None)
-        self._rows += [number - column for number in numbers]
-        return column
-
-    def least(self, objective: Linear) -> tuple[float, Numbers] | None:
-        """The least that a sum can be, and the columns; ``None``: there is no solution."""
-        costs = numpy.zeros(len(self._bounds))
-        for column, factor in objective.terms.items():
-            costs[column] = factor
-        whole = [Linear(dict.fromkeys(range(first, last), 1.0), -1.0) for first, last in self.places]
-        (rows, limits), (equal, values) = self._matrix(self._rows), self._matrix(whole)
-        solved = linprog(costs, A_ub=rows, b_ub=limits, A_eq=equal, b_eq=values, bounds=self._bounds, method="highs-ds")
-        return None if solved.x is None else (float(solved.fun) + objective.constant, solved.x)
-
-    def _column(self, low: float | None) -> Linear:
-        self._bounds.append((low, None))
-        return Linear({len(self._bounds) - 1: 1.0})
-
-    def _matrix(self, rows: Sequence[Linear]) -> tuple[csr_array | None, Numbers | None]:
-        if not rows:
-            return None, None
-        sizes = [len(row.terms) for row in rows]
-        places = numpy.repeat(numpy.arange(len(rows)), sizes)
-        columns = [column for row in rows for column in row.terms]
-        factors = [factor for row in rows for factor in row.terms.values()]
-        matrix = csr_array((factors, (places, columns)), shape=(len(rows), len(self._bounds)))
-        return matrix, numpy.array([-row.constant for row in rows])

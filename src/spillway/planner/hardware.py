@@ -158,6 +158,10 @@ class Hardware(FileRecord):
             raise UsageError(f"active: got {active}, expected at least 1 GPU that copies")
         return next((each for each in self.bandwidths if each.active >= active), self.bandwidths[-1])
 
+    def shared_by(self, active: int) -> Hardware:
+        """The hardware of each GPU while ``active`` of them copy: its only bandwidth is that of :meth:`bandwidth`."""
+        return replace(self, bandwidths=(replace(self.bandwidth(active), active=1),))
+
     def rates(self, window: int, *, active: int = 1) -> Rates:
         """Bandwidths and in-flight limits of a simulation.
 

@@ -67,8 +67,8 @@ USABLE = 0.9
 MIN_WINDOW = 32 << 20
 POINTS = 8
 """Number of plans on a curve, unless given."""
-_SECONDS, _NEAR_SECONDS, _LAST_SECONDS = 0.35, 0.1, 0.6
-"""Work of solving: for the first window, for each later one that begins at the best choice, and for the best one."""
+_SECONDS, _NEAR_SECONDS = 0.35, 0.1
+"""Work of solving: for the first window, and for each later one, which begins at the best choice."""
 _AHEAD = (0.75, 0.5)
 """Limits for prefetching that are tried, relative to the window."""
 _SHARE = 16
@@ -93,15 +93,13 @@ def make_plan(
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] = ALL,
-    active: int = 1,
 ) -> Plan:
     """The plan with the shortest step within a budget: see :func:`spillway.plan`.
 
     Windows smaller than ``window`` are tried, too, and larger ones if it ``may_grow``: see NOTE [ In-flight limits ].
-    While a step runs, ``active`` GPUs of the machine copy at the same time.
     """
     most, nbytes = parse_bytes(window, what="window"), parse_budget(budget, profile)
-    rates = planning_rates(hardware, most, active=active)
+    rates = planning_rates(hardware, most)
 
     def problem_with_fraction(fraction: float) -> Problem:
         part = divided(profile, fraction, hardware)
@@ -119,14 +117,14 @@ def make_plan(
     return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
 
 
-def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int, active: int = 1) -> Plan:
+def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int) -> Plan:
     """The plan of torch's checkpointing: each block is recomputed, and only its inputs are kept.
 
     Raises:
         BudgetError: if it is not within the budget.
     """
     options = [(option,) for option in uniform_options(profile, Decision.RECOMPUTE)]
-    rates = planning_rates(hardware, window, active=active)
+    rates = planning_rates(hardware, window)
     return plan_of(profile, solve(problem_with(profile, options, rates, budget=budget)))
 
 
@@ -163,7 +161,7 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
         problem = _with_window(problem, window)
         try:
             seconds = _SECONDS if best is None else _NEAR_SECONDS
-            found = solve(problem, seconds=seconds, near=best, is_bounded=best is None)
+            found = solve(problem, seconds=seconds, near=best)
         except BudgetError as error:
             refused = error if refused is None or error.least < refused.least else refused
             continue
@@ -178,18 +176,16 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
 
 
 def refined(best: Solution) -> Solution:
-    """The best with fewer bytes prefetched, if that is better, searched once more."""
+    """The best with fewer bytes prefetched, if that is better."""
     recomputes = any(option.recompute_seconds for option in best.options)
     if any(option.sent_bytes for option in best.options) and (recomputes or best.timeline.stall_seconds):
         window = best.problem.rates.window
         for share in _AHEAD:
             with contextlib.suppress(BudgetError):
                 problem = _with_window(best.problem, window, int(share * window))
-                found = solve(problem, seconds=_NEAR_SECONDS, near=best, is_bounded=False)
+                found = solve(problem, seconds=_NEAR_SECONDS, near=best)
                 best = min(best, found, key=lambda each: each.seconds)
-    if best.method == "exact":
-        return best
-    return solve(best.problem, seconds=_LAST_SECONDS, near=best)
+    return best
 
 
 def _with_window(problem: Problem, window: int, ahead: int | None = None) -> Problem:
@@ -210,16 +206,16 @@ def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, avai
     return list(dict.fromkeys((*smaller, *larger)))
 
 
-def planning_rates(hardware: Hardware, window: int, *, ahead: int | None = None, active: int = 1) -> Rates:
+def planning_rates(hardware: Hardware, window: int, *, ahead: int | None = None) -> Rates:
     """The bandwidths to plan with, and in-flight limits as in a plan. See NOTE [ Bandwidth to plan with ]."""
-    rates = hardware.rates(window, active=active)
+    rates = hardware.rates(window)
     names = ("out", "back", "disk_write", "disk_read")
     return replace(rates, ahead=ahead, **{name: getattr(rates, name) * USABLE for name in names})
 
 
-def rates_of(plan: Plan, hardware: Hardware, *, active: int = 1) -> Rates:
+def rates_of(plan: Plan, hardware: Hardware) -> Rates:
     """The bandwidths and in-flight limits of a plan."""
-    return planning_rates(hardware, plan.window, ahead=plan.ahead, active=active)
+    return planning_rates(hardware, plan.window, ahead=plan.ahead)
 
 
 def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:

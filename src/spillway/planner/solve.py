@@ -2,13 +2,9 @@
 
 NOTE [ How a choice is found ]
 
-A linear programme over the options' bounds gives each block shares of its options (``bounds.py``). Its budget is
-lowered by the bytes that simulated steps of the rounded shares take beyond the budget, and it is solved again. The best
-rounded shares are polished: neighbours are ranked by their bounds, the first ones are simulated, and the search goes on
-from the first that is better. A bound is corrected by the difference between the simulation of the current choice and
-its own bound. At last, some blocks of the best choice change at random, by the same numbers in each process. The result
-is polished, until fifteen such choices in a row bring nothing (iterated local search, Lourenço, Martin and Stützle
-2003).
+A few choices are polished: neighbours are ranked by their bounds (``bounds.py``), the first ones are simulated, and the
+search goes on from the first that is better. A bound is corrected by the difference between the simulation of the
+current choice and its own bound.
 
 The simulation decides. Each pure way (one option for all blocks) is simulated, unless its bound is worse than the best
 choice: no solution is slower than a pure way that fits. Small numbers of choices are simulated in the order of their
@@ -31,8 +27,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -40,7 +35,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.errors import BudgetError
-from spillway.planner.bounds import Bounds, Choices, CostModel, Shares, excess
+from spillway.planner.bounds import Bounds, Choices, CostModel, excess
 from spillway.planner.tasks import Option, Problem, Rates
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.units import format_bytes
@@ -65,14 +60,12 @@ _COUNTABLE = 20_000
 """More choices are not simulated one by one."""
 _SLACK = 1e-11
 """Sums of seconds in another order differ by less."""
-_LOWERED = 3
-"""Number of times that the linear programme is solved for a lower budget."""
 _TRIED = 16
 """Neighbours that are simulated before a choice counts as polished."""
-_STARTS = 4
+_STARTS = 8
 """Choices that are polished at first."""
-_IN_VAIN = 15
-"""Choices near the best one that are polished without a better one: then the search ends."""
+_EIGHTHS = numpy.arange(1, 8)[:, None]
+"""Parts of the blocks that have one of two options."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +79,7 @@ class Solution:
     seconds: float
     """The seconds that it was ranked by. See NOTE [ A slower CPU ]."""
     bound_seconds: float | None
-    """No choice that fits takes less. ``None``: no bound is known."""
+    """No choice that fits takes less. ``None``: it is not known."""
     problem: Problem = field(repr=False, compare=False)
 
     @property
@@ -95,23 +88,18 @@ class Solution:
         return [each[number] for each, number in zip(self.problem.options, self.chosen, strict=True)]
 
 
-def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None, is_bounded: bool = True) -> Solution:
+def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None) -> Solution:
     """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
 
     Args:
         problem: the step, and its blocks' options.
         seconds: about how long the search may take, counted as work, so that every rank has the same answer.
         near: a solution of the same blocks and options, as with another window. The search begins there, too.
-        is_bounded: whether to solve the linear programme, for a bound and for places to begin.
 
     Raises:
         spillway.BudgetError: no choice fits.
-
-    Example:
-        >>> solution = solve(problem)  # doctest: +SKIP
-        >>> [option.decisions for option in solution.options]  # doctest: +SKIP
     """
-    search = _Search(problem, seconds, is_bounded=is_bounded)
+    search = _Search(problem, seconds)
     found = search.run(near)
     if within(problem, found.timeline):
         return found
@@ -127,7 +115,7 @@ def smallest(problem: Problem, *, seconds: float = 3.0, near: Solution | None = 
     The choices within the budgets of CPU memory and the disk come first. The GPU's budget does not count. The arguments
     are those of :func:`solve`.
     """
-    return _Search(replace(problem, budget=0), seconds, is_bounded=False).run(near)
+    return _Search(replace(problem, budget=0), seconds).run(near)
 
 
 def within(problem: Problem, timeline: Timeline) -> bool:
@@ -138,8 +126,8 @@ def within(problem: Problem, timeline: Timeline) -> bool:
 class _Search:
     """Looks for the fastest choice that fits, or for the one nearest to that. See NOTE [ How a choice is found ]."""
 
-    def __init__(self, problem: Problem, seconds: float, *, is_bounded: bool) -> None:
-        self._problem, self._is_bounded = problem, is_bounded
+    def __init__(self, problem: Problem, seconds: float) -> None:
+        self._problem = problem
         self._slower = replace(problem.rates, host=problem.rates.host * problem.late)
         self._model = CostModel(problem)
         self._work, self._most_work = 0.0, seconds * _TASKS_A_SECOND
@@ -158,17 +146,11 @@ class _Search:
                 # With a slower CPU, another choice may be the fastest.
                 fitting = (each.seconds for each in self._known.values() if within(self._problem, each))
                 return self._solution("exact", min(fitting, default=None))
-        shares = self._lowered() if self._is_bounded else []
-        for start in self._starts(shares, near):
+        for start in self._starts(near):
             self._polish(start)
         self._try(self._pure_ways(), most_work=math.inf)
         self._polish(self._best())
-        random_, in_vain = random.Random(0), 0
-        while in_vain < _IN_VAIN and not self._spent():
-            before = self._best()
-            self._polish(self._perturbed(before, random_))
-            in_vain = 0 if self._best() != before else in_vain + 1
-        return self._solution("search", shares[0].bound_seconds if shares else None)
+        return self._solution("search", None)
 
     def _solution(self, method: str, bound: float | None) -> Solution:
         best = self._best()
@@ -233,25 +215,21 @@ class _Search:
 
     # Starts.
 
-    def _lowered(self) -> list[Shares]:
-        """Solve the linear programme for the budget and for lower ones, until a rounded choice fits."""
-        found: list[Shares] = []
-        budget = self._problem.budget
-        while len(found) <= _LOWERED and (shares := self._model.shares(budget)) is not None:
-            found.append(shares)
-            over = min(self._timeline(each).peak_bytes for each in _rounded(shares)) - self._problem.budget
-            if over <= 0:
-                break
-            budget -= over
-        return found
+    def _starts(self, near: Solution | None) -> list[Chosen]:
+        """The given solution, and the mixtures of two options with the best bounds; the best first."""
+        mixtures = self._mixtures()
+        nearest = _numbers(mixtures[self._order(mixtures, (0.0, 0.0))[0]])
+        starts = {_numbers(mixtures[index]) for index in self._order(mixtures, self._correction(nearest))[:_STARTS]}
+        return sorted(starts if near is None else starts | {near.chosen}, key=self._rank)
 
-    def _starts(self, shares: Sequence[Shares], near: Solution | None) -> list[Chosen]:
-        """The best of the given solution, rounded shares, and the pure ways with the best bounds."""
+    def _mixtures(self) -> Choices:
+        """Pure ways, and two of them with their blocks spread evenly, each with so many eighths of all blocks."""
         pure = self._pure_ways()
-        starts = set() if near is None else {near.chosen}
-        starts.update(chosen for each in shares for chosen in _rounded(each))
-        starts.update(_numbers(pure[index]) for index in self._order(pure, (0.0, 0.0))[:2])
-        return sorted(starts, key=self._rank)[:_STARTS]
+        blocks = numpy.arange(pure.shape[1])
+        is_first = (blocks + 1) * _EIGHTHS // 8 > blocks * _EIGHTHS // 8
+        pairs = numpy.array(list(itertools.combinations(range(len(pure)), 2)), dtype=numpy.int64).reshape(-1, 2)
+        mixed = numpy.where(is_first[:, None], pure[pairs[:, 0]], pure[pairs[:, 1]])
+        return numpy.concatenate([pure, mixed.reshape(-1, pure.shape[1])])
 
     def _pure_ways(self) -> Choices:
         """For every block the same option's number, or its last one."""
@@ -266,16 +244,19 @@ class _Search:
         while on_the_way != here and not self._spent():
             on_the_way = here
             rows = self._neighbours(here)
-            found = self._ranked(numpy.array([here], dtype=numpy.int64))
-            peak = self._timeline(here).peak_bytes
-            correction = self._seconds(here) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
-            for index in self._order(rows, correction)[:_TRIED]:
+            for index in self._order(rows, self._correction(here))[:_TRIED]:
                 chosen = _numbers(rows[index])
                 if self._rank(chosen) < self._rank(here):
                     here = chosen
                     break
                 if self._spent():
                     return
+
+    def _correction(self, chosen: Chosen) -> Correction:
+        """How far the simulation of a choice is from its bound."""
+        found = self._ranked(numpy.array([chosen], dtype=numpy.int64))
+        peak = self._timeline(chosen).peak_bytes
+        return self._seconds(chosen) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
 
     def _order(self, rows: Choices, correction: Correction) -> NDArray[numpy.intp]:
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
@@ -301,33 +282,9 @@ class _Search:
                 rows += [[*chosen[:begin], *[number] * (end - begin), *chosen[end:]] for number in sorted(others)]
         return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(chosen))
 
-    def _perturbed(self, chosen: Chosen, random_: random.Random) -> Chosen:
-        """Some blocks, up to a quarter, take another option, or change places with another of their kind."""
-        here = list(chosen)
-        for _ in range(random_.randint(2, max(2, len(here) // 4))):
-            block, other = random_.randrange(len(here)), random_.randrange(len(here))
-            if random_.random() < 0.5:
-                here[block] = random_.randrange(len(self._problem.options[block]))
-            elif self._kinds[block] == self._kinds[other]:
-                here[block], here[other] = here[other], here[block]
-        return tuple(here)
-
 
 def _numbers(row: Iterable[int]) -> Chosen:
     return tuple(int(number) for number in row)
-
-
-def _rounded(shares: Shares) -> list[Chosen]:
-    """Two choices near shares: each block's largest one, and one in which later blocks make good for earlier ones."""
-    largest = tuple(int(numpy.argmax(numpy.round(each, 6))) for each in shares.of_blocks)
-    owed = numpy.zeros(max(len(each) for each in shares.of_blocks))
-    spread = []
-    for each in shares.of_blocks:
-        owed[: len(each)] += each
-        number = int(numpy.argmax(numpy.round(numpy.where(each > 1e-6, owed[: len(each)], -numpy.inf), 6)))
-        owed[number] -= 1
-        spread.append(number)
-    return [largest, tuple(spread)]
 
 
 def _too_small(problem: Problem, least: Solution) -> BudgetError:

@@ -55,7 +55,6 @@ def make_stage_plans(
     host_budget: int | None = None,
     disk_budget: int | None = None,
     allow: Collection[str] = ALL,
-    active: int = 1,
 ) -> list[Plan]:
     """A plan for each stage, so that their rank's step is within a budget and as short as it can be.
 
@@ -67,7 +66,7 @@ def make_stage_plans(
         BudgetError: if no plan is within the budget.
     """
     few, profiles = shortened(turns), [stage.profile for stage in stages]
-    rates = planning_rates(hardware, window, active=active)
+    rates = planning_rates(hardware, window)
     limits: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
     alone = [problem_of(profile, rates, **limits) for profile in profiles]
     problem = replace(

@@ -175,7 +175,6 @@ def facts_of(
     plan: Plan,
     hardware: Hardware,
     *,
-    active: int = 1,
     measured: Point | None = None,
     notes: Sequence[str] = (),
     curve: Curve | None = None,
@@ -186,7 +185,7 @@ def facts_of(
         UsageError: for a plan of another model.
     """
     program = program_of(profile, plan)
-    timeline = simulate_program(program, rates_of(plan, hardware, active=active), spans=True)
+    timeline = simulate_program(program, rates_of(plan, hardware), spans=True)
     places, instants = _instants(timeline)
     kinds, stacks = _stacked(profile, timeline)
     layers = tuple(Layer(*kind, tuple(stacks[place][number] for place in places)) for number, kind in enumerate(kinds))

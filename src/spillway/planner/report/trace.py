@@ -19,11 +19,7 @@ _THREADS = {stream: number for number, stream in enumerate(STREAMS, 1)}
 
 
 def to_trace(facts: Facts) -> str:
-    """The step as JSON in the Trace Event Format.
-
-    Example:
-        >>> Path("step.json").write_text(to_trace(facts), encoding="utf-8")  # doctest: +SKIP
-    """
+    """The step as JSON in the Trace Event Format."""
     return json.dumps({"traceEvents": list(_events(facts)), "displayTimeUnit": "ms"}, allow_nan=False)
 
 
