@@ -166,7 +166,8 @@ def fsdp2(stack: Stack, options: argparse.Namespace) -> Update:
         raise ImportError("it offloads from a GPU only")
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl", rank=0, world_size=1, store=store)
-    stack.float()
+    for parameter in stack.parameters():
+        parameter.data = parameter.data.float()
     sharding: dict[str, Any] = {
         "offload_policy": CPUOffloadPolicy(),
         "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16),

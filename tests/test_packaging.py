@@ -48,7 +48,7 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: zipfile.ZipFile) -> 
     assert (metadata["Name"], metadata["Version"]) == ("spillway", spillway.__version__)
     requirements = metadata.get_all("Requires-Dist") or []
     always = {re.split(r"[<>=! \[]", each)[0] for each in requirements if "extra ==" not in each}
-    assert always == {"torch", "psutil", "pydantic", "scipy", "typer", "rich"}
+    assert always == {"torch", "numpy", "psutil", "pydantic", "scipy", "typer", "rich"}
     assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
     assert f"{folder}/licenses/LICENSE" in wheel.namelist()
     assert "spillway = spillway.cli.app:main" in wheel.read(f"{folder}/entry_points.txt").decode()

@@ -156,7 +156,7 @@ _PLAIN = frozenset((NoneType, bool, int, float, str))
 
 
 def is_plain(setting: object) -> bool:
-    """Whether a setting is a number or the like, or a tuple of them: nobody can write to it."""
+    """Whether a setting is a number or the like, or a tuple of them, which cannot be written in place."""
     kind = type(setting)
     return kind in _PLAIN or (kind is tuple and all(type(one) in _PLAIN for one in setting))  # type: ignore[attr-defined]
 
