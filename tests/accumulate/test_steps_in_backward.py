@@ -4,6 +4,7 @@ the GPU."""
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable
 from typing import Any
@@ -179,3 +180,77 @@ def test_a_second_gradient_is_an_error_that_names_both_ways() -> None:
         with pytest.raises(spillway.UsageError, match=r"spillway.Accumulator, or .*optimizer.accumulate\(\)"):
             model(torch.randn(2, 4)).sum().backward()
         optimizer.zero_grad()
+
+
+class Positions(nn.Module):
+    """Autograd takes over the gradient of ``positions``, and goes on to read the same memory for ``words``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words, self.head = nn.Embedding(17, 8), nn.Linear(8, 17)
+        self.positions = nn.Parameter(torch.randn(5, 8))
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(self.words(words) + self.positions.unsqueeze(0))
+        return out
+
+
+@pytest.mark.parametrize("step_on", ["cpu", "gpu"])
+def test_a_gradient_is_normalised_without_a_write_to_memory_that_backward_still_reads(step_on: str) -> None:
+    def run(make: Make) -> list[Any]:
+        return trained(Positions(), [words for words in batches(6) if len(words) == 1], steps=1, make=make)
+
+    plain = run(lambda parameters: torch.optim.AdamW(parameters, lr=0.01, fused=True))
+    assert_equal(run(offloaded(step_in_backward=True, fused=True, step_on=step_on)), plain)
+
+
+def test_a_last_backward_that_is_discarded_before_anything_has_stepped() -> None:
+    """Small parameters wait for each other, and an error comes before the last of them."""
+
+    def run(*, fails: bool) -> list[torch.Tensor]:
+        model = made("untied")
+        with contextlib.closing(stepping(model, lr=0.01)) as optimizer:
+            accumulator = spillway.Accumulator(model, optimizer, steps=2)
+            torch.manual_seed(0)
+            if fails:
+                failing = model.words.weight.register_hook(raise_error)  # type: ignore[union-attr]
+                words = batches(1)[0]
+                with torch.random.fork_rng([]):
+                    loss = loss_of(model, words)[0]
+                with pytest.raises(ZeroDivisionError), accumulator.micro(weight=words.numel(), last=True):
+                    accumulator.backward(loss)
+                failing.remove()
+                accumulator.discard()
+            for words in accumulator(batches(4)):
+                loss, weight = loss_of(model, words)
+                accumulator.backward(loss, weight=weight)
+            optimizer.synchronize()
+            return [parameter.detach().clone() for parameter in model.parameters()]
+
+    assert_equal(run(fails=True), run(fails=False))
+
+
+def raise_error(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_after_some_parameters_have_stepped_a_discarded_backward_asks_for_a_checkpoint() -> None:
+    model = nn.Sequential(nn.Linear(1200, 1200), nn.Linear(1200, 1200))
+    with contextlib.closing(stepping(model, lr=0.01)) as optimizer:
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        accumulator = spillway.Accumulator(model, optimizer, steps=1)
+        with accumulator.micro(weight=1):
+            accumulator.backward(model(torch.ones(1, 1200)).sum())
+        accumulator.discard()
+        with (
+            pytest.raises(spillway.UsageError, match="was discarded, some parameters have stepped: load the last"),
+            accumulator.micro(weight=1),
+        ):
+            accumulator.backward(model(torch.ones(1, 1200)).sum())
+        accumulator.discard()
+        optimizer.load_state_dict(saved[1])
+        model.load_state_dict(saved[0])
+        with accumulator.micro(weight=1):
+            accumulator.backward(model(torch.ones(1, 1200)).sum())
+        accumulator.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -231,3 +232,39 @@ def test_autograd_refuses_to_go_back_through_what_was_stepped(tmp_path: Path) ->
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 loss.backward()
             optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{"tier": "disk"}, {"step_on": "gpu"}], ids=["disk", "gpu"])
+def test_without_memory_for_master_weights_nothing_steps(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A state that was saved without master weights needs memory for them in the next step."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(3))).bfloat16()
+    with spillway.Session() as session:
+        optimizer = OffloadedOptimizer(model.parameters(), AdamW, lr=0.01, session=session, **options)
+        model(torch.ones(4, 1024).bfloat16()).sum().backward()
+        optimizer.step()
+        saved = copy.deepcopy(optimizer.state_dict())
+        for state in saved["state"].values():
+            del state["master"]
+        optimizer.load_state_dict(saved)
+        tier = type(optimizer._placement.stores[0].tier)
+        reserve, left = tier.reserve, [1]
+
+        def refuse(*args: Any) -> Any:
+            left[0] -= 1
+            if left[0] < 0:
+                raise TierFullError("full")
+            return reserve(*args)
+
+        monkeypatch.setattr(tier, "reserve", refuse)
+        before = copy.deepcopy(model.state_dict())
+        model(torch.ones(4, 1024).bfloat16()).sum().backward()
+        with pytest.raises(TierFullError):
+            optimizer.step()
+        monkeypatch.undo()
+        optimizer.synchronize()
+        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+        optimizer.step()
+        optimizer.close()

@@ -341,7 +341,7 @@ class Accumulator:
             # Wrappers reduce gradients after autograd has added them.
             return cast("AbstractContextManager[object]", optimizer.accumulate())
         normalize = self._stepper.normalize_each(self._parameters(), self._totals, count=self.micro_batches + 1)
-        return cast("AbstractContextManager[object]", optimizer.accumulate(complete=normalize))
+        return cast("AbstractContextManager[object]", optimizer.last_backward(normalize))
 
     @contextmanager
     def _spoiled_by_errors(self) -> Iterator[None]:

@@ -202,7 +202,9 @@ class Stepper:
 
         def normalize(parameter: Parameter) -> None:
             self._normalized.add(parameter)
-            if multiplies:
+            if multiplies and parameter.grad is not None:
+                # Not in place: autograd may have taken over a gradient that the rest of backward reads.
+                parameter.grad = parameter.grad.clone()
                 factors.apply([parameter])
 
         return normalize

@@ -19,7 +19,7 @@ import torch
 from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import State
+from spillway.optim.optimizer_class import MASTER, State
 from spillway.optim.tensors import is_dense
 from spillway.optim.transfers import SentTensor, aligned, on_error
 from spillway.runtime.backend import Event, raise_again
@@ -162,9 +162,12 @@ class StateChunk:
         return any(isinstance(value, Slot) for state in self.states for value in state.values())
 
     def is_whole(self, indices: Iterable[int]) -> bool:
-        """Whether these parts have a state of the class's, and all tensors of all parts are stored."""
-        values = chain.from_iterable(state.values() for state in self.states)
-        return all(self.begun[index] for index in indices) and not any(map(moves, values))
+        """Whether these parts have all that their next step needs, and all tensors of all parts are stored."""
+        has_all = all(
+            self.begun[index] and (MASTER in self.states[index] or not self.parts[index].held.has_master)
+            for index in indices
+        )
+        return has_all and not any(map(moves, chain.from_iterable(state.values() for state in self.states)))
 
     def opened(self, memory: Bytes | None) -> list[State]:
         """The states with all their tensors. Those that were stored are in memory now."""

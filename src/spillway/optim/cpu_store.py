@@ -16,9 +16,8 @@ from torch.optim import Optimizer
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import ClassTraits, State, for_cpu, written_by_step
+from spillway.optim.optimizer_class import MASTER, ClassTraits, State, for_cpu, written_by_step
 from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCost, in_order
-from spillway.optim.states import MASTER
 from spillway.optim.tensors import scratch_of
 from spillway.optim.transfers import Pinned, Upload, on_error
 from spillway.runtime.arena import pages

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -248,17 +248,12 @@ class OffloadedOptimizer(Optimizer):
         """Whether parameters step in backward: ``step_in_backward=True``."""
         return self._placement.options.step_in_backward
 
-    @contextmanager
-    def accumulate(self, complete: Callable[[torch.nn.Parameter], object] | None = None) -> Iterator[None]:
-        """A context for a backward of several before :meth:`step`, with ``step_in_backward=True``.
+    def accumulate(self) -> AbstractContextManager[None]:
+        """A context for all backwards but the last one before :meth:`step`, with ``step_in_backward=True``.
 
         Inside, gradients are added up in ``p.grad``, on the GPU and in the parameter's type, and no parameter is
         stepped. The last backward is outside of it, and steps. :class:`~spillway.Accumulator` does this itself.
         Without ``step_in_backward=True`` it does nothing.
-
-        Args:
-            complete: for the last backward instead. Parameters are stepped, and each is passed to this function
-                before, when its gradient is complete.
 
         Example:
             >>> model = torch.nn.Linear(64, 64)
@@ -269,13 +264,24 @@ class OffloadedOptimizer(Optimizer):
             >>> optimizer.step()
             >>> optimizer.zero_grad()
         """
+        return self._steps.early.within(is_paused=True)
+
+    def last_backward(self, complete: Callable[[torch.nn.Parameter], object]) -> AbstractContextManager[None]:
+        """A context for the last backward, for :class:`~spillway.Accumulator`.
+
+        Parameters that step in this backward are passed to ``complete`` before, which may set another gradient. The
+        caller handles all others. ``complete`` must not write to a gradient in place: autograd may have taken over
+        memory that the rest of backward reads.
+        """
+        return self._steps.early.within(complete=complete)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clear all gradients, as for any optimizer."""
+        super().zero_grad(set_to_none)
         early = self._steps.early
-        before = early.is_paused, early.complete
-        early.is_paused, early.complete = complete is None, complete
-        try:
-            yield
-        finally:
-            early.is_paused, early.complete = before
+        if not early.stepped:
+            # A backward that failed, or was discarded, before it stepped a parameter.
+            early.reset()
 
     def divide(self, fraction: float) -> None:
         """From the next step on, the CPU steps this share of all elements, from 0 to 1. State moves accordingly.

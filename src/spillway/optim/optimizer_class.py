@@ -20,6 +20,8 @@ from spillway.runtime.backend import label
 
 State = dict[Hashable, Any]
 """A parameter's state: tensors, numbers, and a ``Slot`` (``states.py``) for each tensor that is elsewhere."""
+MASTER = "master"
+"""The name of the fp32 master weight in a parameter's state."""
 
 _WIDE = frozenset({torch.float32, torch.float64})
 _ALL = _WIDE | {torch.bfloat16, torch.float16}

@@ -36,6 +36,7 @@ from spillway.optim.gpu_store import GpuStore
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import (
+    MASTER,
     BorrowingOptimizer,
     ClassArguments,
     ClassTraits,
@@ -49,7 +50,7 @@ from spillway.optim.optimizer_class import (
 )
 from spillway.optim.options import Options, alternating, compute_with, counted, held_beyond, held_of, workers_of
 from spillway.optim.state_store import StateStore, StepCost
-from spillway.optim.states import MASTER, device_copy
+from spillway.optim.states import device_copy
 from spillway.optim.tensors import follow, local_of
 from spillway.optim.transfers import Transfers, on_error
 from spillway.runtime.backend import HostQueue

@@ -35,9 +35,9 @@ from torch.optim import Optimizer
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import BorrowingOptimizer, State, StatePrediction, for_cpu
+from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, State, StatePrediction, for_cpu
 from spillway.optim.options import StepTimes
-from spillway.optim.states import MASTER, follow_first, host_copy, part_of
+from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, batches, flat, follow
 from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, Stalls, finish

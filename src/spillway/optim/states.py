@@ -13,11 +13,9 @@ import torch
 from spillway.errors import UsageError
 from spillway.optim.chunks import Slot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import State
+from spillway.optim.optimizer_class import MASTER, State
 from spillway.optim.tensors import distributed_like, flat, local_of
 
-MASTER = "master"
-"""The name of the fp32 master weight in a parameter's state."""
 STEP = "step"
 """The name of the count of steps. Its type is not the parameter's."""
 _NUMBERS = {STEP, "mu_product", "eta", "mu"}

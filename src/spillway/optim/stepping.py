@@ -150,6 +150,8 @@ class StepQueue:
             return
         if self.early.complete is not None:
             self.early.complete(held.parameter)
+            gradient = held.parameter.grad
+            assert gradient is not None
         if not self.early.stepped:
             self.take_edits()
         self.early.check(held)
@@ -337,13 +339,24 @@ class BackwardSteps:
         # Backward runs in a thread for each device.
         self._lock = threading.Lock()
 
+    @contextlib.contextmanager
+    def within(self, *, is_paused: bool = False, complete: Callable[[Any], object] | None = None) -> Iterator[None]:
+        """A context with these attributes."""
+        before = self.is_paused, self.complete
+        self.is_paused, self.complete = is_paused, complete
+        try:
+            yield
+        finally:
+            self.is_paused, self.complete = before
+
     def check(self, held: HostParameter) -> None:
         """Raise if a parameter's gradient has arrived before."""
         if held in self._arrived:
             raise UsageError(
                 "got a second gradient of a parameter before step(), but step_in_backward=True has stepped the "
                 "parameter by the first. Call step() after each backward. To accumulate, leave the option out, or use "
-                "spillway.Accumulator, or run the earlier ones inside of optimizer.accumulate()."
+                "spillway.Accumulator, or run the earlier ones inside of optimizer.accumulate(). If a backward failed "
+                "or was discarded, some parameters have stepped: load the last checkpoint, the optimizer's state first."
             )
 
     def check_none(self, what: str) -> None:

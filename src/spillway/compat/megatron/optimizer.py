@@ -11,8 +11,7 @@ from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.optimizer import OffloadedOptimizer
-from spillway.optim.optimizer_class import taken_by
-from spillway.optim.states import MASTER
+from spillway.optim.optimizer_class import MASTER, taken_by
 from spillway.session import Session
 
 _ARGUMENTS = (
