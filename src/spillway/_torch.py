@@ -109,7 +109,9 @@ disable_dispatch = torch._C._DisableTorchDispatch
 disable_modes: Callable[[], AbstractContextManager[object]] = _disable_current_modes
 """A context without dispatch modes."""
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""The number of active function modes."""
 function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
+"""The active function modes, from the outermost."""
 disable_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 """A context without ``__torch_function__``, of modes and of subclasses."""
 
@@ -137,7 +139,9 @@ storage_key: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata
 is_alias_of: Callable[[torch.Tensor, torch.Tensor], bool] = torch._C._is_alias_of  # type: ignore[attr-defined]
 """Whether two tensors share a storage."""
 set_conj: Callable[[torch.Tensor, bool], None] = torch._C._set_conj
+"""Set a tensor's conjugate bit, in place."""
 set_neg: Callable[[torch.Tensor, bool], None] = torch._C._set_neg
+"""Set a tensor's negative bit, in place."""
 sparse_values: Callable[[torch.Tensor], torch.Tensor] = torch.Tensor._values
 """The values of a sparse tensor, sharing its memory, also of one that is not coalesced."""
 copy_many: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
@@ -212,6 +216,7 @@ Overloads = torch._ops.OpOverloadPacket
 AnyOperator = torch._ops.OperatorBase
 """The base class of operators, also of those of higher order."""
 schema_of: Callable[[Any], torch.FunctionSchema] = operator.attrgetter("_schema")
+"""The schema of an operator, which tells what it writes and what it aliases."""
 arguments_of: Callable[[Any], list[Any]] = operator.attrgetter("_schema.arguments")
 """The declared arguments of an operator, each with a ``name``."""
 overload_of: Callable[[Any], str] = operator.attrgetter("_overloadname")
@@ -256,6 +261,7 @@ children_of: Callable[[Module], dict[str, Module | None]] = operator.attrgetter(
 hooks_of: Callable[[Module], tuple[dict[int, Any], ...]] = operator.attrgetter(
     "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"
 )
+"""The hooks of a module around its forward and its backward."""
 global_pre_hooks: dict[int, Callable[..., Any]] = _global_forward_pre_hooks
 """The hooks that every module calls before its forward."""
 has_global_hook: Callable[[], bool] = _has_any_global_hook
@@ -272,6 +278,7 @@ disable_dynamo: Callable[..., Any] = torch._disable_dynamo  # type: ignore[attr-
 tracing_state: Callable[[], object] = torch._C._get_tracing_state
 """The state of ``torch.jit.trace`` in the calling thread; ``None``: it does not trace."""
 is_fx_tracing: Callable[[], bool] = is_fx_symbolic_tracing
+"""Whether ``torch.fx`` traces."""
 
 
 @functools.cache
