@@ -224,8 +224,11 @@ def test_any_order_of_two_stages_under_the_adversary(seed: int) -> None:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    """Listens throughout, so that torch knows the size of each block. Its profiler knows blocks by their addresses: of one
-    that is freed unheard, it keeps the size, and counts it when another at that address is freed."""
+    """Listens throughout, so that torch's profiler knows the size of each block of memory.
+
+    The profiler knows blocks by their addresses. If one is freed unheard, the profiler keeps its size, and counts it when
+    another block at that address is freed.
+    """
     found = Listener()
     yield found
     found.close()
@@ -263,8 +266,8 @@ def test_peaks_are_foreseen_and_budgets_are_kept_to(
                 if allow == "recompute" or not peaks:
                     # Regions hold generators' states, which matter where blocks are this small.
                     off = 0.02 if peaks else 0.002
-                    # The first chunk's input is there when a step begins, so that it counts as static. Of several chunks,
-                    # it is gone when the peak comes.
+                    # The first chunk's input is there when a step begins, so that it counts as static. If there are
+                    # several chunks, it is gone when the peak comes.
                     gone = OUTPUT if most > 1 else 0
                     assert offloaded.measured + gone - STATIC == pytest.approx(plan.predicted_peak - STATIC, rel=off)
                 assert not peaks or offloaded.measured <= int(budget) < peaks[0]

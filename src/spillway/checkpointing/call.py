@@ -404,7 +404,10 @@ class CheckpointedCall(ReplayableCall):
                     _NOTHING if mode is None else mode,
                     around,
                 ):
-                    output = self._function(*tensors, within=self._reached.as_before(collector.function_ended))
+                    within = self._reached.as_before(collector.function_ended)
+                    # Compared calls look for changes, too.
+                    is_stateless = not (self._learned.state or self._compares)
+                    output = self._function(*tensors, within=within, is_stateless=is_stateless)
                     collector.gave(output)
             except ReplayEnded:
                 pass

@@ -111,13 +111,18 @@ class ReplayedFunction:
         finally:
             self._keeps_state = False
 
-    def __call__(self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING) -> Any:
-        """Call the function on these tensors, with a context around its code, inside its Python state."""
+    def __call__(
+        self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING, is_stateless: bool = False
+    ) -> Any:
+        """Call the function on these tensors, with a context around its code, inside its Python state.
+
+        ``is_stateless``: it was not seen to change that state.
+        """
         args, kwargs = self._arguments.put(tensors)
         if self._keeps_state:
             with within:
                 return self._function(*args, **kwargs)
-        with self.state.in_force(), within:
+        with self.state.in_force(is_stateless=is_stateless), within:
             return self._function(*args, **kwargs)
 
 

@@ -13,12 +13,6 @@ Every recomputed call reads the states of both global generators. The public fun
   pair, and whether there is one, lie in the ``RandomState`` object.
 
 Each layout is checked once against the public functions. If it differs, the public functions are used.
-
-NOTE [ Raw identities ]
-
-A layer has some 500 values, whose identities every recomputed call compares three times. CPython lays the addresses of
-a tuple's items side by side, and two such ranges of memory are compared in one go. This is checked once against
-``id()``, too.
 """
 
 from __future__ import annotations
@@ -43,7 +37,6 @@ MISSING: Any = object()
 """Stands for the value of a name that has none."""
 INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
 """Attributes of modules that belong to torch."""
-_SAMPLE = (None, object(), 1.5)
 _PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
 Content = Any
@@ -129,19 +122,6 @@ class Items(Container):
         if not _are_identical(thing, content):
             thing.clear()
             (thing.update if isinstance(thing, set) else thing.extend)(content)
-
-
-def identities(values: tuple[Any, ...]) -> bytes | list[int]:
-    """A value that is equal for two tuples of the same objects. See NOTE [ Raw identities ]."""
-    return ctypes.string_at(id(values) + tuple.__basicsize__, len(values) * tuple.__itemsize__)
-
-
-def _identities(values: tuple[Any, ...]) -> list[int]:
-    return [*map(id, values)]
-
-
-if sys.implementation.name != "cpython" or identities(_SAMPLE) != struct.pack("3P", *_identities(_SAMPLE)):
-    identities = _identities
 
 
 def are_plain(parameters: Iterable[Any]) -> bool:

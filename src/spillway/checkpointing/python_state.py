@@ -55,16 +55,16 @@ from spillway.checkpointing.python_containers import (
     GLOBALS,
     ITEMS,
     MISSING,
+    MODULE,
     Container,
     global_generators,
-    identities,
 )
-from spillway.checkpointing.python_walk import Content, Entry, Walk, WalkMemory
+from spillway.checkpointing.python_walk import AttributeNames, Content, Entry, Walk, WalkMemory
 from spillway.checkpointing.tensors import below_modes
 
-_values_of, _requires_grad, _dtype = methodcaller("values"), attrgetter("requires_grad"), attrgetter("dtype")
+_values_of, _requires_grad = methodcaller("values"), attrgetter("requires_grad")
 # Without an object's own ``__getattribute__``.
-_attribute_of = object.__getattribute__
+_attribute_of, _DICT = object.__getattribute__, repeat("__dict__")
 
 
 class PythonState:
@@ -81,21 +81,18 @@ class PythonState:
             found = None if memory is None else memory.find(roots)
             if found is not None:
                 remembered, walk = found
-                walk.generators = generators
                 own = _Copy(walk)
-                own = own if remembered.is_right(own.content) else None
+                own = own if remembered.is_right(walk, own.content) else None
             if own is None:
                 walk = Walk(roots)
-                has_own_generators = bool(walk.generators)
-                walk.generators += generators
                 own = _Copy(walk)
-                if memory is not None and not has_own_generators:
+                if memory is not None and not walk.generators:
                     memory.keep(roots, walk, own.content)
-            walk = own.walk
-            self._copies = [own]
-            if walk.classes:
-                self._copies.append(_part_of(walk.classes))
-            self._copies += [_part_of([each]) for each in walk.objects]
+            own.walk.generators += generators
+            self._copies = [own.take()]
+            if own.walk.classes:
+                self._copies.append(_part_of(own.walk.classes))
+            self._copies += [_part_of([each]) for each in own.walk.objects]
 
     def why_kept(self) -> str | None:
         """Why the function cannot be replayed, if it cannot."""
@@ -120,16 +117,21 @@ class PythonState:
         return [*chain.from_iterable([(*each.changed_names(), *each.changed_values()) for each in self._copies])]
 
     @contextmanager
-    def in_force(self) -> Iterator[None]:
-        """A context with the copied state. Afterwards the state from before the context is put back."""
+    def in_force(self, *, is_stateless: bool = False) -> Iterator[None]:
+        """A context with the copied state. Afterwards the state from before the context is put back.
+
+        ``is_stateless``: the function was not seen to change its state. If the state is still the copied one, neither
+        has forward, and a replay that does the same leaves nothing to put back: the second comparison is left out.
+        """
         # Function modes must not see this.
         with disable_function():
             before = []
             for each in self._copies:
                 if each.is_current():
-                    before.append(each)
+                    if not is_stateless:
+                        before.append(each)
                 else:
-                    before.append(_Copy(each.walk))
+                    before.append(_Copy(each.walk, is_first=False).take())
                     each.put_back()
         try:
             yield
@@ -141,15 +143,25 @@ class PythonState:
 
 
 class _Copy:
-    """The content of a state, or of a part of one, at one time."""
+    """The content of a state, or of a part of one, at one time: ``is_first`` if that is when it was walked."""
 
-    def __init__(self, walk: Walk) -> None:
+    __slots__ = (
+        *("__weakref__", "_arrays", "_attributes", "_dictionaries", "_empty", "_flags", "_generators", "_holders"),
+        *("_items", "_memory", "_names", "_others", "_owners", "content", "walk"),
+    )
+
+    def __init__(self, walk: Walk, *, is_first: bool = True) -> None:
         self.walk = walk
+        self._attributes: list[Any] = [each.__dict__ for each in walk.modules]
+        self._names = walk.names if is_first else [*map(AttributeNames.of, self._attributes)]
         self._owners = [thing for _, thing in walk.owners]
         self._dictionaries = [thing for _, thing in walk.dictionaries]
         self._items = [thing for _, thing in walk.items]
-        self.content, self._values = self._flat()
-        """They are those of all containers, one after the other."""
+        self.content = self._now()
+
+    def take(self) -> _Copy:
+        """Copy what is no value in a container."""
+        walk = self.walk
         self._others = [(kind, thing, kind.copy(thing, content)) for kind, thing, content in walk.others]
         self._empty = walk.empty
         if any(walk.empty):
@@ -159,45 +171,55 @@ class _Copy:
             self._flags = [*map(_requires_grad, walk.parameters)]
             self._holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
             self._memory = [each.data for each in self._holders]
-            self._dtypes = [*map(_dtype, self._memory)]
         self._arrays = [(array, array.copy()) for array in walk.arrays]
         self._generators = [(generator, generator.get()) for generator in walk.generators]
+        return self
 
-    def _flat(self) -> tuple[Content, tuple[Any, ...]]:
-        """Content and values of all containers, one after the other."""
-        maps = [*map(_attribute_of, self._owners, repeat("__dict__")), *self._dictionaries]
+    def _now(self) -> Content:
+        attributes, maps = self._attributes, [*map(_attribute_of, self._owners, _DICT), *self._dictionaries]
         parts = [
+            *map(AttributeNames.values, self._names, attributes),
             *map(_values_of, maps),
             *self._items,
             *[[*map(function.__globals__.get, names, repeat(MISSING))] for function, names in self.walk.globals],
         ]
-        values = tuple(chain.from_iterable(parts))
-        return ([*map(len, parts)], [*chain.from_iterable(maps)], identities(values)), values
+        lengths = [*map(len, attributes), *map(len, parts)]
+        return Content(lengths, [*chain.from_iterable(maps)], tuple(chain.from_iterable(parts)))
 
     def _changed(self) -> Iterator[tuple[Container, Any, Any]]:
         """Containers that may have other names or values now, with their contents."""
-        now, now_values = self._flat()
-        before, after = map(self._parts, (self.content, now), (self._values, now_values))
-        for (kind, thing), (names, own), (other_names, others) in zip(self._containers, before, after, strict=True):
-            if names == other_names and len(own) == len(others) and all(map(is_, own, others)):
+        before, after = map(self._parts, (self.content, self._now()))
+        for (kind, thing), own, others in zip(self._containers, before, after, strict=True):
+            if own[:2] == others[:2] and all(map(is_, own[2], others[2])):
                 continue
             if kind is GLOBALS:
-                yield kind, thing[0].__globals__, dict(zip(thing[1], own, strict=True))
+                yield kind, thing[0].__globals__, dict(zip(thing[1], own[2], strict=True))
             else:
-                yield kind, thing, own if kind is ITEMS else dict(zip(names, own, strict=True))
+                yield kind, thing, own[2] if kind is ITEMS else dict(zip(own[1], own[2], strict=True))
         yield from self._others
         yield from ((DICTIONARY, each, {}) for each in self._empty)
 
-    def _parts(self, content: Content, values: tuple[Any, ...]) -> Iterator[tuple[list[str], list[Any]]]:
-        """Names and values of each container. Those of items and globals have no names."""
-        lengths, names, all_values = content[0], iter(content[1]), iter(values)
-        for (kind, _), length in zip(self._containers, lengths, strict=True):
-            yield [] if kind in (ITEMS, GLOBALS) else [*islice(names, length)], [*islice(all_values, length)]
+    def _parts(self, content: Content) -> Iterator[tuple[int, Sequence[str], list[Any]]]:
+        """Number, names and values of each container. Those of items and globals have no names."""
+        count, names, values = len(self._names), iter(content.names), iter(content.values)
+        sizes, lengths = (*content.lengths[:count], *content.lengths[2 * count :]), content.lengths[count:]
+        for place, ((kind, _), length) in enumerate(zip(self._containers, lengths, strict=True)):
+            if kind is MODULE:
+                own: Sequence[str] = self._names[place].names
+            else:
+                own = [] if kind in (ITEMS, GLOBALS) else [*islice(names, length)]
+            yield sizes[place], own, [*islice(values, length)]
 
     @property
     def _containers(self) -> list[tuple[Container, Any]]:
         walk = self.walk
-        return [*walk.owners, *walk.dictionaries, *walk.items, *((GLOBALS, each) for each in walk.globals)]
+        return [
+            *((MODULE, each) for each in walk.modules),
+            *walk.owners,
+            *walk.dictionaries,
+            *walk.items,
+            *((GLOBALS, each) for each in walk.globals),
+        ]
 
     def is_current(self) -> bool:
         """Whether nothing has changed."""
@@ -205,7 +227,8 @@ class _Copy:
 
     def has_same_contents(self) -> bool:
         """Whether all containers have the same names and values, in the same order."""
-        if any(self._empty) or self._flat()[0] != self.content:
+        now, content = self._now(), self.content
+        if any(self._empty) or now[:2] != content[:2] or not all(map(is_, now.values, content.values)):
             return False
         return not any(kind.changes(thing, content) for kind, thing, content in self._others)
 
@@ -231,8 +254,7 @@ class _Copy:
     def _has_other_memory(self) -> bool:
         """Whether a tensor's ``.data`` got other memory, or another shape, strides or type."""
         with below_modes():
-            has_types = [*map(_dtype, self._holders)] == self._dtypes
-            return not (has_types and all(map(_is_set_to, self._holders, self._memory)))
+            return not all(map(_is_set_to, self._holders, self._memory))
 
     def put_back(self) -> None:
         """Set everything to this content."""
@@ -246,9 +268,8 @@ class _Copy:
                 array[...] = content
         with below_modes():
             for each, alias in zip(self._holders, self._memory, strict=True):
-                is_other = each.dtype is not alias.dtype or not _is_set_to(each, alias)
                 # FSDP frees the memory of a parameter: there is none to put back.
-                if is_other and alias.untyped_storage().nbytes():
+                if not _is_set_to(each, alias) and alias.untyped_storage().nbytes():
                     each.data = alias
         for generator, state in self._generators:
             if generator.get() != state:
@@ -264,7 +285,7 @@ def _part_of(entries: Sequence[Entry]) -> _Copy:
     key = tuple([each for value, _, depth, _ in entries for each in (id(value), id(type(value)), depth)])
     part = _parts.get(key)
     if part is None or not part.is_current():
-        part = _parts[key] = _Copy(Walk((), entries))
+        part = _parts[key] = _Copy(Walk((), entries)).take()
     return part
 
 
@@ -278,7 +299,9 @@ def _roots_of(function: Any) -> list[Any]:
 
 
 def _is_set_to(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one type have the same memory, shape and strides."""
+    """Whether two tensors have the same memory, type, shape and strides."""
+    if a.dtype is not b.dtype:
+        return False
     if a.is_cpu or a.is_cuda:
         return a.is_set_to(b)
     # Other devices need not have that operator.

@@ -20,7 +20,8 @@ from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from itertools import repeat
-from typing import Any
+from operator import itemgetter
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import Embedding, EmbeddingBag, Module, Parameter
@@ -34,7 +35,6 @@ from spillway.checkpointing.python_containers import (
     INTERNAL,
     ITEMS,
     MISSING,
-    MODULE,
     PARAMETERS,
     SLOTS,
     Container,
@@ -76,12 +76,48 @@ _HELD = frozenset((list, tuple, set, frozenset))
 _MOST_WALKS = 4
 """Walks of one function that are remembered, one after the other."""
 
-Content = tuple[list[int], list[str], bytes | list[int]]
-"""The number of names of each container, the names of all, and the identities of their values."""
 Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
 Entry = tuple[Any, str, int, bool]
 """An object to be read, how it is read, its depth, and whether a class has it."""
+
+
+class Content(NamedTuple):
+    """The content of all containers of a walk, one after the other."""
+
+    lengths: list[int]
+    """Numbers of all attributes of each module, then of the values of each container."""
+    names: list[str]
+    """Names in containers other than modules."""
+    values: tuple[Any, ...]
+
+
+class AttributeNames:
+    """Names of a module's attributes that are state. Modules with the same names share them."""
+
+    __slots__ = ("_get", "names")
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self.names = names
+        # For less than two names, it would return no tuple.
+        self._get: Callable[[Any], tuple[Any, ...]] | None = itemgetter(*names) if len(names) > 1 else None
+
+    @classmethod
+    def of(cls, attributes: Any) -> AttributeNames:
+        """The names of these attributes, without those that belong to torch."""
+        return _shared_names(tuple([name for name in attributes if name not in INTERNAL]))
+
+    def values(self, attributes: Any) -> tuple[Any, ...]:
+        """Their values, in order. A name may have none any more."""
+        if self._get is not None:
+            try:
+                return self._get(attributes)
+            except KeyError:
+                pass
+        return tuple([attributes.get(name, MISSING) for name in self.names])
+
+
+_shared_names = functools.lru_cache(maxsize=1024)(AttributeNames)
 
 
 class Walk:
@@ -99,8 +135,11 @@ class Walk:
         """Whether a module of the function makes its parameters or buffers when it is first called."""
         self.writes_parameters = False
         """Whether the forward of a module writes its parameters: embeddings with ``max_norm`` do."""
+        self.modules: list[Module] = []
+        self.names: list[AttributeNames] = []
+        """For each module."""
         self.owners: list[tuple[Container, Any]] = []
-        """Modules, classes and objects, whose attributes are state."""
+        """Classes and objects, whose attributes are state."""
         self.dictionaries: list[tuple[Container, Any]] = []
         self.items: list[tuple[Container, Any]] = []
         """Lists, sets and others whose values have no names."""
@@ -207,8 +246,10 @@ class Walk:
             else:
                 self._seen.add(id(kind))
                 self.classes.append((kind, "class", 0, True))
-        self.owners.append((MODULE, module))
         attributes: Any = module.__dict__
+        names = AttributeNames.of(attributes)
+        self.modules.append(module)
+        self.names.append(names)
         parameters, buffers, children = map(attributes.get, ("_parameters", "_buffers", "_modules"))
         if type(parameters) not in _DICTS:
             # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
@@ -223,8 +264,7 @@ class Walk:
             if children:
                 self.dictionaries.append((DICTIONARY, children))
                 self._meet(children.items(), 0)
-        names = attributes.keys() - INTERNAL
-        if more := [(name, value) for name in names if type(value := attributes[name]) not in _SIMPLE]:
+        if more := [(name, value) for name in names.names if type(value := attributes[name]) not in _SIMPLE]:
             self._meet(more, 1)
         if "max_norm" in attributes and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.writes_parameters = True
@@ -320,10 +360,11 @@ class RememberedWalk:
     """
 
     def __init__(self, walk: Walk, content: Content) -> None:
-        self._content = content
+        self._lengths, self._contained = content.lengths, content.names
+        self._identities = [*map(id, content.values)]
         self._dead: list[object] = []
         """References to what has died since."""
-        modules = [thing for kind, thing in walk.owners if kind is MODULE]
+        modules = walk.modules
         places = {
             id(value): (place, name)
             for place, module in enumerate(modules)
@@ -333,29 +374,32 @@ class RememberedWalk:
         containers = {id(each) for _, each in walk.dictionaries}
         tensors = {id(each) for each in (*walk.parameters, *walk.buffers)}
         if (
-            (walk.others or walk.globals or walk.arrays or walk.why_kept is not None)
+            (walk.owners or walk.others or walk.globals or walk.arrays or walk.why_kept is not None)
             or not modules
-            or len(modules) != len(walk.owners)
             or not places.keys() >= {*containers, *map(id, walk.empty)}
             # Parameters that FSDP has exchanged are not among them.
             or not containers >= {id(own) for each in modules if (own := each.__dict__.get("_parameters"))}
-            or not tensors >= {id(each) for _, each in walk.tensors}
+            or not {*self._identities} >= tensors >= {id(each) for _, each in walk.tensors}
             or not all(_is_simple(each) for _, each in walk.items)
         ):
             raise NotRememberedError
         self._modules = [*map(self._refer, modules)]
+        self._names = walk.names
         self._classes = [*map(id, map(type, modules))]
         self._dictionaries = [(kind, *places[id(each)]) for kind, each in walk.dictionaries]
         self._empty = [places[id(each)] for each in walk.empty]
         self._items = walk.items
-        self._tensors = [(name, self._refer(each)) for name, each in walk.tensors]
-        self._parameters = [*map(self._refer, walk.parameters)]
-        self._buffers = [*map(self._refer, walk.buffers)]
+        at = {identity: place for place, identity in enumerate(self._identities)}
+        self._tensors = [(name, at[id(each)]) for name, each in walk.tensors]
+        self._parameters = [at[id(each)] for each in walk.parameters]
+        self._buffers = [at[id(each)] for each in walk.buffers]
         self._entries = [
             [(self._refer(each), what, depth, is_shared) for each, what, depth, is_shared in entries]
             for entries in (walk.classes, walk.objects)
         ]
-        values = [value for each in modules for name, value in each.__dict__.items() if name not in INTERNAL]
+        values = [
+            value for each, names in zip(modules, walk.names, strict=True) for value in names.values(each.__dict__)
+        ]
         values += [value for _, each in walk.dictionaries for value in each.values()]
         # Dictionaries are found by their names, and compared by their contents.
         values = [*(value for value in values if id(value) not in containers), *map(type, modules)]
@@ -379,23 +423,26 @@ class RememberedWalk:
         attributes = [module.__dict__ for module in modules]
         dictionaries = [(kind, attributes[place].get(name)) for kind, place, name in self._dictionaries]
         empty = [attributes[place].get(name) for place, name in self._empty]
-        if any(empty) or not all(type(each) in _DICTS for _, each in dictionaries):
+        if any(empty) or not _DICTS.issuperset([type(each) for _, each in dictionaries]):
             return None
         walk = Walk(())
-        walk.owners = [(MODULE, module) for module in modules]
+        walk.modules, walk.names = modules, self._names
         walk.dictionaries, walk.empty, walk.items = dictionaries, empty, self._items
-        walk.tensors = [(name, reference()) for name, reference in self._tensors]
-        walk.parameters = [reference() for reference in self._parameters]
-        walk.buffers = [reference() for reference in self._buffers]
         walk.classes, walk.objects = (
             [(reference(), what, depth, is_shared) for reference, what, depth, is_shared in entries]
             for entries in self._entries
         )
         return walk
 
-    def is_right(self, content: Content) -> bool:
-        """Whether all containers have the content of the earlier call."""
-        return content == self._content and not self._dead
+    def is_right(self, walk: Walk, content: Content) -> bool:
+        """Whether all containers have the content of the earlier call. Then the walk gets its tensors."""
+        lengths, names, values = content
+        if lengths != self._lengths or names != self._contained or [*map(id, values)] != self._identities or self._dead:
+            return False
+        walk.tensors = [(name, values[place]) for name, place in self._tensors]
+        walk.parameters = [values[place] for place in self._parameters]
+        walk.buffers = [values[place] for place in self._buffers]
+        return True
 
 
 class NotRememberedError(Exception):
