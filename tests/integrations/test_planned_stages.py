@@ -226,8 +226,8 @@ def test_any_order_of_two_stages_under_the_adversary(seed: int) -> None:
 def listener() -> Iterator[Listener]:
     """Listens throughout, so that torch's profiler knows the size of each block of memory.
 
-    The profiler knows blocks by their addresses. If one is freed unheard, the profiler keeps its size, and counts it when
-    another block at that address is freed.
+    The profiler knows blocks by their addresses. If one is freed unheard, the profiler keeps its size, and counts it
+    when another block at that address is freed.
     """
     found = Listener()
     yield found
