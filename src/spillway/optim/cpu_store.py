@@ -19,8 +19,8 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, ClassTraits, State, for_cpu, written_by_step
 from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
-from spillway.optim.transfers import Pinned, Upload, on_error
-from spillway.runtime.arena import pages
+from spillway.optim.transfers import Upload, on_error
+from spillway.runtime.arena import Pinned, pages
 from spillway.runtime.backend import Event, TaskEnd
 from spillway.runtime.bytes import Bytes, Cells, over
 

@@ -68,7 +68,8 @@ from spillway.optim.optimizer_class import ClassTraits, State
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
-from spillway.optim.transfers import Pinned, aligned, on_error
+from spillway.optim.transfers import aligned, on_error
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Event, Stream, TaskEnd
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.units import format_bytes
