@@ -13,7 +13,7 @@ PACKAGE = SOURCE / "spillway"
 
 WORDS = {"errors", "units", "types"}
 PURE = {"policies", "planner"}
-ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing"}
+ENGINE = WORDS | PURE | {"_torch", "runtime", "session", "saved_tensors", "checkpointing", "parameters"}
 SERVICES = ENGINE | {
     "offloading",
     "recomputing",
@@ -36,6 +36,7 @@ ALLOWED: dict[str, set[str]] = {
     "session": WORDS | {"_torch", "runtime"},
     "saved_tensors": WORDS | {"_torch", "policies", "runtime", "session"},
     "checkpointing": WORDS | {"_torch", "planner", "runtime", "saved_tensors"},
+    "parameters": WORDS | {"_torch", "runtime", "session", "saved_tensors", "checkpointing"},
     "testing": WORDS | {"runtime"},
     "offloading": ENGINE,
     "recomputing": ENGINE,

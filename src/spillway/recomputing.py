@@ -6,6 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
@@ -228,8 +229,9 @@ def _call_checkpointed(
     kwargs: dict[str, Any],
     session: Session | None,
     observer: Observer | None = None,
+    around: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:
-    """:func:`recompute` with its options as a value, and with a profiler."""
+    """:func:`recompute` with its options as a value, with a profiler, and with a context around each replay."""
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
@@ -242,7 +244,7 @@ def _call_checkpointed(
 
     session = session if session is not None else Session.default()
     if in_replay():
-        again = ReplayedFunction(function, arguments)
+        again = ReplayedFunction(function, arguments, around=around)
         return _call_in_replay(how, again, session, first, tensors)
     session.check_open()
     see_again()
@@ -265,7 +267,7 @@ def _call_checkpointed(
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    again = ReplayedFunction(function, arguments, known.walk)
+    again = ReplayedFunction(function, arguments, known.walk, around)
     kept = again.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
         scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")

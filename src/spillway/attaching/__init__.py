@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.nn import Module
 
 from spillway._torch import skip_call
@@ -30,13 +31,14 @@ from spillway.attaching.validation import (
     refuse_modules,
     refuse_unmatched,
 )
-from spillway.checkpointing.blocks import Blocks, Named, above, find_blocks, walk
+from spillway.checkpointing.blocks import Blocks, Named, above, find_blocks, inside_of, walk
 from spillway.errors import UsageError
+from spillway.parameters.streamed import StreamedModel
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.saved_tensors.groups import Groups
-from spillway.session import Session
-from spillway.units import read_budget
+from spillway.session import MIN_BYTES, Session
+from spillway.units import parse_bytes, read_budget
 
 if TYPE_CHECKING:
     from spillway.attaching.collector import DividedOptimizer
@@ -56,6 +58,8 @@ def attach(
     every: int = 1,
     first: int | None = None,
     keep_last: int = 0,
+    stream: Blocks | None = None,
+    device: torch.device | str | None = None,
     min_bytes: int | str | None = None,
     budget: int | float | str | None = None,
     plan: Plan | None = None,
@@ -94,8 +98,13 @@ def attach(
         every: recompute each so many-th block only, from the first on.
         first: recompute only so many of the first blocks. ``None``: all.
         keep_last: leave out so many of the last blocks, which backward needs first.
-        min_bytes: do not offload smaller tensors. Bytes, or a size like ``"4MiB"``. ``None``: 1 MiB. Inside of an
-            :class:`~spillway.offload` context, that one's counts.
+        stream: blocks, as for ``blocks``, whose frozen parameters are in CPU memory, and on the device only during
+            their calls: in forward, in evaluation, and for backward. Their other parameters stay on the device.
+            Between calls, frozen parameters are CPU tensors, which may be read, written and saved.
+        device: with ``stream``: where the model computes. All that is not streamed is moved there. ``None``: where the
+            model's first parameter is.
+        min_bytes: do not offload smaller tensors, nor stream smaller parameters. Bytes, or a size like ``"4MiB"``.
+            ``None``: 1 MiB. Inside of an :class:`~spillway.offload` context, that one's counts for tensors.
         budget: the most bytes that a step may have allocated on the device, all included, or a size like ``"40GiB"``,
             or a share like ``"60%"``, as for :func:`spillway.plan`. Each operator of each block is then kept, offloaded
             or recomputed by a plan. The first steps are profiled, and the plan is validated: ``docs/planning.md``.
@@ -137,6 +146,7 @@ def attach(
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
     if rules is not None and not isinstance(rules, Groups):
         raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
+    streamed = _streamed_blocks(model, stream, device, is_planned=is_planned)
     how = policy if policy is not None else Recompute() if rules is None else Offload()
     calls: list[ModuleCall]
     if isinstance(how, Recompute):
@@ -151,6 +161,7 @@ def attach(
         calls = [ModuleCall(each, keeps=True) for each in taken]
     if rules is not None:
         taken = [*taken, *_group(model, calls, rules)]
+    taken = [*taken, *_call_all(calls, streamed)]
     around = above(model, taken)
     for each in (Named("", model), *taken):
         refuse_class(each)
@@ -169,6 +180,8 @@ def attach(
     skip_call(ModuleCall.__call__)
     with ExitStack() as undo:
         undo.callback(attached.remove)
+        if streamed:
+            root.streams = _stream(model, calls, streamed, device, session, min_bytes)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
         for call in (*calls, root):
             call.take()
@@ -191,6 +204,53 @@ def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named
                 raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
             call.group = name
     return added
+
+
+def _streamed_blocks(
+    model: Module, stream: Blocks | None, device: torch.device | str | None, *, is_planned: bool
+) -> list[Named]:
+    """The blocks whose parameters are streamed."""
+    if stream is None:
+        if device is not None:
+            raise UsageError(f"device: got {device!r} without stream=, expected both. Move the model with model.to()")
+        return []
+    if is_planned:
+        raise UsageError(
+            "stream: got it with a budget or a plan, expected a policy. A plan does not know streamed parameters yet"
+        )
+    found = find_blocks(model, stream)
+    for each in found:
+        if any(inside_of(other.name, (each.name,)) for other in found):
+            raise UsageError(f"stream: got {each.name!r} and blocks inside of it, expected blocks that are not nested")
+    return found
+
+
+def _call_all(calls: list[ModuleCall], blocks: Sequence[Named]) -> list[Named]:
+    """Add the calls of blocks that are not attached already; gives these blocks."""
+    known = {call.name for call in calls}
+    added = [each for each in blocks if each.name not in known]
+    calls += [ModuleCall(each) for each in added]
+    return added
+
+
+def _stream(
+    model: Module,
+    calls: Sequence[ModuleCall],
+    blocks: Sequence[Named],
+    device: torch.device | str | None,
+    session: Session | None,
+    min_bytes: int | str | None,
+) -> StreamedModel:
+    """Move parameters of blocks to CPU memory."""
+    # With its index: "cuda" is no device of a tensor.
+    where = torch.empty(0, device=next(model.parameters()).device if device is None else device).device
+    least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
+    pairs = [(each.name, each.module) for each in blocks]
+    streams = StreamedModel(pairs, model, where, Session.default() if session is None else session, least)
+    by_name = {call.name: call for call in calls}
+    for block in streams.blocks:
+        by_name[block.name].streamed = block
+    return streams
 
 
 def _controller(

@@ -84,6 +84,11 @@ class Attached:
         return tuple(call.name for call in self._root.blocks if isinstance(call, BlockCall))
 
     @property
+    def streamed(self) -> tuple[str, ...]:
+        """Names of the blocks whose frozen parameters are streamed."""
+        return () if self._root.streams is None else tuple(block.name for block in self._root.streams.blocks)
+
+    @property
     def passes(self) -> int:
         """How often the model was called in training since it was attached."""
         return self._root.passes
@@ -251,6 +256,11 @@ class Attached:
         self._root.attached = None
         if self._root.observer is not None:
             self._root.observer.drop()
+        if self._root.streams is not None:
+            self._root.streams.remove()
+            self._root.streams = None
+            for call in self._root.blocks:
+                call.streamed = None
         strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
         if strangers:
             raise strangers[0].collision()

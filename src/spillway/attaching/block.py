@@ -152,7 +152,8 @@ class BlockCall(ModuleCall):
         if how is None:
             return forward(*args, **kwargs)
         run = _Run(self, module, forward, how, self._traced.now)
-        return call_checkpointed_untraced(how, run, args, kwargs, self._session, self.observer)
+        around = None if self.streamed is None else self.streamed.in_replay
+        return call_checkpointed_untraced(how, run, args, kwargs, self._session, self.observer, around)
 
 
 class _Run:

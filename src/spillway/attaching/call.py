@@ -40,6 +40,7 @@ from spillway._torch import PLACE as PLACE
 from spillway.checkpointing.blocks import Named
 from spillway.errors import BudgetError, SpillwayError, UnsupportedError, UsageError
 from spillway.offloading import group, keep
+from spillway.parameters.streamed import StreamedBlock
 
 REFUSALS = (UsageError, UnsupportedError, BudgetError)
 """Errors of a call that are raised before anything of it has run."""
@@ -64,6 +65,8 @@ class ModuleCall:
         self.removed = False
         self.group: str | None = None
         """Name of the group that the module is."""
+        self.streamed: StreamedBlock | None = None
+        """With it, the module's parameters are on the device only during its calls."""
         self.on_error: Callable[[SpillwayError], None] | None = None
         """Is called with an error, instead of raising it. The call then goes on as if not attached."""
 
@@ -82,6 +85,12 @@ class ModuleCall:
                     )
                 )
             return own_call(module)(*args, **kwargs)
+        if self.streamed is None:
+            return self._call(module, args, kwargs)
+        with self.streamed.in_use():
+            return self._call(module, args, kwargs)
+
+    def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.removed or not (module.training and torch.is_grad_enabled()):
             if not (self.removed or module.training):
                 self.evaluates()

@@ -26,6 +26,7 @@ from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
 from spillway.checkpointing.blocks import Named
 from spillway.errors import UsageError
 from spillway.offloading import offload
+from spillway.parameters.streamed import StreamedModel
 from spillway.recomputing import hooks_around
 from spillway.saved_tensors.order import LearnedOrders
 from spillway.session import Session
@@ -68,12 +69,20 @@ class ModelCall(ModuleCall):
         self._here = _Here()
         self.observer: PlanController | ProfileCollector | None = None
         """Finds a plan, or profiles."""
+        self.streams: StreamedModel | None = None
+        """Blocks whose parameters are on the device only during their calls."""
         self.attached: object = None
         """The user's handle, while the model is attached."""
         self.passes = 0
         """Calls in training so far."""
         self._applied = 0
         """Plans that were applied when the last of them began."""
+
+    def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.streams is None or self._here.inside:
+            return super()._call(module, args, kwargs)
+        with self.streams.one_pass():
+            return super()._call(module, args, kwargs)
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._here.inside:

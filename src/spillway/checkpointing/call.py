@@ -236,7 +236,8 @@ class CheckpointedCall(ReplayableCall):
                     )
                 self._is_replaying = True
                 try:
-                    self._replay()
+                    with self._function.around():
+                        self._replay()
                 finally:
                     self._is_replaying = False
                     self._replay_ended()

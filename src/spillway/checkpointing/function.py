@@ -88,7 +88,15 @@ _NOTHING = nullcontext()
 class ReplayedFunction:
     """Calls a function again, with the Python state of its first call."""
 
-    def __init__(self, function: Callable[..., Any], arguments: Arguments, memory: WalkMemory | None = None) -> None:
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        arguments: Arguments,
+        memory: WalkMemory | None = None,
+        around: Callable[[], AbstractContextManager[None]] | None = None,
+    ) -> None:
+        self.around = nullcontext if around is None else around
+        """A context for each replay: the function's parameters are on the device inside."""
         self.state = PythonState(function, arguments.objects(), memory)
         self.label = label_of(function)
         self._function, self._arguments = function, arguments

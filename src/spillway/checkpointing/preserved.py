@@ -86,7 +86,7 @@ class PreservedTensors:
             return None
         if how is True and type(tensor) in PLAIN:
             with below_modes():
-                return KeptHandle(tensor)
+                return self._scope.keep_parameter(tensor)
         if isinstance(how, Input) and (
             not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, OffloadedHandle)
         ):
@@ -251,9 +251,9 @@ class PreservingCall:
                 scope.advance()
             if dispatch_modes() > 0:
                 with below_modes(tensor):
-                    return KeptHandle(tensor) if decision is None else scope.save(tensor, decision)
+                    return scope.keep_parameter(tensor) if decision is None else scope.save(tensor, decision)
             if decision is None:
-                return KeptHandle(tensor)
+                return scope.keep_parameter(tensor)
             if decision is _KEEP and is_made and type(tensor) is torch.Tensor:
                 return keep(tensor, number, known)
             scope.advance()

@@ -61,6 +61,7 @@ from spillway.checkpointing.python_containers import (
 )
 from spillway.checkpointing.python_walk import AttributeNames, Content, Entry, Walk, WalkMemory
 from spillway.checkpointing.tensors import below_modes
+from spillway.saved_tensors.identity import is_streamed
 
 _values_of, _requires_grad = methodcaller("values"), attrgetter("requires_grad")
 # Without an object's own ``__getattribute__``.
@@ -169,7 +170,9 @@ class _Copy:
             self._others += [(DICTIONARY, each, dict(each)) for each in walk.empty if each]
         with below_modes():
             self._flags = [*map(_requires_grad, walk.parameters)]
-            self._holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
+            holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
+            # A streamed parameter has other memory in each use.
+            self._holders = [each for each in holders if not is_streamed(each)]
             self._memory = [each.data for each in self._holders]
         self._arrays = [(array, array.copy()) for array in walk.arrays]
         self._generators = [(generator, generator.get()) for generator in walk.generators]

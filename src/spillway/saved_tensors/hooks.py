@@ -47,6 +47,7 @@ from spillway.saved_tensors.identity import (
     StorageMarks,
     is_parameter,
     reach,
+    streamed_entry,
     why_unmovable,
 )
 from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
@@ -209,6 +210,26 @@ class ForwardScope(Scope):
         handle.saved = KeptStorage(storage, *reach(handle.alias, storage.nbytes()))
         self._identity.add(storage, handle.saved)
 
+    def keep_parameter(self, tensor: torch.Tensor) -> Handle:
+        """A handle of a parameter, of a view of one, or of another tensor that stays in memory anyway.
+
+        A streamed parameter does not stay: its copy on the device is made again for backward.
+        """
+        entry = streamed_entry(tensor)
+        if entry is None:
+            return KeptHandle(tensor)
+        device = self._devices.get(tensor.device)
+        if device is None:
+            device = self._meet(tensor)
+        handle = self._share(tensor, tensor.untyped_storage(), entry, device)
+        if handle is None:
+            return KeptHandle(tensor)
+        # Before the first other tensor it is not known which order this pass follows.
+        if entry.order is None and self._signature is not None:
+            entry.order = device.order
+            entry.place = device.order.add(entry.reference, entry.nbytes)
+        return handle
+
     def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
         """A second handle of offloadable bytes, for a tensor known to see them as they were saved; ``None``: not so."""
         if isinstance(handle, OffloadedHandle) and handle.saved.reaches(
@@ -222,7 +243,7 @@ class ForwardScope(Scope):
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
         if is_parameter(tensor):
-            return KeptHandle(tensor)
+            return self.keep_parameter(tensor)
         if type(tensor) is not torch.Tensor and is_wrapper(tensor):
             return self._pack_parts(tensor, decision)
         if why_unmovable(tensor) is not None:

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from spillway._torch import base_of, is_declared, set_conj, set_neg, storage_key, storage_parts, version_of
 from spillway.runtime.bytes import over
@@ -158,6 +159,31 @@ class StorageMarks(Generic[Mark]):
 
     def get(self, storage: torch.UntypedStorage) -> Mark | None:
         return self._marks.get(storage) if self.any else None
+
+
+_streamed: Any = WeakIdKeyDictionary()
+"""Streamed parameters, each with the entry of its copy on the device, if there is one."""
+
+
+def set_streamed(parameter: torch.Tensor, entry: SavedStorage | None) -> None:
+    """The parameter is streamed. ``entry`` is that of its copy on the device, if there is one."""
+    _streamed[parameter] = entry
+
+
+def unset_streamed(parameter: torch.Tensor) -> None:
+    """The parameter is streamed no more."""
+    _streamed.pop(parameter, None)
+
+
+def is_streamed(tensor: torch.Tensor) -> bool:
+    """Whether it is a parameter whose memory changes with each use."""
+    return bool(_streamed) and tensor in _streamed
+
+
+def streamed_entry(tensor: torch.Tensor) -> SavedStorage | None:
+    """The entry of a streamed parameter in use, or of the one that the tensor is a view of."""
+    found: SavedStorage | None = _streamed.get(version_owner(tensor)) if _streamed else None
+    return found
 
 
 def version_owner(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,112 @@
+"""Streamed parameters on a GPU: the bits of a resident model, memory to the byte, and time by the link's bound."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import spillway
+from spillway import policies
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, BLOCKS, MiB = 1024, 6, 1 << 20
+DEVICE = torch.device("cuda", 0)
+
+
+class Adapted(nn.Module):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 8, bias=False), nn.Linear(8, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + self.up(self.down(x))
+        return y
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.first, self.second = Adapted(WIDTH, 4 * WIDTH), Adapted(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.1, self.training))
+
+
+def model_on(device: torch.device | str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
+
+
+def train(model: nn.Module, steps: int = 4) -> list[Tensor]:
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-3)
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        loss = model(torch.randn(4, 256, WIDTH, device=DEVICE, dtype=torch.bfloat16)).float().square().mean()
+        loss.backward()
+        found += [loss.detach().clone(), *(each.grad.clone() for each in model.parameters() if each.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *(each.detach().clone() for each in model.parameters())]
+
+
+@pytest.fixture
+def session() -> Iterator[spillway.Session]:
+    with spillway.Session() as made:
+        yield made
+
+
+@pytest.mark.parametrize("policy", [spillway.Recompute(), spillway.Recompute(save="matmul"), policies.Keep()], ids=str)
+def test_bits_and_memory(session: spillway.Session, policy: Any) -> None:
+    wanted = train(model_on(DEVICE))
+    model = model_on("cpu")
+    with spillway.attach(model, policy=policy, stream="*", device=DEVICE, min_bytes=MiB, session=session) as attached:
+        for got, expected in zip(train(model), wanted, strict=True):
+            assert torch.equal(got.to(DEVICE), expected)
+        assert len(attached.streamed) == BLOCKS
+        frozen = 2 * 4 * WIDTH * WIDTH * 2
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        level = torch.cuda.memory_allocated()
+        with torch.no_grad():
+            model(torch.randn(1, 1, WIDTH, device=DEVICE, dtype=torch.bfloat16))
+        torch.cuda.synchronize()
+        peak = torch.cuda.max_memory_allocated() - level
+        assert 2 * frozen <= peak <= 2 * frozen + MiB
+        assert torch.cuda.memory_allocated() == level
+    assert all(each.device.type == "cpu" for each in model.parameters())
+
+
+def test_copies_that_are_late(session: spillway.Session) -> None:
+    """A slow kernel on the copy stream: whoever does not wait reads what was there before."""
+    wanted = train(model_on(DEVICE))
+    model = model_on("cpu")
+    with spillway.attach(model, policy=spillway.Recompute(), stream="*", device=DEVICE, session=session) as attached:
+        _, back = session.runtime(DEVICE).mover.streams
+        streams: Any = attached._root.streams
+        fetched = streams.fetched
+
+        def late(*args: Any, **options: Any) -> Any:
+            with torch.cuda.stream(back):  # type: ignore[arg-type]
+                torch.cuda._sleep(2_000_000)
+            return fetched(*args, **options)
+
+        streams.fetched = late
+        assert all(torch.equal(got.to(DEVICE), expected) for got, expected in zip(train(model), wanted, strict=True))
+
+
+def test_a_copy_trains_alone(session: spillway.Session) -> None:
+    model = model_on("cpu")
+    with spillway.attach(model, policy=spillway.Recompute(), stream="*", device=DEVICE, session=session):
+        copied = copy.deepcopy(model).to(DEVICE)
+        ours, theirs = train(model), train(copied)
+    assert all(torch.equal(one.cpu(), other.cpu()) for one, other in zip(ours, theirs, strict=True))
