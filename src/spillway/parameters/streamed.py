@@ -2,9 +2,10 @@
 
 NOTE [ Streamed parameters ]
 
-At rest, ``parameter.data`` is pinned CPU memory, the parameter's *home*. Whoever reads or writes the parameter between
-calls (``state_dict``, ``copy.deepcopy``, ``load_state_dict``, a hook) finds its content there. During the call of its
-block, ``parameter.data`` is a copy on the device. The object, its names, its shape and its version counter stay::
+At rest, ``parameter.data`` is pinned CPU memory, the parameter's *home*. Code that reads or writes the parameter
+between calls (``state_dict``, ``copy.deepcopy``, ``load_state_dict``, a hook) finds its content there. During the call
+of its block, ``parameter.data`` is a copy on the device. The object, its names, its shape and its version counter
+stay::
 
     at rest --fetch--> being copied --enter--> in use --exit--> at rest
 
@@ -110,7 +111,7 @@ class StreamedParameter:
         self.home = home
         self._form = parameter.dtype, parameter.shape, parameter.stride()
         self.device = parameter.device
-        """Where it was."""
+        """The device that it was on."""
         self.latest: weakref.ref[SavedStorage] | None = None
         """The entry that was made last, which a graph may hold."""
         at_rest = self._over(home.alias().untyped_storage())
