@@ -39,15 +39,8 @@ def train(trained: Any) -> list[Tensor]:
         optimizer.zero_grad()
         found.append(loss.detach())
         asked = tokens[:, :4]
-        found.append(
-            trained.eval().generate(
-                input_ids=asked,
-                attention_mask=torch.ones_like(asked),
-                max_new_tokens=4,
-                do_sample=False,
-                pad_token_id=0,
-            )
-        )
+        how = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+        found.append(trained.eval().generate(input_ids=asked, attention_mask=torch.ones_like(asked), **how))
     return [*found, *(each.detach().clone() for each in trained.parameters())]
 
 
