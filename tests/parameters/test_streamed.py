@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import spillway
+from allocations import count_exactly
 from runtime.scenarios import adversary_session
 from spillway import EventKind, EventList, policies
 from spillway.errors import InplaceError, RecomputeError, TierFullError, UnsupportedError, UsageError
@@ -463,6 +464,45 @@ def test_a_home_is_not_written_again_before_its_copy_has_ended() -> None:
         del uses, streams
 
 
+# Budgets.
+
+
+@pytest.mark.parametrize("share", [0.8, 0.5])
+def test_a_budget_is_kept_to_with_streamed_weights(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+    """The plan does not know the copies of weights. The step that validates it does."""
+    static = 16 << 20
+    count_exactly(monkeypatch, lambda: static)
+
+    def steps(model: Model, attached: spillway.Attached | None, count: int) -> list[Tensor]:
+        found = []
+        for step in range(count):
+            torch.manual_seed(step)
+            loss = model(torch.randn(512, 4)).square().mean()
+            loss.backward()
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+            model.zero_grad()
+            if attached is not None and attached.stage == "active":
+                break
+        return found
+
+    options: dict[str, Any] = {"allow": {"keep", "recompute"}, "hardware": "h200", "stream": "layers.*", "min_bytes": 0}
+    wanted, peak, budget = steps(Model(), None, 20), 0, 1 << 30
+    for _ in range(2):
+        model = Model()
+        with (
+            spillway.Session(window="64KiB") as session,
+            spillway.attach(
+                model, budget=budget, stream="layers.*", min_bytes=0, session=session, **options
+            ) as attached,
+        ):
+            got = steps(model, attached, 20)
+            assert attached.stage == "active" and attached.measured is not None, attached.explain()
+            assert all(map(torch.equal, got, wanted))
+            assert attached.measured.peak_bytes <= budget
+            peak = peak or attached.measured.peak_bytes
+            budget = static + int((peak - static) * share)
+
+
 # Errors.
 
 
@@ -474,7 +514,6 @@ def test_errors_say_what_to_do_and_change_nothing() -> None:
             ({"stream": "layers.*"}, "expected frozen parameters"),
             ({"stream": ["layers.*", "layers.0.first"], "min_bytes": 0}, "not nested"),
             ({"device": "cpu"}, "without stream="),
-            ({"stream": "layers.*", "budget": "1GiB"}, "with a budget or a plan"),
             ({"stream": "nothing.*"}, "nothing"),
         ):
             with pytest.raises(UsageError, match=message):

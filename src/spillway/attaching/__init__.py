@@ -146,7 +146,7 @@ def attach(
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
     if rules is not None and not isinstance(rules, Groups):
         raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
-    streamed = _streamed_blocks(model, stream, device, is_planned=is_planned)
+    streamed = _streamed_blocks(model, stream, device)
     how = policy if policy is not None else Recompute() if rules is None else Offload()
     calls: list[ModuleCall]
     if isinstance(how, Recompute):
@@ -206,18 +206,12 @@ def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named
     return added
 
 
-def _streamed_blocks(
-    model: Module, stream: Blocks | None, device: torch.device | str | None, *, is_planned: bool
-) -> list[Named]:
+def _streamed_blocks(model: Module, stream: Blocks | None, device: torch.device | str | None) -> list[Named]:
     """The blocks whose parameters are streamed."""
     if stream is None:
         if device is not None:
             raise UsageError(f"device: got {device!r} without stream=, expected both. Move the model with model.to()")
         return []
-    if is_planned:
-        raise UsageError(
-            "stream: got it with a budget or a plan, expected a policy. A plan does not know streamed parameters yet"
-        )
     found = find_blocks(model, stream)
     for each in found:
         if any(inside_of(other.name, (each.name,)) for other in found):
