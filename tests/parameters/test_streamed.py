@@ -491,9 +491,7 @@ def test_a_budget_is_kept_to_with_streamed_weights(monkeypatch: pytest.MonkeyPat
         model = Model()
         with (
             spillway.Session(window="64KiB") as session,
-            spillway.attach(
-                model, budget=budget, stream="layers.*", min_bytes=0, session=session, **options
-            ) as attached,
+            spillway.attach(model, budget=budget, session=session, **options) as attached,
         ):
             got = steps(model, attached, 20)
             assert attached.stage == "active" and attached.measured is not None, attached.explain()
