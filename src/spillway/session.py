@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 
 import torch
 
+import spillway.runtime
 from spillway.errors import SessionError, UsageError
-from spillway.runtime import parts as part_of
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
@@ -100,7 +100,6 @@ class Session:
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         _check_streams(streams, backend)
-        parts = part_of.parts
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
         self.unscoped = _Unscoped()
@@ -108,9 +107,9 @@ class Session:
         self.window = _size(window, "window")
         """The in-flight limit that was given; ``None``: the default of each device."""
         given = _size(host_budget, "host_budget")
-        self._host_budget = parts.host_budget() if given is None else given
+        self._host_budget = spillway.runtime.host_budget() if given is None else given
         self._make_file = functools.partial(
-            parts.disk,
+            spillway.runtime.SpillFile,
             spill_directory,
             capacity=_size(disk_budget, "disk_budget"),
             bytes_per_hour=_size(disk_bytes_per_hour, "disk_bytes_per_hour"),
@@ -118,7 +117,7 @@ class Session:
         )
         self._file: SpillFile | None = None if spill_directory is None else self._make_file()
         self._recorder = recorder
-        self._make_backend = backend if backend is not None else functools.partial(parts.backend_for, streams=streams)
+        self._make_backend = backend or functools.partial(spillway.runtime.backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
         self._delayed: deque[Callable[[], None]] = deque()
         self._users: weakref.WeakSet[Synchronizes] = weakref.WeakSet()
@@ -326,7 +325,7 @@ class Session:
         window = self.window
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
-        return part_of.parts.runtime(
+        return spillway.runtime.DeviceRuntime(
             self._make_backend(device),
             self._spill_file,
             window=window,

@@ -21,6 +21,7 @@ Work queued during a capture is recorded, and runs at each replay of the graph, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,9 +29,11 @@ from spillway.errors import TierFullError, UnsupportedError
 from spillway.runtime.arena import Arena, Block
 from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stalls, Stream, Task
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
+
+if TYPE_CHECKING:
+    from spillway.runtime.device import DeviceRuntime
 
 
 class CapturedEvent:

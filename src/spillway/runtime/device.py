@@ -7,15 +7,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from spillway.runtime import parts as part_of
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend, quiet
+from spillway.runtime.cuda_graphs import CapturedRuntime
+from spillway.runtime.disk import DirectDiskTier, DiskTier
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.types import Recorder
 
 if TYPE_CHECKING:
-    from spillway.runtime.cuda_graphs import CapturedRuntime
     from spillway.runtime.spill_file import SpillFile
 
 Runtime: TypeAlias = "DeviceRuntime | CapturedRuntime"
@@ -55,8 +55,7 @@ class DeviceRuntime:
                 tier = HostTier(self.backend, self.arena, out=out, back=back)
             else:
                 limit, file = self.mover.window, self.spill_file()
-                parts = part_of.parts
-                make = parts.direct_disk_tier if self.backend.direct_disk else parts.disk_tier
+                make = DirectDiskTier if self.backend.direct_disk else DiskTier
                 tier = make(self.backend, self.arena, file, out=out, back=back, staging=limit)
             self._tiers[name] = tier
         return tier
@@ -66,7 +65,7 @@ class DeviceRuntime:
 
     def captured(self) -> Runtime:
         if self._captured is None:
-            self._captured = part_of.parts.captured(self)
+            self._captured = CapturedRuntime(self)
         return self._captured
 
     def release_graphs(self) -> int:
