@@ -39,12 +39,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
-from spillway.checkpointing.function import replay_argument
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program, Selection
 from spillway.checkpointing.recorder import Observer, Recorder, casts_leaf
-from spillway.checkpointing.replayable import CallSetup, ReplayableCall
+from spillway.checkpointing.replayable import CallSetup, ReplayableCall, replay_argument
 from spillway.checkpointing.slots import DroppedOutput, OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
