@@ -1,4 +1,4 @@
-"""A function with its arguments, and a call of it that can be replayed: it holds what forward read, until backward ends."""
+"""A function with its arguments, and a call of it that holds all that a replay needs until backward has ended."""
 
 from __future__ import annotations
 
