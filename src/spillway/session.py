@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
@@ -34,14 +34,6 @@ MIN_BYTES = 1 << 20
 """A copy of fewer bytes does not reach the PCIe bandwidth."""
 _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
-
-
-class Synchronizes(Protocol):
-    """An object that queues work of its own."""
-
-    def synchronize(self) -> None:
-        """Wait until it is done."""
-        ...
 
 
 class _Unscoped(threading.local):
@@ -120,7 +112,7 @@ class Session:
         self._make_backend = backend or functools.partial(spillway.runtime.backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
         self._delayed: deque[Callable[[], None]] = deque()
-        self._users: weakref.WeakSet[Synchronizes] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -237,8 +229,8 @@ class Session:
         """Call this at the next :meth:`flush_groups`."""
         self._delayed.append(send)
 
-    def finish_at_close(self, user: Synchronizes) -> None:
-        """:meth:`close` lets an object, if it still lives, finish what it has queued."""
+    def finish_at_close(self, user: Any) -> None:
+        """:meth:`close` lets an object, if it still lives, finish what it has queued, by its ``synchronize()``."""
         self._users.add(user)
 
     def flush_groups(self) -> None:

@@ -56,7 +56,7 @@ class Partition:
             and tensor.numel() >= self.ranks
             and why_unmovable(tensor) is None
             and not (tensor.is_conj() or tensor.is_neg())
-            and is_dense(tensor.shape, tensor.stride())
+            and is_dense(tensor)
         )
 
     def check(self, tensors: Sequence[torch.Tensor], known: LearnedFunction) -> None:

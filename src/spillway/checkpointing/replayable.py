@@ -101,7 +101,9 @@ class ReplayedFunction:
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments, memory: WalkMemory | None = None) -> None:
         self.state = PythonState(function, arguments.objects(), memory)
-        self.label = label_of(function)
+        module = module_of(function)
+        self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
+        """Name of the function in errors."""
         self._function, self._arguments = function, arguments
         self._keeps_state = False
 
@@ -141,12 +143,6 @@ def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
     """The module that the function is, or is a method of."""
     module = function if isinstance(function, torch.nn.Module) else getattr(function, "__self__", None)
     return module if isinstance(module, torch.nn.Module) else None
-
-
-def label_of(function: Callable[..., Any]) -> str:
-    """Name of a function in errors."""
-    module = module_of(function)
-    return type(module).__name__ if module is not None else getattr(function, "__qualname__", repr(function))
 
 
 def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
