@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -12,11 +12,9 @@ from spillway.runtime.backend import Backend, quiet
 from spillway.runtime.cuda_graphs import CapturedRuntime
 from spillway.runtime.disk import DirectDiskTier, DiskTier
 from spillway.runtime.mover import Mover
+from spillway.runtime.spill_file import SpillFile
 from spillway.runtime.tiers import HostTier, Tier
 from spillway.types import Recorder
-
-if TYPE_CHECKING:
-    from spillway.runtime.spill_file import SpillFile
 
 Runtime: TypeAlias = "DeviceRuntime | CapturedRuntime"
 
