@@ -36,11 +36,6 @@ _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
 
 
-class _Unscoped(threading.local):
-    scope: Any = None
-    """A :class:`~spillway.saved_tensors.hooks.ForwardScope`, once there is one."""
-
-
 class Session:
     """Owns runtimes, tiers and learned orders. Use it as a context manager, or close it.
 
@@ -94,8 +89,8 @@ class Session:
         _check_streams(streams, backend)
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
-        self.unscoped = _Unscoped()
-        """The pass of tensors that the calling thread saves outside of any ``offload`` context."""
+        self.unscoped = threading.local()
+        """Its ``scope``, if there is one, is the pass of what the calling thread saves outside of any other."""
         self.window = _size(window, "window")
         """The in-flight limit that was given; ``None``: the default of each device."""
         given = _size(host_budget, "host_budget")
@@ -201,7 +196,7 @@ class Session:
 
         They count the last forward and its backward so far. Tensors saved after a backward began belong to the next.
         """
-        scope = self.unscoped.scope
+        scope = getattr(self.unscoped, "scope", None)
         return StepStats() if scope is None else self.stats_of(scope.ledger)
 
     def stats_of(self, ledger: ByteCounters) -> StepStats:

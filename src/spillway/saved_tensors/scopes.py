@@ -64,7 +64,7 @@ def current_scope(session: Session) -> ForwardScope:
     for entered in reversed(_entered.scopes):
         if entered is not None and entered.session is session:
             return entered
-    unscoped: ForwardScope | None = session.unscoped.scope
+    unscoped: ForwardScope | None = getattr(session.unscoped, "scope", None)
     if unscoped is not None and (unscoped.is_elsewhere or unscoped.was_asked or unscoped.was_dropped):
         # If a capture has begun or ended, waiting tensors stay on the device.
         unscoped.end(completed=not unscoped.is_elsewhere)
