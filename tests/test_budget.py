@@ -33,7 +33,7 @@ from spillway.attaching.ranks import RankGroup
 from spillway.checkpointing import learned
 from spillway.integrations import AttachOptions
 from spillway.planner.planner import parse_budget
-from spillway.planner.scaling import enlarged
+from spillway.planner.profile import enlarged
 from spillway.profiler import meter
 from spillway.runtime.process_memory import resident_bytes
 from spillway.units import format_bytes, read_budget

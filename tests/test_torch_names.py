@@ -166,7 +166,7 @@ def test_a_reducer_knows_what_is_not_reduced(group: Any) -> None:
             return used
 
     model = nn.parallel.DistributedDataParallel(Two())
-    _torch.check_ddp(model)
+    _torch.check_names("DDP", model.reducer)
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(RuntimeError):
         _torch.check_reduced(model)
@@ -183,7 +183,7 @@ def test_groups_of_parameters_are_found_once_and_cleared(group: Any) -> None:
     groups = _torch.fsdp_groups(sharded)
     assert sorted(len(one.fsdp_params) for one in groups) == [2, 2]
     for one in groups:
-        _torch.check_fsdp(one)
+        _torch.check_names("FSDP2", one)
     sharded[0].set_requires_gradient_sync(False)
     model(torch.ones(1, 2)).sum().backward()
     assert all(_torch.is_idle(one) for one in sharded)
@@ -194,16 +194,13 @@ def test_groups_of_parameters_are_found_once_and_cleared(group: Any) -> None:
         assert _torch.partial_reduction(one) is None
     assert not any(each._unsharded_param.grad is not None for each in unreduced)
     _torch.reset_fsdp(sharded)
-    assert _torch.is_replicated(nn.Linear(1, 1)) is False
+    assert "replicate" not in _torch.composed_with(nn.Linear(1, 1))
 
 
 def test_a_torch_without_the_names_is_refused() -> None:
-    class Empty:
-        reducer = object()
-
-    for check, kind in ((_torch.check_ddp, "DDP"), (_torch.check_fsdp, "FSDP2")):
+    for kind in ("DDP", "FSDP2"):
         with pytest.raises(UnsupportedError, match=f"{kind} of torch .* has no "):
-            check(Empty())
+            _torch.check_names(kind, object())
 
 
 # losses
@@ -314,9 +311,9 @@ def test_classes_are_where_their_names_say() -> None:
     model = nn.Linear(2, 2)
     assert _torch.children_of(torch.compile(model, backend="eager"))["_orig_mod"] is model
     composable = import_module("torch.distributed._composable")
-    assert not _torch.is_composed(model)
+    assert "checkpoint" not in _torch.composed_with(model)
     composable.checkpoint(model)
-    assert _torch.is_composed(model)
+    assert "checkpoint" in _torch.composed_with(model)
 
 
 @pytest.mark.usefixtures("_group")

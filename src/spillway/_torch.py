@@ -476,24 +476,17 @@ def distributed_with(local: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 # DDP, FSDP2, and what wraps a module for them.
 
-_REDUCER = ("_check_reducer_finalized", "_reset_state")
-_GROUP = ("fsdp_params", "mesh_info", "mp_policy", "gradient_divide_factor", "_partial_reduce_output")
+_NAMES = {
+    "DDP": ("_check_reducer_finalized", "_reset_state"),
+    "FSDP2": ("fsdp_params", "mesh_info", "mp_policy", "gradient_divide_factor", "_partial_reduce_output"),
+}
 partial_reduction: Callable[[Any], torch.Tensor | None] = operator.attrgetter("_partial_reduce_output")
 """Gradients of a parameter group that FSDP2 has reduced over shards, and not yet over replicas: one flat buffer."""
 
 
-def check_ddp(module: Any) -> None:
-    """Refuse a torch whose DDP lacks the names that are used here."""
-    _check_names(module.reducer, _REDUCER, "DDP")
-
-
-def check_fsdp(group: Any) -> None:
-    """Refuse a torch whose FSDP2 lacks the names that are used here, and those of its parameter groups."""
-    _check_names(group, _GROUP, "FSDP2")
-
-
-def _check_names(owner: object, names: Iterable[str], kind: str) -> None:
-    missing = [name for name in names if not hasattr(owner, name)]
+def check_names(kind: str, owner: object) -> None:
+    """Refuse a torch whose reducer of ``"DDP"``, or parameter group of ``"FSDP2"``, lacks names that are used here."""
+    missing = [name for name in _NAMES[kind] if not hasattr(owner, name)]
     if missing:
         raise UnsupportedError(
             f"{kind} of torch {torch.__version__} has no {' and no '.join(missing)}, which accumulation reads. Use a "
@@ -544,17 +537,10 @@ def active_ddp() -> Any:
     return None if module is None else module.DistributedDataParallel._get_active_ddp_module()
 
 
-def _applied(module: Module) -> Any:
-    """The names of what ``torch.distributed`` has composed a module with."""
+def composed_with(module: Module) -> Any:
+    """The names of what ``torch.distributed`` has composed a module with: ``"checkpoint"``, ``"replicate"``.
+
+    FSDP2 modules may have the latter, too.
+    """
     contract: Any = sys.modules.get("torch.distributed._composable.contract")
     return () if contract is None else contract._get_registry(module) or ()
-
-
-def is_composed(module: Module) -> bool:
-    """Whether ``torch.distributed``'s composable ``checkpoint`` was applied to a module."""
-    return "checkpoint" in _applied(module)
-
-
-def is_replicated(module: Module) -> bool:
-    """Whether ``replicate()`` of ``torch.distributed._composable`` wrapped a module. FSDP2 modules are so, too."""
-    return "replicate" in _applied(module)

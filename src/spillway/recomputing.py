@@ -24,13 +24,12 @@ from spillway._torch import (
 )
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import shapes_of
-from spillway.checkpointing.function import Arguments, ReplayedFunction, module_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Observer
-from spillway.checkpointing.replayable import CallSetup
+from spillway.checkpointing.replayable import Arguments, CallSetup, ReplayedFunction, module_of
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay

@@ -13,12 +13,12 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
+import spillway.runtime
 from spillway.errors import SessionError, UsageError
-from spillway.runtime import parts as part_of
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
@@ -34,19 +34,6 @@ MIN_BYTES = 1 << 20
 """A copy of fewer bytes does not reach the PCIe bandwidth."""
 _CPU_WINDOW = 64 << 20
 _ACCELERATOR_WINDOW = 512 << 20
-
-
-class Synchronizes(Protocol):
-    """An object that queues work of its own."""
-
-    def synchronize(self) -> None:
-        """Wait until it is done."""
-        ...
-
-
-class _Unscoped(threading.local):
-    scope: Any = None
-    """A :class:`~spillway.saved_tensors.hooks.ForwardScope`, once there is one."""
 
 
 class Session:
@@ -100,17 +87,16 @@ class Session:
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         _check_streams(streams, backend)
-        parts = part_of.parts
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
-        self.unscoped = _Unscoped()
-        """The pass of tensors that the calling thread saves outside of any ``offload`` context."""
+        self.unscoped = threading.local()
+        """Its ``scope``, if there is one, is the pass of what the calling thread saves outside of any other."""
         self.window = _size(window, "window")
         """The in-flight limit that was given; ``None``: the default of each device."""
         given = _size(host_budget, "host_budget")
-        self._host_budget = parts.host_budget() if given is None else given
+        self._host_budget = spillway.runtime.host_budget() if given is None else given
         self._make_file = functools.partial(
-            parts.disk,
+            spillway.runtime.SpillFile,
             spill_directory,
             capacity=_size(disk_budget, "disk_budget"),
             bytes_per_hour=_size(disk_bytes_per_hour, "disk_bytes_per_hour"),
@@ -118,10 +104,10 @@ class Session:
         )
         self._file: SpillFile | None = None if spill_directory is None else self._make_file()
         self._recorder = recorder
-        self._make_backend = backend if backend is not None else functools.partial(parts.backend_for, streams=streams)
+        self._make_backend = backend or functools.partial(spillway.runtime.backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
         self._delayed: deque[Callable[[], None]] = deque()
-        self._users: weakref.WeakSet[Synchronizes] = weakref.WeakSet()
+        self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._lock = threading.RLock()
         self._process = os.getpid()
@@ -210,7 +196,7 @@ class Session:
 
         They count the last forward and its backward so far. Tensors saved after a backward began belong to the next.
         """
-        scope = self.unscoped.scope
+        scope = getattr(self.unscoped, "scope", None)
         return StepStats() if scope is None else self.stats_of(scope.ledger)
 
     def stats_of(self, ledger: ByteCounters) -> StepStats:
@@ -238,8 +224,8 @@ class Session:
         """Call this at the next :meth:`flush_groups`."""
         self._delayed.append(send)
 
-    def finish_at_close(self, user: Synchronizes) -> None:
-        """:meth:`close` lets an object, if it still lives, finish what it has queued."""
+    def finish_at_close(self, user: Any) -> None:
+        """:meth:`close` lets an object, if it still lives, finish what it has queued, by its ``synchronize()``."""
         self._users.add(user)
 
     def flush_groups(self) -> None:
@@ -326,7 +312,7 @@ class Session:
         window = self.window
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
-        return part_of.parts.runtime(
+        return spillway.runtime.DeviceRuntime(
             self._make_backend(device),
             self._spill_file,
             window=window,

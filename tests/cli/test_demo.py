@@ -15,7 +15,7 @@ import psutil
 import pytest
 import torch
 
-from spillway.cli import demo
+from spillway.cli import bench
 from spillway.cli.app import main
 from spillway.cli.bench import Result, to_text
 from spillway.cli.training import GPT, add_to_hash, batches, load_text, parse
@@ -76,12 +76,12 @@ def test_every_way_has_the_losses_and_gradients_of_the_baseline(finished) -> Non
 def test_other_output_is_a_bug_and_a_failed_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {"baseline": Result(seconds=[1.0], output="a"), "offload": Result(seconds=[1.0], output="b")}
     assert to_text(found).splitlines()[2].split()[-1] == "other"
-    monkeypatch.setattr(demo, "compare", lambda *given: found)
-    monkeypatch.setattr(demo, "hardware_of", lambda *given: None)
-    with pytest.raises(demo.DemoError, match="not bit for bit the same"):
+    monkeypatch.setattr(bench, "compare", lambda *given: found)
+    monkeypatch.setattr(bench, "hardware_of", lambda *given: None)
+    with pytest.raises(bench.DemoError, match="not bit for bit the same"):
         called(TINY)
     found["offload"] = Result(error="the script was ended by SIGKILL")
-    with pytest.raises(demo.DemoError, match="offload: no step was measured"):
+    with pytest.raises(bench.DemoError, match="offload: no step was measured"):
         called(TINY)
 
 
@@ -89,7 +89,7 @@ def called(arguments: list[str]) -> None:
     class Context:
         args = arguments
 
-    demo.demo(Context())  # type: ignore[arg-type]
+    bench.demo(Context())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,7 @@ from spillway.planner.files import check_writable, read_file, write_file
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.planner.report.facts import facts_of
-from spillway.planner.report.page import to_page
-from spillway.planner.report.trace import to_trace
+from spillway.planner.report.page import to_page, to_trace
 from spillway.profiler.machine import read_kept
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from spillway.planner.profile import Profile, Static
-from spillway.planner.scaling import risen
+from spillway.planner.profile import Profile, Static, risen
 
 PROFILE = Profile.load(Path(__file__).parent / "llama_8b_block.json")
 

@@ -14,9 +14,8 @@ from spillway import BudgetError
 from spillway.planner.block_tasks import make_option
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, uniform_program
-from spillway.planner.planner import planning_rates
+from spillway.planner.planner import StageProfile, chunk_of, make_stage_plans, planning_rates, shortened
 from spillway.planner.profile import Profile
-from spillway.planner.stages import StageProfile, chunk_of, make_stage_plans, shortened
 from spillway.planner.tasks import Option, Problem, Program, Turn
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.types import Decision

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.checkpointing.function import Arguments
+from spillway.checkpointing.replayable import Arguments
 
 Pair = namedtuple("Pair", ["first", "second"])
 A, B, C = torch.ones(2), torch.zeros(2, 3), torch.full((), 2.0)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spillway.planner.report.facts import Facts
-from spillway.planner.report.trace import to_trace
+from spillway.planner.report.page import to_trace
 from spillway.planner.timeline import STREAMS
 
 Made = Callable[..., Facts]

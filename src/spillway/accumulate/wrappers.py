@@ -107,7 +107,7 @@ class _Replicated:
         self._sync = sync
         self._has_run = False
         for module in modules:
-            _torch.check_ddp(module)
+            _torch.check_names("DDP", module.reducer)
         self.groups: Sequence[Any] = (max((each.process_group for each in modules), key=lambda group: group.size()),)
 
     def divisors(self) -> Iterator[tuple[Parameter, float]]:
@@ -164,7 +164,7 @@ class _Sharded:
         self._sync = sync
         self._waits = waits
         for group in _torch.fsdp_groups(modules):
-            _torch.check_fsdp(group)
+            _torch.check_names("FSDP2", group)
             if waits:
                 self._check_dtype(group)
         found = [_process_groups(group) for group in _torch.fsdp_groups(modules)]
@@ -271,7 +271,7 @@ def _refuse(modules: Iterable[Module]) -> None:
                 f"{type(module).__name__} is the first generation of FSDP, which clips and unscales gradients by its "
                 f"own methods; use torch.distributed.fsdp.fully_shard or DDP"
             )
-        if _torch.is_replicated(module) and not is_a(module, _FSDP, "FSDPModule"):
+        if "replicate" in _torch.composed_with(module) and not is_a(module, _FSDP, "FSDPModule"):
             raise UnsupportedError(
                 f"{type(module).__name__} was wrapped by replicate() of torch.distributed._composable, which is not "
                 f"supported; use torch.nn.parallel.DistributedDataParallel or fully_shard"

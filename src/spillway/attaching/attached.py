@@ -207,8 +207,7 @@ class Attached:
         from spillway.planner.files import write_file
         from spillway.planner.planner import make_curve
         from spillway.planner.report.facts import facts_of
-        from spillway.planner.report.page import to_page
-        from spillway.planner.report.trace import to_trace
+        from spillway.planner.report.page import to_page, to_trace
 
         search, plan, profile = self._controller, self.plan, self.profile
         if search is None or plan is None:

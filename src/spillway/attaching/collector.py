@@ -44,8 +44,7 @@ from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.selectors import Planned
 from spillway.errors import UsageError
 from spillway.planner.plan import BlockPlan, Plan
-from spillway.planner.profile import OptimizerProfile, Profile, Static
-from spillway.planner.scaling import enlarged, risen
+from spillway.planner.profile import OptimizerProfile, Profile, Static, enlarged, risen
 from spillway.profiler.compile import compile_profile, queues, without_lead
 from spillway.profiler.meter import known_bytes
 from spillway.profiler.probe import CallObserver, Probe

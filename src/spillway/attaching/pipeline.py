@@ -25,7 +25,7 @@ from spillway.attaching.collector import PROFILING, Notes, ProfileCollector, Sta
 from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import ranks_of
 from spillway.errors import UnsupportedError, UsageError
-from spillway.planner.stages import StageProfile, covers, make_stage_plans
+from spillway.planner.planner import StageProfile, covers, make_stage_plans
 from spillway.planner.tasks import Turn
 from spillway.session import Session
 from spillway.units import read_budget

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from spillway._torch import CHECKPOINT_WRAPPER, PLACE, is_composed, own_call
+from spillway._torch import CHECKPOINT_WRAPPER, PLACE, composed_with, own_call
 from spillway.attaching.call import is_attached
 from spillway.checkpointing.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
@@ -42,7 +42,7 @@ def refuse_modules(modules: Sequence[Named]) -> None:
 def refuse_checkpointing(modules: Iterable[Named]) -> None:
     """Raise :class:`~spillway.errors.UsageError` if one of the modules checkpoints itself."""
     for each in modules:
-        if is_composed(each.module) or is_a(each.module, *CHECKPOINT_WRAPPER):
+        if "checkpoint" in composed_with(each.module) or is_a(each.module, *CHECKPOINT_WRAPPER):
             raise UsageError(
                 f"{each} checkpoints already, so its blocks would be recomputed twice. Leave out checkpoint_wrapper, "
                 f"apply_activation_checkpointing or checkpoint, as FSDP's users call them"

@@ -39,13 +39,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
-from spillway.checkpointing.function import replay_argument
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program, Selection
 from spillway.checkpointing.recorder import Observer, Recorder, casts_leaf
-from spillway.checkpointing.replayable import CallSetup, ReplayableCall
-from spillway.checkpointing.slots import DroppedOutput, OutputSlot, SavedSlot
+from spillway.checkpointing.replayable import CallSetup, ReplayableCall, replay_argument
+from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
@@ -143,7 +142,7 @@ class CheckpointedCall(ReplayableCall):
             if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots), index, tensor)
                 self._slots.append(_weak(slot))
-                self._scope.can_recompute(tensor, DroppedOutput(tensor, slot))
+                self._scope.can_recompute(tensor, slot)
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
@@ -166,7 +165,7 @@ class CheckpointedCall(ReplayableCall):
                         self._fingerprints.take(next_node())
                 handle = preserved.pack(tensor, number)
                 if handle is not None:
-                    slots.append(_nothing)
+                    slots.append(lambda: None)
                     return handle
             slot = SavedSlot(self, number)
             slots.append(_weak(slot))
@@ -279,11 +278,6 @@ class CheckpointedCall(ReplayableCall):
             if slot is not None:
                 slot.value = value
 
-    def _has_dropped_outputs(self) -> bool:
-        """Whether outputs must be recomputed. A program does not say which operators they need."""
-        slots = (each() for each in self._slots) if self._drops_output else ()
-        return any(isinstance(slot, OutputSlot) and slot.is_dropped() for slot in slots)
-
     def _replay_by_program(self, compares: bool) -> Collector | None:
         """A replay that records the program, or a partial replay; ``None`` if neither is possible."""
         if self._records:
@@ -291,7 +285,9 @@ class CheckpointedCall(ReplayableCall):
         preserved = self._preserved
         if self._decisions is not None:
             self._scope.ledger.note_unused(self._decisions.unused)
-        if preserved is None or self._has_dropped_outputs():
+        slots = (each() for each in self._slots) if self._drops_output else ()
+        # A program does not say which operators an output needs that must be recomputed.
+        if preserved is None or any(isinstance(slot, OutputSlot) and slot.is_dropped() for slot in slots):
             return None
         decisions, given = preserved.decisions, preserved.take()
         if given is None:
@@ -456,7 +452,3 @@ class CheckpointedCall(ReplayableCall):
         if is_strided(tensor) and casts_leaf(tensor):
             storage = tensor.untyped_storage()
             self._casts[storage_key(storage)] = _weak(storage)
-
-
-def _nothing() -> None:
-    return None

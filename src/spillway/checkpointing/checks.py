@@ -43,7 +43,7 @@ def sums(tensor: torch.Tensor) -> torch.Tensor | None:
     """Sums over its bytes in memory: at most 32,768 integers; ``None`` without strides. See NOTE [ Sums ]."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or not has_bits(tensor):
         return None
-    if tensor.is_neg() or tensor.is_conj() or not (tensor.is_contiguous() or is_dense(tensor.shape, tensor.stride())):
+    if tensor.is_neg() or tensor.is_conj() or not is_dense(tensor):
         # A tensor with gaps is copied.
         tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
     # The widest integers that fit: fewer to add up.

@@ -243,18 +243,16 @@ class Collector:
             for number, (tensor, version) in values.items()
         }
 
-    def _compared(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        before = self.fingerprints or {}
-        return [*((before[number], found) for number, found in self._taken.found.items()), *self._pairs]
-
     def is_same(self) -> bool:
         """Whether metadata, and values that are compared, are equal."""
         if self.other:
             return False
+        before = self.fingerprints or {}
+        pairs = [*((before[number], found) for number, found in self._taken.found.items()), *self._pairs]
         with below_modes():
             # Reading a number from a GPU waits for it: once for each GPU.
             differ: dict[torch.device, list[torch.Tensor]] = {}
-            for a, b in self._compared():
+            for a, b in pairs:
                 differ.setdefault(a.device, []).append(a != b)
             return not any(torch.stack(each).any() for each in differ.values())
 

@@ -56,7 +56,7 @@ class Partition:
             and tensor.numel() >= self.ranks
             and why_unmovable(tensor) is None
             and not (tensor.is_conj() or tensor.is_neg())
-            and is_dense(tensor.shape, tensor.stride())
+            and is_dense(tensor)
         )
 
     def check(self, tensors: Sequence[torch.Tensor], known: LearnedFunction) -> None:
@@ -73,14 +73,17 @@ class Partition:
         if not devices:
             return
         with torch.no_grad(), disable_dispatch():
-            mine = torch.stack([_structure(split, devices[0]), _contents(split, devices[0])])
+            # Python's hash differs from process to process.
+            text = repr([(tuple(each.shape), each.stride(), str(each.dtype)) for each in split])
+            structure = torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=devices[0])
+            mine = torch.stack([structure, _contents(split, devices[0])])
             all_of_them = mine.new_empty(self.ranks * len(mine))
             torch.distributed.all_gather_into_tensor(all_of_them, mine, group=self._group)
             first, *others = all_of_them.view(self.ranks, -1).tolist()
-        for rank, (structure, content) in enumerate(others, 1):
-            if [structure, content] == first:
+        for rank, (shapes, content) in enumerate(others, 1):
+            if [shapes, content] == first:
                 continue
-            what = "other shapes, strides or dtypes" if structure != first[0] else "another content"
+            what = "other shapes, strides or dtypes" if shapes != first[0] else "another content"
             raise UsageError(
                 f"partition_inputs: the inputs have {what} in rank {rank} of the group than in rank 0. Each rank keeps "
                 f"a part of them, so all must have the same. Give the group over which inputs are replicated (tensor "
@@ -162,12 +165,6 @@ def _group_of(group: Any) -> ProcessGroup:
         found: Any = group
         return found  # type: ignore[no-any-return]
     raise UsageError(f"partition_inputs: got {group!r}, expected a torch.distributed.ProcessGroup or a DeviceMesh")
-
-
-def _structure(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A number for shapes, strides and dtypes. Python's ``hash`` differs from process to process."""
-    text = repr([(tuple(tensor.shape), tensor.stride(), str(tensor.dtype)) for tensor in split])
-    return torch.tensor(zlib.crc32(text.encode()), dtype=torch.int64, device=device)
 
 
 def _contents(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -117,7 +117,8 @@ class Recorder(OperatorMode):
             if value is None:
                 self.values.opaque = "it saves a tensor that no operator was seen to make or to read"
         self._unknown.clear()
-        self.outputs = {value for leaf in tree_leaves(output) for value in self.values_of(leaf)}
+        parts = tensors_in(tree_leaves(output))
+        self.outputs = {value for part in parts if (value := self.values.find(part)) is not None}
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
         """Note a tensor that autograd saves."""
@@ -140,10 +141,6 @@ class Recorder(OperatorMode):
                 found = [(self.values.find(part), ViewRecipe.of(part)) for part in strided_parts(tensor)]
             parts = tuple([(value, recipe) for value, recipe in found if value is not None])
         self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad, parts))
-
-    def values_of(self, tensor: Any) -> list[int]:
-        """The values of a tensor, or of a wrapper's parts."""
-        return [value for part in tensors_in((tensor,)) if (value := self.values.find(part)) is not None]
 
     def program(self) -> Program:
         saved = [

@@ -70,30 +70,22 @@ class SavedSlot:
 
 
 class OutputSlot(SavedSlot):
-    """Stands for an output that is dropped. See NOTE [ Dropped outputs ]."""
+    """Stands for the storage of an output that is dropped. See NOTE [ Dropped outputs ]."""
 
-    __slots__ = ("_storage", "index")
+    __slots__ = ("_lock", "_recomputed", "_storage", "_version", "index")
 
     def __init__(self, call: CheckpointedCall, number: int, index: int, output: torch.Tensor) -> None:
         super().__init__(call, number)
         self.index = index
+        self._version = version_of(output)
         self._storage = _weak(output.untyped_storage())
+        self._recomputed: torch.UntypedStorage | None = None
+        """Held as long as a handle lives: backward frees each handle after the node that needs it."""
+        self._lock = threading.Lock()
 
     def is_dropped(self) -> bool:
         """Whether the output must be recomputed."""
         return self._storage() is None
-
-
-class DroppedOutput:
-    """One output of a checkpointed function that can be recomputed by its slot. It covers its storage."""
-
-    def __init__(self, tensor: torch.Tensor, computed: OutputSlot) -> None:
-        self._computed = computed
-        self._version = version_of(tensor)
-        self._storage = _weak(tensor.untyped_storage())
-        self._recomputed: torch.UntypedStorage | None = None
-        """Held as long as a handle lives: backward frees each handle after the node that needs it."""
-        self._lock = threading.Lock()
 
     def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> OutputHandle | None:
         """A handle for a view of the output; ``None`` if the output was written since."""
@@ -104,7 +96,7 @@ class DroppedOutput:
         with self._lock:
             storage = self._storage() if self._recomputed is None else self._recomputed
             if storage is None:
-                storage = self._recomputed = self._computed.unpack().untyped_storage()
+                storage = self._recomputed = self.unpack().untyped_storage()
             return storage
 
 
@@ -113,7 +105,7 @@ class OutputHandle(TrackedHandle):
 
     __slots__ = ("_output",)
 
-    def __init__(self, output: DroppedOutput, tensor: torch.Tensor, nothing: torch.Tensor) -> None:
+    def __init__(self, output: OutputSlot, tensor: torch.Tensor, nothing: torch.Tensor) -> None:
         super().__init__(tensor, nothing)
         self._output = output
 

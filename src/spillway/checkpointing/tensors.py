@@ -108,9 +108,13 @@ def may_be_seed(tensor: torch.Tensor) -> bool:
     return is_number and tensor.numel() <= _MOST_SEEDS
 
 
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of a tensor fill one range of memory, each once, in any order of its dimensions."""
+    return tensor.is_contiguous() or _fills(tensor.shape, tensor.stride())
+
+
 @lru_cache(maxsize=1024)
-def is_dense(size: torch.Size, stride: tuple[int, ...]) -> bool:
-    """Whether the elements of a tensor fill one range of memory, in any order of its dimensions."""
+def _fills(size: torch.Size, stride: tuple[int, ...]) -> bool:
     expected = 1
     for step, count in sorted((step, count) for step, count in zip(stride, size, strict=True) if count > 1):
         if step != expected:

@@ -9,11 +9,9 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from spillway.cli.bench import bench
-from spillway.cli.demo import demo
+from spillway.cli.bench import bench, demo
 from spillway.cli.doctor import doctor
-from spillway.cli.plan import plan
-from spillway.cli.report import report
+from spillway.cli.plan import plan, report
 from spillway.cli.run import profile, run
 from spillway.errors import BudgetError, SpillwayError, UsageError
 

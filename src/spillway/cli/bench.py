@@ -1,4 +1,4 @@
-"""``spillway bench``: a user's own script in several ways, side by side.
+"""``spillway bench``: a user's own script in several ways, side by side; ``spillway demo``: that of ``training.py``.
 
 The process of a way is ``python -m spillway.cli.bench FILE WAY STEPS SCRIPT ARGUMENTS...``, which writes a
 :class:`Result` to the file.
@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+import spillway
+from spillway.cli.plan import hardware_of
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
 from spillway.errors import BudgetError, SpillwayError, UsageError, printable
 from spillway.units import format_bytes, format_seconds
@@ -273,6 +275,36 @@ def measure(script: Script, way: str, steps: int) -> Result:
         activation_bytes=peak - watch.bytes_before,
         outcome=outcome,
     )
+
+
+class DemoError(SpillwayError, RuntimeError):
+    """A way failed, or its numbers differ from the baseline's."""
+
+
+def demo(
+    context: typer.Context,
+    ways: Ways = "baseline,recompute,offload,budget=60%",
+    steps: Steps = 16,
+    json: Table = None,
+) -> None:
+    """Train a small GPT on real text in several ways; compare time, memory, losses and gradients.
+
+    Other options are the training's: --device, --layers, --width, --sequence, --batch and --data.
+    """
+    spillway._require_torch()
+    from spillway.cli.running.script import Script
+    from spillway.cli.training import parse
+
+    settings = parse(context.args)
+    if "budget=" in ways:
+        # Before processes start that would disturb it.
+        hardware_of(None, settings.device)
+    results = compare(Script("spillway.cli.training", context.args, is_module=True), ways, steps, json)
+    outputs = {result.output for result in results.values() if not result.error}
+    if failed := [way for way, result in results.items() if result.error]:
+        raise DemoError(f"{', '.join(failed)}: no step was measured. The table says why")
+    if len(outputs) > 1:
+        raise DemoError("losses or gradients are not bit for bit the same in all ways. This is a bug; report it")
 
 
 def main() -> None:

@@ -6,8 +6,8 @@ import enum
 import functools
 import os
 import platform
+import resource
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -153,11 +153,8 @@ def read_facts(
         available=memory.available,
         spill_named=spill_directory is not None or bool(os.environ.get("SPILLWAY_DIR")),
     )
-    if sys.platform != "win32":
-        import resource  # not at the top: Windows has none
-
-        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-        facts.lockable = None if soft == resource.RLIM_INFINITY else soft
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    facts.lockable = None if soft == resource.RLIM_INFINITY else soft
     try:
         facts.ranks = local_ranks()
     except UsageError as error:

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
+from spillway.checkpointing.tensors import is_dense
 from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, State
-from spillway.optim.tensors import is_dense
 from spillway.optim.transfers import SentTensor, aligned, on_error
 from spillway.runtime.backend import Event, raise_again
 from spillway.runtime.bytes import Bytes, over

@@ -22,8 +22,8 @@ from spillway.runtime.arena import Block, pages
 from spillway.runtime.backend import Backend, Event, Several
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
-from spillway.runtime.disk import PIECE_BYTES
 from spillway.runtime.spill_file import Extent, SpillFile
+from spillway.runtime.tiers import PIECE_BYTES, cut
 
 
 class DiskPlace:
@@ -141,9 +141,7 @@ def _move(backend: Backend, place: DiskPlace, memory: Bytes, *, read: bool) -> E
     """Have each extent read into memory, or written from there."""
     move = place.file.read if read else place.file.write
     moves = []
-    for number, extent in enumerate(place.extents):
-        start = number * PIECE_BYTES
-        part = Bytes(memory.storage, memory.start + start, min(PIECE_BYTES, memory.nbytes - start))
+    for extent, part in zip(place.extents, cut(memory), strict=True):
 
         def task(extent: Extent = extent, part: Bytes = part) -> None:
             backend.host_access(part, write=read)

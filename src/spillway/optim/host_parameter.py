@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from spillway._torch import version_of
+from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.gradient import DeviceContext, Gradient
 from spillway.optim.offloaded_gradient import OffloadedGradient
-from spillway.optim.tensors import is_dense, local_of
+from spillway.optim.tensors import local_of
 from spillway.runtime.backend import Event
 from spillway.runtime.cpu import anonymous_pages
 

@@ -178,7 +178,10 @@ class OffloadedOptimizer(Optimizer):
         self._check_alone()
         self._steps.begin()
         if self._tuner is not None:
-            self._tune(self._tuner)
+            # The GPU may not have waited for the last step yet.
+            chosen = self._tuner.note(self._steps.older.times(), self.fraction)
+            if chosen is not None:
+                self._divide(chosen)
         self._steps.run()
         if self._share_tuner is not None:
             # Now, since the next backward may step.
@@ -458,13 +461,6 @@ class OffloadedOptimizer(Optimizer):
         for context in self._placement.contexts.values():
             # Tasks that write master weights end.
             context.last_task().finish()
-
-    def _tune(self, tuner: FractionTuner) -> None:
-        """Let the CPU step another fraction, if the measured steps say so."""
-        # The GPU may not have waited for the last step yet.
-        chosen = tuner.note(self._steps.older.times(), self.fraction)
-        if chosen is not None:
-            self._divide(chosen)
 
     def _tune_share(self, tuner: ShareTuner) -> None:
         """Let the CPU step another share of the elements, if the measured steps say so."""

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -176,7 +176,7 @@ def compute_with(threads: int) -> None:
     """Set the calling thread's own number of OpenMP threads."""
     # Torch gives a thread its number when it asks for the first time.
     before = torch.get_num_threads()
-    openmp: Any = ctypes.CDLL(None) if os.name == "posix" else None
+    openmp = ctypes.CDLL(None)
     if hasattr(openmp, "omp_set_num_threads"):
         openmp.omp_set_num_threads(threads)
     if torch.get_num_threads() != threads:

@@ -119,7 +119,9 @@ class Placement:
         """Place new parameters, given with the indices of their groups. Gives those that the CPU steps."""
         if self.traits.steps_alone:
             check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
-        if self.options.measures_share and not self.held and all(self._is_on_cpu(one) for _, one in self.parameters()):
+        devices = (self.context_of(local_of(one).device) for _, one in self.parameters())
+        is_new = self.options.measures_share and not self.held
+        if is_new and all(device.transfers.backend.direct_disk for device in devices):
             # Nothing is gained by copies from CPU memory to CPU memory.
             self.cpu_share = 1.0
         fraction, stores = self.options.fraction, self._stores_by_parameter()
@@ -290,9 +292,6 @@ class Placement:
     def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
         context = self.context_of(local_of(parameter).device)
         return HostParameter(parameter, group, context, self.options.work_dtype(parameter))
-
-    def _is_on_cpu(self, parameter: torch.Tensor) -> bool:
-        return self.context_of(local_of(parameter).device).transfers.backend.direct_disk
 
     def _stores_by_parameter(self) -> dict[torch.Tensor, StateStore]:
         """The store of every parameter, for as long as it is held: see NOTE [ Steps on both ]."""

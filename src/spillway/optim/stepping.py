@@ -20,8 +20,7 @@ from spillway.checkpointing.blocks import Blocks, find_blocks
 from spillway.errors import UsageError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.lent_gradients import LentGradients, put_gradient
-from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.optim.offloaded_gradient import LentGradients, OffloadedGradient, put_gradient
 from spillway.optim.optimizer_class import is_plain
 from spillway.optim.placement import Groups, Placement
 from spillway.optim.state_store import StepCost

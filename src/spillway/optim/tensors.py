@@ -10,6 +10,7 @@ from typing import TypeVar
 import torch
 
 from spillway._torch import distributed_with, local_part
+from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UnsupportedError
 from spillway.runtime.bytes import Bytes
 
@@ -45,21 +46,6 @@ def many_processes() -> bool:
     """Whether this process trains in a process group of several."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill a range of bytes, each once."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 0:
-            return True
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
 
 
 def memory_of(tensor: torch.Tensor) -> Bytes:

@@ -402,7 +402,7 @@ def _parameters_of(
                 and parameter.layout is torch.strided
                 and parameter.nbytes >= max(min_bytes, 1)
                 and owners[id(parameter)] == {name}
-                and is_dense(parameter.shape, parameter.stride())
+                and is_dense(parameter)
                 and parameter.nbytes == parameter.untyped_storage().nbytes()
                 and len(sharers[storage_key(parameter.untyped_storage())]) == 1
             ):

@@ -210,7 +210,8 @@ def _kind(
     for number in numbers:
         begin, until = _backward_of(number, end)
         # The replays of a second backward are outside, and do not count.
-        ran = [span for span in timed.replays_of(number) if _is_between(timed, begin, span, until)]
+        at = timed.order.index
+        ran = [span for span in timed.replays_of(number) if at(begin) <= at(span[0]) <= at(span[1]) <= at(until)]
         given = next((("asked", n) for n, (whose, _) in enumerate(weighed.asked) if whose == number), begin)
         backward.append(_between(begin, until, ran))
         if ran:
@@ -260,11 +261,6 @@ def _gap(timed: StepTrace, weighed: StepTrace, numbers: list[int]) -> Outside | 
         host_seconds=sum(each.host_seconds for each in found) / count,
     )
     return gap if gap.peak_bytes or gap.change_bytes or gap.seconds > _LEAST_GAP else None
-
-
-def _is_between(timed: StepTrace, begin: Place, span: Interval, until: Place) -> bool:
-    places = [timed.order.index(place) for place in (begin, *span, until)]
-    return places == sorted(places)
 
 
 def _between(begin: Place, until: Place, spans: list[Interval]) -> list[Interval]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -194,6 +194,7 @@ class Probe(OperatorMode):
             self._dies_at[value] = place
 
 
+@dataclass(frozen=True, slots=True)
 class CallObserver:
     """An :class:`~spillway.checkpointing.recorder.Observer` of one call, with a probe if its operators are measured.
 
@@ -201,26 +202,20 @@ class CallObserver:
     ``casts`` is called with each storage that a leaf was cast to.
     """
 
-    def __init__(
-        self,
-        probe: Probe | None,
-        asked: Callable[[int, torch.Tensor, object], None],
-        casts: Callable[[torch.UntypedStorage], None],
-    ) -> None:
-        self._probe = probe
-        self.asked = asked
-        self.casts = casts
+    probe: Probe | None
+    asked: Callable[[int, torch.Tensor, object], None]
+    casts: Callable[[torch.UntypedStorage], None]
 
     @property
     def wants_operators(self) -> bool:
-        return self._probe is not None
+        return self.probe is not None
 
     def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
-        return nullcontext() if self._probe is None else self._probe.around(recorder)
+        return nullcontext() if self.probe is None else self.probe.around(recorder)
 
     def ended(self, recorder: Recorder) -> None:
-        if self._probe is not None:
-            self._probe.ended(recorder)
+        if self.probe is not None:
+            self.probe.ended(recorder)
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -41,6 +41,8 @@ from spillway.runtime.entry import Stalls as Stalls
 class Event(Protocol):
     """A point in a stream, or the end of a task."""
 
+    __slots__ = ()
+
     def query(self) -> bool:
         """Whether it has been reached."""
         ...
@@ -59,18 +61,10 @@ class Stream(Protocol):
 Task = Callable[[], Event | None]
 
 
-class TaskEnd(ABC):
-    """The end of a task and of the copies that it queued: an :class:`Event`."""
+class TaskEnd(Event, ABC):
+    """The end of a task and of the copies that it queued."""
 
     __slots__ = ()
-
-    @abstractmethod
-    def query(self) -> bool:
-        """Whether it has been reached."""
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Block the calling thread until it is reached; raises the task's error."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -198,7 +192,7 @@ class Backend(ABC):
         return None
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's compute stream is being captured into a graph: see ``cuda_graphs.py``."""
+        """Whether the calling thread's compute stream is being captured into a graph: see ``device.py``."""
         return False
 
     def may_wait(self) -> bool:

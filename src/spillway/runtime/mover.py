@@ -180,7 +180,10 @@ class Mover:
             if storage is None:
                 storage = self._prefetches.take(entry, compute)
             else:
-                self._count_reuse(entry)
+                if entry.round == 0 and not entry.counted:
+                    entry.counted = True
+                    entry.ledger.reused_bytes += entry.nbytes
+                self._tell(EventKind.REUSE, entry)
             if asked_round != entry.round:
                 entry.asked += 1
                 _release_if_asked_by_all(entry)
@@ -292,12 +295,6 @@ class Mover:
             nbytes += entry.nbytes
         if together:
             yield together
-
-    def _count_reuse(self, entry: Entry) -> None:
-        if entry.round == 0 and not entry.counted:
-            entry.counted = True
-            entry.ledger.reused_bytes += entry.nbytes
-        self._tell(EventKind.REUSE, entry)
 
     def _drop_dead(self) -> None:
         forgotten = self._forgotten

@@ -61,7 +61,11 @@ class ResidentPeak:
             found = _read()
             for each in _peaks:
                 each._most = max(each._most, found.most)
-            _reset()
+            if has_mark():
+                with open(_CLEAR, "wb", buffering=0) as clear:
+                    clear.write(_RESET_PEAK)
+            else:
+                _sample()
             most, self._most = self._most, found.now
         return Resident(found.now, most)
 
@@ -93,14 +97,6 @@ def _sample() -> None:
     if thread is None or not thread.is_alive():
         thread = _sampler[os.getpid()] = threading.Thread(target=_keep_sampling, name="spillway-resident", daemon=True)
         thread.start()
-
-
-def _reset() -> None:
-    if not has_mark():
-        _sample()
-        return
-    with open(_CLEAR, "wb", buffering=0) as clear:
-        clear.write(_RESET_PEAK)
 
 
 def _read() -> Resident:

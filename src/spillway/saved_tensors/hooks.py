@@ -51,7 +51,6 @@ from spillway.saved_tensors.identity import (
     why_unmovable,
 )
 from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
-from spillway.saved_tensors.scopes import Scope
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
 
@@ -64,7 +63,7 @@ _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
 _TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
-class ForwardScope(Scope):
+class ForwardScope:
     """One forward pass through an ``offload`` context, whose options it has: the pack hook and its state.
 
     Args:

@@ -75,18 +75,15 @@ class Locator:
             root = module if self._root is None else self._root
             for name, child in root.named_modules():
                 self._names[child] = name
-            self._remember_parameters(root)
+            for tensor in (*root.parameters(), *root.buffers()):
+                # A lazy layer's parameter has no memory before the layer is called.
+                if not is_lazy(tensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
+                    self._parameter_storages.add(tensor.untyped_storage())
         self._stack.append(self._names.get(module, type(module).__name__))
 
     def _after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if threading.get_ident() == self._thread and self._stack:
             self._stack.pop()
-
-    def _remember_parameters(self, root: torch.nn.Module) -> None:
-        for tensor in (*root.parameters(), *root.buffers()):
-            # A lazy layer's parameter has no memory before the layer is called.
-            if not is_lazy(tensor) and type(tensor.data) is torch.Tensor and tensor.layout is torch.strided:
-                self._parameter_storages.add(tensor.untyped_storage())
 
 
 class _Operators(TorchFunctionMode):

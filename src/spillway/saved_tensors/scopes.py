@@ -7,23 +7,16 @@ decides, groups and orders them.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+import spillway.saved_tensors
 from spillway._torch import top_hooks
 
 if TYPE_CHECKING:
     from spillway.saved_tensors.hooks import ForwardScope
     from spillway.session import Session
-
-
-class Scope:
-    """The base of :class:`~spillway.saved_tensors.hooks.ForwardScope`, which tells its hooks from others."""
-
-
-make_unscoped = cast("Callable[[Session], ForwardScope]", None)
-"""Makes the pass of tensors that are saved outside of any other. The package's ``__init__.py`` chooses it."""
 
 
 class _Entered(threading.local):
@@ -53,7 +46,7 @@ def scope_of_hooks() -> ForwardScope | None:
     """The pass whose hooks are the innermost saved-tensor hooks; ``None`` if there are others, or none."""
     hooks = top_hooks(True)
     owner = None if hooks is None else getattr(hooks[0], "__self__", None)
-    return cast("ForwardScope", owner) if isinstance(owner, Scope) else None
+    return owner if isinstance(owner, spillway.saved_tensors.ForwardScope) else None
 
 
 def innermost_scope(session: Session, tag: str | None) -> ForwardScope | None:
@@ -71,11 +64,11 @@ def current_scope(session: Session) -> ForwardScope:
     for entered in reversed(_entered.scopes):
         if entered is not None and entered.session is session:
             return entered
-    unscoped: ForwardScope | None = session.unscoped.scope
+    unscoped: ForwardScope | None = getattr(session.unscoped, "scope", None)
     if unscoped is not None and (unscoped.is_elsewhere or unscoped.was_asked or unscoped.was_dropped):
         # If a capture has begun or ended, waiting tensors stay on the device.
         unscoped.end(completed=not unscoped.is_elsewhere)
         unscoped = None
     if unscoped is None:
-        unscoped = session.unscoped.scope = make_unscoped(session)
+        unscoped = session.unscoped.scope = spillway.saved_tensors.unscoped_scope(session)
     return unscoped
