@@ -89,8 +89,8 @@ class BudgetTarget:
             self.corrections, self.nbytes = before
             raise BudgetError(
                 f"budget: a step took {format_bytes(peak)}, above {format_bytes(self.budget)} and its prediction, and "
-                f"no plan is that much smaller. Give a budget of {format_bytes(self.budget + missing)}, or allow more "
-                f"to be offloaded or recomputed",
+                f"no plan is that much smaller. Give a budget of {format_bytes(self.budget + missing)}, or allow more: "
+                f"allow=, host_budget=, disk_budget=",
                 budget=self.budget,
                 least=self.budget + missing,
             ) from error

@@ -35,6 +35,17 @@ from typing import NamedTuple
 from spillway.types import Decision
 
 
+def in_words(task: str) -> str:
+    """The name of a block's task, such as ``"layers.3 backward"``, in words. Other names are words already.
+
+    Example:
+        >>> in_words("layers.3 backward"), in_words("head and loss")
+        ('the backward of layers.3', 'head and loss')
+    """
+    block, _, part = task.rpartition(" ")
+    return f"the {part} of {block}" if part in ("forward", "backward", "recomputation") else task
+
+
 class Phase(enum.Enum):
     """The part of a step to which a task belongs."""
 
