@@ -237,13 +237,13 @@ def _call_checkpointed(
     arguments = Arguments(args, kwargs)
     tensors = arguments.take()
 
-    def first() -> Any:
+    def forward() -> Any:
         return function(*args, **kwargs)
 
     session = session if session is not None else Session.default()
     if in_replay():
-        again = ReplayedFunction(function, arguments)
-        return _call_in_replay(how, again, session, first, tensors)
+        replayed = ReplayedFunction(function, arguments)
+        return _call_in_replay(how, replayed, session, forward, tensors)
     session.check_open()
     see_again()
     planned, scope = how.choices.planned, current_scope(session)
@@ -261,20 +261,20 @@ def _call_checkpointed(
     if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
-            output, is_whole = PreservingCall(order, scope).run(first)
+            output, is_whole = PreservingCall(order, scope).run(forward)
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    again = ReplayedFunction(function, arguments, known.walk)
-    kept = again.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
+    replayed = ReplayedFunction(function, arguments, known.walk)
+    kept = replayed.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
-        scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")
-        return first()
+        scope.ledger.note(f"{replayed.label} {kept}. Its saved tensors are kept, not recomputed.")
+        return forward()
     is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
     setup = CallSetup(
-        again,
+        replayed,
         learned,
         scope,
         how.choices.inputs,
@@ -283,24 +283,29 @@ def _call_checkpointed(
         is_captured=is_captured,
         partition=partition,
     )
-    return _replayable(how, setup, observer, module_of(function)).run(first, tensors)
+    return _replayable(how, setup, observer, module_of(function)).run(forward, tensors)
 
 
-# Tracers of the caller must leave it out. The shorter entry is for callers that are not traced.
+# Dynamo must leave it out, also if it traces the caller. The second entry takes less time, for callers that Dynamo does
+# not trace.
 call_checkpointed = disable_dynamo(_call_checkpointed)
 call_checkpointed_untraced = untraced(_call_checkpointed)
 
 
 def _call_in_replay(
-    how: Recompute, again: ReplayedFunction, session: Session, first: Callable[[], Any], tensors: Sequence[torch.Tensor]
+    how: Recompute,
+    replayed: ReplayedFunction,
+    session: Session,
+    forward: Callable[[], Any],
+    tensors: Sequence[torch.Tensor],
 ) -> Any:
     """Run a function that an outer one calls in its replay, whose checks cover it."""
-    if again.state.why_kept() is not None:
-        return first()
+    if replayed.state.why_kept() is not None:
+        return forward()
     inputs = Decision.KEEP if how.choices.inputs is not None else None
     scope, learned = current_scope(session), LearnedCalls.trusted()
-    setup = CallSetup(again, learned, scope, inputs, how.preserve_rng_state)
-    return CheckpointedCall(setup, stops_early=how.early_stop).run(first, tensors)
+    setup = CallSetup(replayed, learned, scope, inputs, how.preserve_rng_state)
+    return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
 
 
 def _replayable(
@@ -325,7 +330,7 @@ def _replayable(
 
 
 def hooks_around() -> tuple[bool, bool]:
-    """Whether other saved-tensor hooks are around, and whether ours are."""
+    """Whether the innermost saved-tensor hooks are those of other code, and whether they are Spillway's."""
     is_ours = scope_of_hooks() is not None
     return not is_ours and top_hooks(True) is not None, is_ours
 
@@ -333,7 +338,7 @@ def hooks_around() -> tuple[bool, bool]:
 def _learned(
     known: LearnedFunction, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
 ) -> LearnedCalls:
-    """Knowledge about this kind of call: types of tensors, numbers, and whether the module trains."""
+    """Knowledge from earlier calls of this kind. Types of tensors, numbers and the module's mode make a kind."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
     kind: Hashable = (types, arguments.numbers(), getattr(module_of(function), "training", None))
     learned: LearnedCalls | None = known.calls.get(kind)
@@ -356,7 +361,7 @@ def _partition(how: Recompute, scope: ForwardScope, *, is_foreign: bool) -> Part
 
 
 def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Hashable:
-    """Identity of a function: a module, or code and the functions that it uses."""
+    """A key for the knowledge about a function: its module, or its code and the functions that it uses."""
     if more:
         return (_identity_of(function), *(_identity_of(each, depth=depth - 1) for each in more))
     module = module_of(function)

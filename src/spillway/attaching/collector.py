@@ -1,4 +1,4 @@
-"""Profiles an attached model in three steps of the user's own loop.
+"""Profiles an attached model in three steps of the user's own loop, and applies plans to its blocks.
 
 NOTE [ Profiling steps ]
 

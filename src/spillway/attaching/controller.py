@@ -221,6 +221,7 @@ class PlanController:
         self.collector.drop()
 
     def _enter(self, stage: Stage) -> None:
+        """The next step has this stage."""
         self._stage = stage
         stage.log(self.collector.model)
         self._unjudged = 0
@@ -237,6 +238,7 @@ class PlanController:
         self._was_called = True
 
     def _step_ended(self, trace: StepTrace | None) -> None:
+        """Judge the step by its stage. ``trace`` has its measurements, unless it had no backward, or was not traced."""
         if self._stage in PROFILING:
             if self.collector.advance(trace, self._ranks):
                 self._plan_first()
@@ -439,6 +441,7 @@ class PlanController:
         return max(self._ranks.share("seconds", trace.blocks_seconds))
 
     def _check(self) -> None:
+        """A step with an active plan is over: find another plan, or raise, if it was above the budget."""
         target = self._target
         if target is None:
             return
