@@ -487,5 +487,8 @@ def device_of(model: Module) -> torch.device:
     """
     parameter = next(iter(model.parameters()), None)
     if parameter is None:
-        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to plan for a budget")
+        raise UsageError(
+            f"{type(model).__name__} has no parameters, so there is nothing to plan for; attach to the module that "
+            f"has them"
+        )
     return parameter.device

@@ -218,7 +218,8 @@ class DiskTier(Tier):
         except TierError as error:
             if not piece.is_freed:
                 raise TransferError(
-                    f"A saved tensor's {format_bytes(piece.extent.nbytes)} could not be written to disk: {error}"
+                    f"A saved tensor's {format_bytes(piece.extent.nbytes)} could not be written to disk: {error}. "
+                    f"Check the disk, or set SPILLWAY_DIR to a directory on another one"
                 ) from error
 
 
