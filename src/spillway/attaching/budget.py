@@ -39,7 +39,7 @@ class Rival:
     kinds: list[Hashable]
     """Kinds of the called blocks."""
     seconds: float
-    """From the begin of the step to the end of the first block's backward."""
+    """From the start of the step to the end of the first block's backward."""
 
 
 def is_same(plan: Plan, other: Plan) -> bool:

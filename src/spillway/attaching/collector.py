@@ -177,7 +177,7 @@ class ProfileCollector:
         """Whether a block of the step is measured operator by operator."""
         self._inputs = 0
         self._statics: Static | None = None
-        """The bytes at the begin of the step whose memory is measured."""
+        """The bytes at the start of the step whose memory is measured."""
         self._weighed: StepTrace | None = None
         """The step whose memory was measured."""
         self._other_kinds = self._new_kinds = self._waited = 0
@@ -243,7 +243,7 @@ class ProfileCollector:
             self._mover.listen(self._tracer.moves)
 
     def cut(self) -> None:
-        """The step ends here, and not at the begin of the next one."""
+        """The step ends here, and not at the start of the next one."""
         self._cut = self._finish() or self._cut
 
     def end_step(self) -> StepTrace | None:

@@ -82,7 +82,7 @@ class PlanController:
     """See NOTE [ How a plan is found ].
 
     The budget is in bytes, or a share as a float, as for :func:`spillway.plan`. A plan that is given instead is active
-    from the begin, whatever comes.
+    from the start, whatever comes.
     """
 
     _bears_a_step = True
@@ -138,7 +138,7 @@ class PlanController:
         self._over_at: int | None = None
         """The last of them that was above the budget."""
         self._refused: int | None = None
-        """The least bytes at the begin of a step for which no plan was found."""
+        """The least bytes at the start of a step for which no plan was found."""
 
     @property
     def stage(self) -> Stage:

@@ -192,9 +192,9 @@ class Part:
 
     blocks: int
     before: tuple[Task, ...] = ()
-    """At the begin of a forward."""
+    """At the start of a forward."""
     middle: tuple[Task, ...] = ()
-    """At the begin of a backward: head, loss and their backward."""
+    """At the start of a backward: head, loss and their backward."""
     after: tuple[Task, ...] = ()
     """At its end: the backward of embeddings, and the optimizer."""
     late: tuple[Task, ...] = ()

@@ -75,7 +75,7 @@ class Facts:
     """Phases of tasks, by their names."""
     rows: tuple[Row, ...]
     instants: tuple[float, ...]
-    """Seconds from the begin of the step at which memory changes, strictly increasing."""
+    """Seconds from the start of the step at which memory changes, strictly increasing."""
     layers: tuple[Layer, ...]
     """From the bottom up. At each instant they add up to the memory in use on the device."""
     host_bytes: tuple[int, ...]
