@@ -265,7 +265,7 @@ class Decisions:
                 if must and value in program.written:
                     raise RecomputeError(
                         f"The policy says that the output of {operator.func} must be saved, but the function writes "
-                        f"into it in place. Answer with a PREFER value, which allows to recompute it, or write out of "
+                        f"into it in place. Answer with a PREFER value, so that it may be recomputed, or write out of "
                         f"place."
                     )
                 if choices.planned is None:

@@ -335,7 +335,7 @@ def _operators(
 def _reason(block: BlockPlan, operators: Sequence[OperatorRow]) -> str:
     """Why a block has its decisions: what recomputing its bytes costs, for each decision."""
     if block.plain:
-        return "The budget allows to keep the whole block."
+        return "The budget is large enough to keep the whole block."
     parts = []
     for decision, word in (("offload", "offloaded"), ("keep", "kept"), ("recompute", "recomputed")):
         those = [each for each in operators if each.decision.startswith(decision) and each.nbytes]
