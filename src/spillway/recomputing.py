@@ -237,13 +237,13 @@ def _call_checkpointed(
     arguments = Arguments(args, kwargs)
     tensors = arguments.take()
 
-    def forward() -> Any:
+    def first() -> Any:
         return function(*args, **kwargs)
 
     session = session if session is not None else Session.default()
     if in_replay():
-        replayed = ReplayedFunction(function, arguments)
-        return _call_in_replay(how, replayed, session, forward, tensors)
+        again = ReplayedFunction(function, arguments)
+        return _call_in_replay(how, again, session, first, tensors)
     session.check_open()
     see_again()
     planned, scope = how.choices.planned, current_scope(session)
@@ -261,20 +261,20 @@ def _call_checkpointed(
     if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
-            output, is_whole = PreservingCall(order, scope).run(forward)
+            output, is_whole = PreservingCall(order, scope).run(first)
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    replayed = ReplayedFunction(function, arguments, known.walk)
-    kept = replayed.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
+    again = ReplayedFunction(function, arguments, known.walk)
+    kept = again.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
-        scope.ledger.note(f"{replayed.label} {kept}. Its saved tensors are kept, not recomputed.")
-        return forward()
+        scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")
+        return first()
     is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
     setup = CallSetup(
-        replayed,
+        again,
         learned,
         scope,
         how.choices.inputs,
@@ -283,7 +283,7 @@ def _call_checkpointed(
         is_captured=is_captured,
         partition=partition,
     )
-    return _replayable(how, setup, observer, module_of(function)).run(forward, tensors)
+    return _replayable(how, setup, observer, module_of(function)).run(first, tensors)
 
 
 # Dynamo must leave it out, also if it traces the caller. The second entry takes less time, for callers that Dynamo does
@@ -293,19 +293,15 @@ call_checkpointed_untraced = untraced(_call_checkpointed)
 
 
 def _call_in_replay(
-    how: Recompute,
-    replayed: ReplayedFunction,
-    session: Session,
-    forward: Callable[[], Any],
-    tensors: Sequence[torch.Tensor],
+    how: Recompute, again: ReplayedFunction, session: Session, first: Callable[[], Any], tensors: Sequence[torch.Tensor]
 ) -> Any:
     """Run a function that an outer one calls in its replay, whose checks cover it."""
-    if replayed.state.why_kept() is not None:
-        return forward()
+    if again.state.why_kept() is not None:
+        return first()
     inputs = Decision.KEEP if how.choices.inputs is not None else None
     scope, learned = current_scope(session), LearnedCalls.trusted()
-    setup = CallSetup(replayed, learned, scope, inputs, how.preserve_rng_state)
-    return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
+    setup = CallSetup(again, learned, scope, inputs, how.preserve_rng_state)
+    return CheckpointedCall(setup, stops_early=how.early_stop).run(first, tensors)
 
 
 def _replayable(

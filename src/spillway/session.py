@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar, cast
 import torch
 
 from spillway.errors import SessionError, UsageError
-from spillway.runtime import parts as runtime_parts
+from spillway.runtime import parts as part_of
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
@@ -100,7 +100,7 @@ class Session:
             if value is not None and not callable(value):
                 raise UsageError(f"{name}: got {value!r}, expected a callable")
         _check_streams(streams, backend)
-        parts = runtime_parts.parts
+        parts = part_of.parts
         self.enabled = True
         """Whether tensors may be offloaded. You may set it at any time; offloaded tensors are reloaded all the same."""
         self.unscoped = _Unscoped()
@@ -326,7 +326,7 @@ class Session:
         window = self.window
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
-        return runtime_parts.parts.runtime(
+        return part_of.parts.runtime(
             self._make_backend(device),
             self._spill_file,
             window=window,

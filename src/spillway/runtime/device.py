@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from spillway.runtime import parts as runtime_parts
+from spillway.runtime import parts as part_of
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Backend, quiet
 from spillway.runtime.mover import Mover
@@ -55,7 +55,7 @@ class DeviceRuntime:
                 tier = HostTier(self.backend, self.arena, out=out, back=back)
             else:
                 limit, file = self.mover.window, self.spill_file()
-                parts = runtime_parts.parts
+                parts = part_of.parts
                 make = parts.direct_disk_tier if self.backend.direct_disk else parts.disk_tier
                 tier = make(self.backend, self.arena, file, out=out, back=back, staging=limit)
             self._tiers[name] = tier
@@ -66,7 +66,7 @@ class DeviceRuntime:
 
     def captured(self) -> Runtime:
         if self._captured is None:
-            self._captured = runtime_parts.parts.captured(self)
+            self._captured = part_of.parts.captured(self)
         return self._captured
 
     def release_graphs(self) -> int:

@@ -218,8 +218,7 @@ class DiskTier(Tier):
         except TierError as error:
             if not piece.is_freed:
                 raise TransferError(
-                    f"A saved tensor's {format_bytes(piece.extent.nbytes)} could not be written to disk: {error}. "
-                    f"Check the disk, or set SPILLWAY_DIR to a directory on another one"
+                    f"A saved tensor's {format_bytes(piece.extent.nbytes)} could not be written to disk: {error}"
                 ) from error
 
 

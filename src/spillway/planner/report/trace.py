@@ -1,7 +1,7 @@
 """The simulated step as a trace that Chrome (``chrome://tracing``) and Perfetto (https://ui.perfetto.dev) read.
 
 Streams are threads. Stalls of the compute stream are there too, with their reasons. Memory is shown by counters: device
-memory by layers, CPU memory, and disk. Times are microseconds from the start of the step, as the format has it.
+memory by layers, CPU memory, and disk. Times are microseconds from the begin of the step, as the format has it.
 """
 
 from __future__ import annotations
