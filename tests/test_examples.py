@@ -146,7 +146,7 @@ def test_a_longer_sequence_fits_where_a_plain_one_did(
     lines = run("long_sequence", capsys, *sizes)
     plain = re.fullmatch(r"a plain step of 512 tokens takes ([\d.]+) MiB, which is the budget", lines[0])
     longest = re.fullmatch(r"the longest sequence, of up to 1024 tokens, has (\d+)", lines[1])
-    planned = re.match(r"([\d.]+) MiB of ([\d.]+) MiB, in ", lines[3])
+    planned = re.match(r"peak ([\d.]+) MiB of ([\d.]+) MiB, in ", lines[3])
     assert plain is not None and longest is not None and planned is not None, lines
     assert int(longest[1]) > 512
     assert float(planned[1]) <= float(planned[2]) == float(plain[1])

@@ -1,6 +1,8 @@
 """The public contexts ``offload``, ``keep`` and ``group``, and marks on single tensors.
 
-The contexts push saved-tensor hooks and pop them. Learned state belongs to the session, by tag.
+The contexts push saved-tensor hooks and pop them. Each time that ``offload`` is entered, a pass begins, a
+:class:`~spillway.saved_tensors.hooks.ForwardScope`, whose ``pack`` is the hook. The order of backward that passes teach
+belongs to the session, by tag.
 """
 
 from __future__ import annotations
@@ -31,7 +33,10 @@ from spillway.units import parse_bytes, parse_share
 
 
 def hooks_of(pack: Callable[[torch.Tensor], Any]) -> saved_tensors_hooks:
-    """A context: autograd calls ``pack`` with each saved tensor, and unpacks the handle that it returns."""
+    """A context of saved-tensor hooks: ``pack`` gives autograd a handle of each saved tensor.
+
+    Backward unpacks the handle. ``torch.func`` refuses such hooks, and Dynamo has to leave their code out.
+    """
     refuse_transforms()
     keep_out()
     return saved_tensors_hooks(pack, unpack)
@@ -133,27 +138,27 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __enter__(self) -> Self:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        memory = self._memory_in(session)
+        learned = self._memory_in(session)
         with ExitStack() as stack:
-            if self._has_no_options and memory.gains_nothing() and not session.of(SavedState).marks.any:
-                why = memory.benefit.why_none
+            if self._has_no_options and learned.gains_nothing() and not session.of(SavedState).marks.any:
+                why = learned.benefit.why_none
                 ledger = ByteCounters(notes=[] if why is None else [why])
                 # Hooks around this context may count saved tensors (a checkpoint's do): as many as before.
                 stack.enter_context(keep_if_counted())
                 stack.enter_context(within_scope(None))
             else:
-                ledger = self._enter(session, memory, stack)
+                ledger = self._enter(session, learned, stack)
             self._local.entered.append((stack.pop_all(), session, ledger))
         return self
 
-    def _enter(self, session: Session, memory: LearnedOrders, stack: ExitStack) -> ByteCounters:
+    def _enter(self, session: Session, learned: LearnedOrders, stack: ExitStack) -> ByteCounters:
         """Begin a pass that ``stack`` ends; gives its counters."""
         modules, operators = wants_modules(self._policy), wants_operators(self._policy)
         locator = Locator(modules=modules, operators=operators) if modules or operators else None
         current = ForwardScope(
             session,
             self._policy,
-            memory,
+            learned,
             min_bytes=self._min_bytes,
             tag=self._tag,
             tier=self._tier,
@@ -184,7 +189,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         return session.stats_of(ledger)
 
     def _memory_in(self, session: Session) -> LearnedOrders:
-        """The learned state of the code inside. An attached model has its own."""
+        """The orders that earlier passes of the code inside have taught. An attached model has its own."""
         return session.of(SavedState).learned(self._tag)
 
 

@@ -287,7 +287,8 @@ def _call_checkpointed(
     return _replayable(how, setup, observer, module_of(function)).run(first, tensors)
 
 
-# Tracers of the caller must leave it out. The shorter entry is for callers that are not traced.
+# Dynamo must leave it out, also if it traces the caller. The second entry takes less time, for callers that Dynamo does
+# not trace.
 call_checkpointed = disable_dynamo(_call_checkpointed)
 call_checkpointed_untraced = untraced(_call_checkpointed)
 
@@ -326,7 +327,7 @@ def _replayable(
 
 
 def hooks_around() -> tuple[bool, bool]:
-    """Whether other saved-tensor hooks are around, and whether ours are."""
+    """Whether the innermost saved-tensor hooks are those of other code, and whether they are Spillway's."""
     is_ours = scope_of_hooks() is not None
     return not is_ours and top_hooks(True) is not None, is_ours
 
@@ -334,7 +335,7 @@ def hooks_around() -> tuple[bool, bool]:
 def _learned(
     known: LearnedFunction, function: Callable[..., Any], tensors: Sequence[torch.Tensor], arguments: Arguments
 ) -> LearnedCalls:
-    """Knowledge about this kind of call: types of tensors, numbers, and whether the module trains."""
+    """Knowledge from earlier calls of this kind. Types of tensors, numbers and the module's mode make a kind."""
     types = tuple([(tensor.dtype, tensor.dim(), tensor.requires_grad) for tensor in tensors])
     kind: Hashable = (types, arguments.numbers(), getattr(module_of(function), "training", None))
     learned: LearnedCalls | None = known.calls.get(kind)
@@ -357,7 +358,7 @@ def _partition(how: Recompute, scope: ForwardScope, *, is_foreign: bool) -> Part
 
 
 def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Hashable:
-    """Identity of a function: a module, or code and the functions that it uses."""
+    """A key for the knowledge about a function: its module, or its code and the functions that it uses."""
     if more:
         return (_identity_of(function), *(_identity_of(each, depth=depth - 1) for each in more))
     module = module_of(function)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.checkpointing.program import Operator, Program, SavedTensor, lies_within
+from spillway.checkpointing.program import Operator, Program, RecordedTensor, lies_within
 from spillway.checkpointing.schema import facts_of
 from spillway.planner.needed import Act, needed
 from spillway.saved_tensors.identity import ViewRecipe
@@ -270,7 +270,7 @@ def saving(operators: Sequence[Operator], saved: Collection[int], written: Colle
     made = [value for each in operators for value in each.makes]
     return Program(
         operators,
-        [SavedTensor(value, len(operators), one, is_parameter=False) for value in saved],
+        [RecordedTensor(value, len(operators), one, is_parameter=False) for value in saved],
         {value: place for place, each in enumerate(operators) for value in each.makes},
         {0: 0},
         frozenset(written),

@@ -104,7 +104,7 @@ def test_a_block_that_is_left_alone_keeps_all(facts: Made) -> None:
     found = facts(gib=200)
     assert {row.decision for row in found.rows} == {"keep"}
     assert {each.decision for row in found.rows for each in row.operators} == {"keep"}
-    assert found.rows[0].reason == "The budget allows to keep the whole block."
+    assert found.rows[0].reason == "The budget is large enough to keep the whole block."
     assert found.stalls == () and found.plan.sent_bytes == 0
 
 

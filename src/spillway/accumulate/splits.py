@@ -213,7 +213,7 @@ class _Comparison:
         self._norm = math.hypot(*self._norms.values())
         self._tolerance = tolerance
         if not math.isfinite(self._norm):
-            raise UsageError("step: the gradients of the whole batch are not finite")
+            raise UsageError("step: the gradients of the whole batch are not finite; give a batch whose loss is")
 
     def difference(self, found: Gradients, split: Split) -> tuple[float, str | None]:
         """The largest relative difference, and an error message if one is above its tolerance."""

@@ -1,8 +1,12 @@
 """``spillway.attach``: checkpoints and offloads the blocks of a model that is not edited.
 
 The verb is here. ``attached`` has its handle. ``call`` replaces a module's call, ``model`` that of the model and
-``block`` that of a block. ``validation`` refuses other models. With a budget, ``collector`` profiles steps and applies
-a plan, ``controller`` finds the plan, ``ranks`` share it, and ``pipeline`` finds those of several stages.
+``block`` that of a block. ``validation`` refuses other models.
+
+With a budget, each call of the model goes to ``controller``, which takes the search for a plan from stage to stage. It
+has two helpers: ``collector`` profiles steps, and tells each block how it is called by a plan; the ``Planner`` of
+``budget`` makes plans of a profile. ``ranks`` share one search, and ``pipeline`` has that of several stages.
+``meta_profile`` profiles a model without its hardware.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class Attached:
 
     @property
     def plan(self) -> Plan | None:
-        """The active plan; ``None``: there is none yet, or no budget."""
+        """The latest plan; not in use while :attr:`missing` says that profiling began again. ``None``: none yet."""
         return None if self._controller is None else self._controller.plan
 
     @property
@@ -163,7 +163,7 @@ class Attached:
             observer = self._root.observer
             found = () if observer is None else observer.losses
             losses = [f"the loss of {loss.kind} is computed in rows" for loss in found if loss.is_in_rows]
-            plans = [] if plan is None else [str(plan)]
+            plans = [] if plan is None else [str(plan) if self.missing is None else f"the plan before: {plan}"]
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
         if plan is None:
             raise UsageError(f"explain: there is no plan yet ({self._state()}). Call it when there is one")
@@ -181,7 +181,10 @@ class Attached:
                 f"a buffer of one"
             )
         lines = [
-            printable(f"{each.operator} (operator {each.place}, {each.nbytes} bytes) {each.reason}")
+            printable(
+                f"{each.operator} (operator {each.place}, {format_bytes(each.nbytes)}): {each.decision.value}, since "
+                f"{each.reason}"
+            )
             for each in mine[0].operators
         ]
         return "\n".join([str(mine[0]), *lines])
@@ -282,8 +285,10 @@ class Attached:
         parts = [f"stage {self.stage!r}"]
         if self.budget is not None:
             parts.append(f"budget {format_bytes(self.budget)}")
-        if self.missing is not None:
-            parts.append(f"no plan yet: it takes {self.missing}")
+        if self._removed:
+            parts.append("removed")
+        elif self.missing is not None:
+            parts.append(f"{'no plan yet' if self.plan is None else 'no new plan yet'}: it takes {self.missing}")
         elif self.plan is not None:
             parts.append(f"predicted peak {format_bytes(self.plan.predicted_peak)}")
             if self.measured is not None:

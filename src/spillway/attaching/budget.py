@@ -39,7 +39,7 @@ class Rival:
     kinds: list[Hashable]
     """Kinds of the called blocks."""
     seconds: float
-    """From the begin of the step to the end of the first block's backward."""
+    """From the start of the step to the end of the first block's backward."""
 
 
 def is_same(plan: Plan, other: Plan) -> bool:
@@ -89,8 +89,8 @@ class BudgetTarget:
             self.corrections, self.nbytes = before
             raise BudgetError(
                 f"budget: a step took {format_bytes(peak)}, above {format_bytes(self.budget)} and its prediction, and "
-                f"no plan is that much smaller. Give a budget of {format_bytes(self.budget + missing)}, or allow more "
-                f"to be offloaded or recomputed",
+                f"no plan is that much smaller. Give a budget of {format_bytes(self.budget + missing)}, or allow more: "
+                f"allow=, host_budget=, disk_budget=",
                 budget=self.budget,
                 least=self.budget + missing,
             ) from error

@@ -1,4 +1,4 @@
-"""Profiles an attached model in three steps of the user's own loop.
+"""Profiles an attached model in three steps of the user's own loop, and applies plans to its blocks.
 
 NOTE [ Profiling steps ]
 
@@ -176,7 +176,7 @@ class ProfileCollector:
         """Whether a block of the step is measured operator by operator."""
         self._inputs = 0
         self._statics: Static | None = None
-        """The bytes at the begin of the step whose memory is measured."""
+        """The bytes at the start of the step whose memory is measured."""
         self._weighed: StepTrace | None = None
         """The step whose memory was measured."""
         self._other_kinds = self._new_kinds = self._waited = 0
@@ -242,7 +242,7 @@ class ProfileCollector:
             self._mover.listen(self._tracer.moves)
 
     def cut(self) -> None:
-        """The step ends here, and not at the begin of the next one."""
+        """The step ends here, and not at the start of the next one."""
         self._cut = self._finish() or self._cut
 
     def end_step(self) -> StepTrace | None:
@@ -486,5 +486,8 @@ def device_of(model: Module) -> torch.device:
     """
     parameter = next(iter(model.parameters()), None)
     if parameter is None:
-        raise UsageError(f"{type(model).__name__} has no parameters, so there is nothing to plan for a budget")
+        raise UsageError(
+            f"{type(model).__name__} has no parameters, so there is nothing to plan for; attach to the module that "
+            f"has them"
+        )
     return parameter.device

@@ -82,7 +82,7 @@ class PlanController:
     """See NOTE [ How a plan is found ].
 
     The budget is in bytes, or a share as a float, as for :func:`spillway.plan`. A plan that is given instead is active
-    from the begin, whatever comes.
+    from the start, whatever comes.
     """
 
     _bears_a_step = True
@@ -138,7 +138,7 @@ class PlanController:
         self._over_at: int | None = None
         """The last of them that was above the budget."""
         self._refused: int | None = None
-        """The least bytes at the begin of a step for which no plan was found."""
+        """The least bytes at the start of a step for which no plan was found."""
 
     @property
     def stage(self) -> Stage:
@@ -221,6 +221,7 @@ class PlanController:
         self.collector.drop()
 
     def _enter(self, stage: Stage) -> None:
+        """The next step has this stage."""
         self._stage = stage
         stage.log(self.collector.model)
         self._unjudged = 0
@@ -237,6 +238,7 @@ class PlanController:
         self._was_called = True
 
     def _step_ended(self, trace: StepTrace | None) -> None:
+        """Judge the step by its stage. ``trace`` has its measurements, unless it had no backward, or was not traced."""
         if self._stage in PROFILING:
             if self.collector.advance(trace, self._ranks):
                 self._plan_first()
@@ -439,6 +441,7 @@ class PlanController:
         return max(self._ranks.share("seconds", trace.blocks_seconds))
 
     def _check(self) -> None:
+        """A step with an active plan is over: find another plan, or raise, if it was above the budget."""
         target = self._target
         if target is None:
             return

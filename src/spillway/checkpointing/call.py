@@ -99,10 +99,10 @@ class CheckpointedCall(ReplayableCall):
 
     # Forward.
 
-    def run(self, first: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
-        """Run the function, by ``first`` with the caller's own arguments, and return its output."""
+    def run(self, forward: Callable[[], Any], tensors: Sequence[torch.Tensor]) -> Any:
+        """Run the function, by ``forward`` on the caller's own arguments, and return its output."""
         if not self._may_begin(tensors):
-            return first()
+            return forward()
         if self._selection is not None:
             self._select(self._selection, tensors)
         self._forward_begins(tensors)
@@ -113,7 +113,7 @@ class CheckpointedCall(ReplayableCall):
         self._is_running, output, first_node = True, None, next_node()
         try:
             with saved_tensors_hooks(self._packing(), unpack):
-                output = first()
+                output = forward()
         except BaseException:
             # A replay ends with the last tensor that was saved by then.
             self._records = self._compares = False
@@ -382,12 +382,12 @@ class CheckpointedCall(ReplayableCall):
     ) -> None:
         """Run the function, with a context around it within the mode."""
         with below_modes(self._subclass):
-            backs = zip(self._inputs_back(), self._tensors, strict=True)
+            inputs = zip(self._unpack_inputs(), self._tensors, strict=True)
             tensors = [
                 tensor
                 if tensor.requires_grad and tensor.is_leaf and not written
                 else replay_argument(tensor, grad, written)
-                for tensor, (*_, grad, written) in backs
+                for tensor, (*_, grad, written) in inputs
             ]
         collector.know([*tensors, *self._reached.tensors()])
         if isinstance(mode, Recorder):

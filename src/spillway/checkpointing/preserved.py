@@ -177,7 +177,9 @@ class PreservedTensors:
         return given if all(handle.is_intact() for handle in given.values()) else None
 
 
-class _SavedTensor(NamedTuple):
+class _PlannedTensor(NamedTuple):
+    """One saved tensor of a block of which a plan recomputes nothing."""
+
     number: int
     decision: Decision | None
     """``None``: it is kept, and not counted."""
@@ -194,7 +196,7 @@ class SavingOrder:
         self.program = program
         self.kept_bytes: dict[int, int] = {}
         """Counted bytes of kept tensors, by numbers."""
-        self.saved: list[_SavedTensor] = []
+        self.saved: list[_PlannedTensor] = []
         for number, each in enumerate(program.saved):
             decision: Decision | None = None
             maker = program.makers.get(-1 if each.value is None else each.value)
@@ -205,7 +207,7 @@ class SavingOrder:
                 # Tensors without grad, as masks, are shared with other blocks.
                 decision = planned.inputs
             dtype, size = (None, None) if each.recipe is None else (each.recipe.dtype, each.recipe.size)
-            self.saved.append(_SavedTensor(number, decision, maker is not None, dtype, size))
+            self.saved.append(_PlannedTensor(number, decision, maker is not None, dtype, size))
 
 
 class PreservingCall:

@@ -58,8 +58,8 @@ class Argument:
     key: int | str
 
 
-class SavedTensor(NamedTuple):
-    """One tensor that autograd saved, in the order of saving."""
+class RecordedTensor(NamedTuple):
+    """One tensor that autograd saved, as the recorder saw it. They are in the order of saving."""
 
     value: int | None
     """``None`` for a wrapper, or for a parameter that no operator had read."""
@@ -79,7 +79,7 @@ class Program:
     """One call of a function: its operators, and the tensors that autograd saved."""
 
     operators: Sequence[Operator] = ()
-    saved: Sequence[SavedTensor] = ()
+    saved: Sequence[RecordedTensor] = ()
     makers: dict[int, int] = field(default_factory=dict)
     """The operator that made each value."""
     inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -217,7 +217,7 @@ class Decisions:
         self.kept_bytes: dict[int, int] = {}
         """Counted bytes of kept tensors, by values."""
 
-    def _saved(self, saved: SavedTensor, preserved: Mapping[int, Decision]) -> Saved:
+    def _saved(self, saved: RecordedTensor, preserved: Mapping[int, Decision]) -> Saved:
         program, value, recipe = self.program, saved.value, saved.recipe
         if saved.is_parameter:
             return True
@@ -265,7 +265,7 @@ class Decisions:
                 if must and value in program.written:
                     raise RecomputeError(
                         f"The policy says that the output of {operator.func} must be saved, but the function writes "
-                        f"into it in place. Answer with a PREFER value, which allows to recompute it, or write out of "
+                        f"into it in place. Answer with a PREFER value, so that it may be recomputed, or write out of "
                         f"place."
                     )
                 if choices.planned is None:
@@ -283,7 +283,7 @@ class Decisions:
         return decisions
 
 
-def _is_statistic(program: Program, saved: SavedTensor) -> bool:
+def _is_statistic(program: Program, saved: RecordedTensor) -> bool:
     """Whether a batch norm saved its running statistics, which it writes, and does not read in backward."""
     if saved.saved_by is None or saved.value in program.makers:
         return False

@@ -43,7 +43,7 @@ from spillway._torch import (
     tree_leaves,
 )
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
-from spillway.checkpointing.program import Argument, Operator, Program, SavedTensor, Selection
+from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor, Selection
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
 from spillway.checkpointing.selectors import OperatorCall
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
@@ -70,7 +70,7 @@ class Recorder(OperatorMode):
         self.values = Values()
         self.count = 0
         self.operators: list[Operator] = []
-        self.saved: list[SavedTensor] = []
+        self.saved: list[RecordedTensor] = []
         self.saves_at: list[int] = []
         """Numbers of operators that had run when autograd began to save for another operator."""
         self.makers: dict[int, int] = {}
@@ -140,7 +140,7 @@ class Recorder(OperatorMode):
             with disable_modes():
                 found = [(self.values.find(part), ViewRecipe.of(part)) for part in strided_parts(tensor)]
             parts = tuple([(value, recipe) for value, recipe in found if value is not None])
-        self.saved.append(SavedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad, parts))
+        self.saved.append(RecordedTensor(value, len(self.operators), recipe, is_own, tensor.requires_grad, parts))
 
     def program(self) -> Program:
         saved = [

@@ -199,7 +199,7 @@ class ReplayableCall:
         self._state, self._label = setup.function.state, setup.function.label
         learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
-        """Whether it is observed in full: see NOTE [ Learning ]."""
+        """Whether the call is learned from: see NOTE [ Learning ]. A profiler's observer is another matter."""
         self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._ambient = AmbientState.now()
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -319,7 +319,10 @@ class ReplayableCall:
     # Backward.
 
     def _on_current_state(self, replay: Callable[[], Result]) -> Result | None:
-        """A replay of a function that prepares itself in its first call; ``None`` if its state has not changed."""
+        """Replay on the Python state of now, for functions that prepare themselves in their first call.
+
+        ``None`` if that is the state of forward, where another replay would give the same.
+        """
         with self._function.on_current_state() as is_another:
             if not is_another:
                 return None
@@ -329,7 +332,7 @@ class ReplayableCall:
                 # On another state than that of forward, anything may be missing.
                 raise difference_error(self._label) from error
 
-    def _inputs_back(self) -> list[torch.Tensor]:
+    def _unpack_inputs(self) -> list[torch.Tensor]:
         """The tensors among the arguments. A replay unpacks them once, though it may run the function more often.
 
         Ranks gather them by that, and hooks around the call may give a tensor only once, as torch's checkpoint does.

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from spillway.profiler.meter import DeviceMemory
 
 LEAST_STEPS = 3
-"""One step warms up, and the end of another is the begin of the first that is measured."""
+"""One step warms up, and the end of another is the start of the first that is measured."""
 CHILD_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Set for each way, unless the user has set it: with it, cuBLAS is deterministic."""
 WAYS = "baseline,recompute,offload"

@@ -72,7 +72,8 @@ class SpillwayAC(ActivationCheckpointing):  # type: ignore[misc, unused-ignore]
         """
         if not isinstance(getattr(model, "layers", None), Module):
             raise UsageError(
-                f"got a {type(model).__name__} without layers, which are the blocks of torchtitan's models"
+                f"got a {type(model).__name__} without layers, which are the blocks of torchtitan's models; for "
+                f"another model, use spillway.attach(model, blocks=...)"
             )
         first = FirstCall(Named("", model), lambda model, args, kwargs: self._attach(first, model))
         first.take()

@@ -166,7 +166,10 @@ class PinnedTier(ChunkTier):
             return context.transfers.backend.empty(nbytes)
         except torch.OutOfMemoryError as error:
             # Chunks that are being stored are freed first, and prefetched ones are given up.
-            raise TierFullError(f"the GPU has no {format_bytes(nbytes)} for a chunk of optimizer state") from error
+            raise TierFullError(
+                f"the GPU has no {format_bytes(nbytes)} for a chunk of optimizer state; leave more of its memory free, "
+                f"by a smaller batch or budget"
+            ) from error
 
     def keep(self, transfer: ChunkTransfer) -> None:
         # Tensors hold their memory.

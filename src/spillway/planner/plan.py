@@ -12,7 +12,7 @@ from spillway.errors import UsageError, printable
 from spillway.planner.block_tasks import make_option, outside_task
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.planner.profile import BlockProfile, Profile, ReplayRule
-from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates
+from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates, in_words
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
 
@@ -115,9 +115,10 @@ class Plan(FileRecord):
 
     def __str__(self) -> str:
         lines = [
-            f"{format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in {printable(self.peak_task)}; a "
-            f"step of {format_seconds(self.predicted_seconds)}: offloads {format_bytes(self.sent_bytes)}, recomputes "
-            f"for {format_seconds(self.recompute_seconds)}, stalls {format_seconds(self.stall_seconds)}"
+            f"peak {format_bytes(self.predicted_peak)} of {format_bytes(self.budget)}, in "
+            f"{printable(in_words(self.peak_task))}; a step of {format_seconds(self.predicted_seconds)}: offloads "
+            f"{format_bytes(self.sent_bytes)}, recomputes for {format_seconds(self.recompute_seconds)}, stalls "
+            f"{format_seconds(self.stall_seconds)}"
         ]
         if self.optimizer_fraction is not None:
             lines.append(f"  optimizer: {self.optimizer_fraction:.0%} of it on the CPU")
@@ -139,7 +140,7 @@ def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:
             continue
         nbytes = block.nbytes(each.makes)
         price = each.seconds / nbytes * 1e12 if nbytes else 0.0
-        reason = f"recomputing it would cost {price:.1f} ps a byte"
+        reason = f"recomputing it would cost {format_seconds(each.seconds)}, {price:.1f} ps a byte"
         operators.append(OperatorPlan(place, each.name, decision if offloads else Decision.KEEP, nbytes, reason))
     inputs = (number for number, value in enumerate(block.values) if value.is_input)
     return BlockPlan(

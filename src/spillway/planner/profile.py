@@ -237,12 +237,12 @@ class Profile(FileRecord):
     static_bytes: Count
     """In use when the step begins."""
     before: Outside
-    """From the begin of the forward to the first block."""
+    """From the start of the forward to the first block."""
     middle: Outside
-    """From the end of the last block's forward to the begin of its backward: head and loss, without casts of blocks,
+    """From the end of the last block's forward to the start of its backward: head and loss, without casts of blocks,
     and only up to the place where these are freed."""
     after: Outside
-    """From the end of the first block's backward to the begin of the next step: the optimizer."""
+    """From the end of the first block's backward to the start of the next step: the optimizer."""
     min_bytes: Count
     """Smaller storages are not offloaded."""
     optimizer: OptimizerProfile | None = None

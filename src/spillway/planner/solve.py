@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 
 from spillway.errors import BudgetError
 from spillway.planner.bounds import Bounds, Choices, CostModel, excess
-from spillway.planner.tasks import Option, Problem, Rates
+from spillway.planner.tasks import Option, Problem, Rates, in_words
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.units import format_bytes
 
@@ -295,17 +295,15 @@ def _too_small(problem: Problem, least: Solution) -> BudgetError:
     text = f"No plan fits {' and '.join(limits)}. "
     if peak > problem.budget:
         known = "feasible budget" if least.method == "exact" else "budget that was found"
-        block, _, part = timeline.peak_task.rpartition(" ")
-        task = f"the {part} of {block}" if part in ("forward", "backward", "recomputation") else timeline.peak_task
         text += (
             f"The smallest {known} is {format_bytes(peak)} ({peak} bytes): {format_bytes(problem.static_bytes)} in use "
-            f"when the step begins (weights, optimizer state), and {format_bytes(peak - problem.static_bytes)} more at "
-            f"the peak, in {task}. "
+            f"when the step begins (weights, optimizer state; on a CPU, the whole process), and "
+            f"{format_bytes(peak - problem.static_bytes)} more at the peak, in {in_words(timeline.peak_task)}. "
         )
     if len(limits) > 1:
         text += (
             f"The smallest plan offloads {format_bytes(timeline.host_bytes)} to CPU memory and "
             f"{format_bytes(timeline.disk_bytes)} to disk. "
         )
-    text += "Raise the budget, reduce the batch size, or allow more decisions."
+    text += "Raise the budget, reduce the batch size, or allow more: allow=, host_budget=, disk_budget=."
     return BudgetError(text, budget=problem.budget, least=peak)

@@ -35,6 +35,17 @@ from typing import NamedTuple
 from spillway.types import Decision
 
 
+def in_words(task: str) -> str:
+    """The name of a block's task, such as ``"layers.3 backward"``, in words. Other names are words already.
+
+    Example:
+        >>> in_words("layers.3 backward"), in_words("head and loss")
+        ('the backward of layers.3', 'head and loss')
+    """
+    block, _, part = task.rpartition(" ")
+    return f"the {part} of {block}" if part in ("forward", "backward", "recomputation") else task
+
+
 class Phase(enum.Enum):
     """The part of a step to which a task belongs."""
 
@@ -181,9 +192,9 @@ class Part:
 
     blocks: int
     before: tuple[Task, ...] = ()
-    """At the begin of a forward."""
+    """At the start of a forward."""
     middle: tuple[Task, ...] = ()
-    """At the begin of a backward: head, loss and their backward."""
+    """At the start of a backward: head, loss and their backward."""
     after: tuple[Task, ...] = ()
     """At its end: the backward of embeddings, and the optimizer."""
     late: tuple[Task, ...] = ()

@@ -57,7 +57,7 @@ STREAMS = ("compute", "out", "back", "disk")
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Work of a stream, in seconds from the begin of the step."""
+    """Work of a stream, in seconds from the start of the step."""
 
     stream: str
     """One of :data:`STREAMS`."""

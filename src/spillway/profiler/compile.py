@@ -6,7 +6,7 @@ If a loop waits for the device nowhere, its CPU gets further ahead with each ste
 it waits between steps, for a loss that is printed or inputs that are copied, it has the lead that it gained since.
 Both show if the device is made to lag: the CPU's lead at the end of such a step is the lead that it can have.
 
-A lead that is lost on the way does not count. So the device lags from the begin of the weighed step, and from the first
+A lead that is lost on the way does not count. So the device lags from the start of the weighed step, and from the first
 block of the timed one. The CPU must keep some of that lead up to the first block, and half of it at each instant from
 there to the turn. Otherwise the model or the loop waits there, or the CPU is slower than the device, and the lead is 0.
 
@@ -60,7 +60,7 @@ def compile_profile(
         model: its class.
         device: where it computed.
         min_bytes: smaller tensors were not offloaded.
-        known: the bytes at the begin of the step that could be told apart.
+        known: the bytes at the start of the step that could be told apart.
         has_host: whether the CPU's time is told apart from the device's. ``None``: if the CPU queues work there.
 
     Raises:
@@ -325,7 +325,7 @@ def _host(traces: tuple[StepTrace, StepTrace], numbers: list[int], end: Place) -
 
 
 def host_lead(timed: StepTrace, weighed: StepTrace) -> float:
-    """Seconds by which the CPU is ahead of the device at the begin of a step. See NOTE [ The CPU's lead ].
+    """Seconds by which the CPU is ahead of the device at the start of a step. See NOTE [ The CPU's lead ].
 
     In the timed step the device lagged where the blocks begin, in both directions; in the weighed one, at its begin.
     """

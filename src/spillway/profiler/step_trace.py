@@ -23,10 +23,10 @@ holds 1024 kernels, which a CPU queues in some 40 ms. So the device lags less th
 NOTE [ The device's clock ]
 
 If the CPU is the slower of the two, the time between two instants on the device is the CPU's. To be timed, the device
-is made to lag at the begin of the first block, in forward and in backward, so that it has a queue to work off. A call
+is made to lag at the start of the first block, in forward and in backward, so that it has a queue to work off. A call
 counts if the device was behind the CPU at its begin and its end. Before the first block nothing lags: a model that
 reads a number from the device there makes the CPU wait, and would be timed too long. In a step that times neither, the
-device may lag from the begin on, as it does in a step whose CPU has a lead.
+device may lag from the start on, as it does in a step whose CPU has a lead.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ class StepTrace:
         return max(reading.peak for place, reading in self.readings.items() if place[0] not in ("ahead", "begin"))
 
     def blocks_seconds(self) -> float:
-        """Time from the begin of the step to the end of the blocks' backward."""
+        """Time from the start of the step to the end of the blocks' backward."""
         return self.seconds(("begin", 0), ("first", 0) if ("first", 0) in self.readings else ("back", 0))
 
     def lead(self, place: Place) -> float:
@@ -170,7 +170,7 @@ class StepTracer:
         meter: that reads the instants. ``None``: the device's.
         times_host: whether the CPU is timed: see NOTE [ The CPU's clock ].
         lag: seconds by which the device is made to lag at the blocks: see NOTE [ The device's clock ].
-        lead: seconds by which it is made to lag at the begin of the step, so that the CPU is ahead by that.
+        lead: seconds by which it is made to lag at the start of the step, so that the CPU is ahead by that.
     """
 
     def __init__(

@@ -140,7 +140,7 @@ class Entry:
         self.storage: torch.UntypedStorage | None = storage
         """Held while the bytes must not die."""
         self.alive: Callable[[], torch.UntypedStorage | None] = weakref.ref(storage)
-        """The storage that last had the bytes on the device."""
+        """Gives the storage that last had the bytes on the device, while it lives."""
         self.source: Bytes | None = None
         """The bytes that a copy out reads, while it is under way."""
         self.mover: Mover

@@ -69,7 +69,7 @@ class ForwardScope:
     Args:
         session: its runtimes move the bytes.
         policy: decides; ``None`` offloads everything.
-        memory: the learned state of the tag.
+        learned: the learned state of the tag.
         window: as :meth:`Mover.limit() <spillway.runtime.mover.Mover.limit>` takes it.
         locator: knows module and operator, if the policy asks for them.
         may_be_disabled: whether later passes may be disabled, if offloading gains nothing.
@@ -79,7 +79,7 @@ class ForwardScope:
         self,
         session: Session,
         policy: Policy | None,
-        memory: LearnedOrders,
+        learned: LearnedOrders,
         *,
         min_bytes: int,
         tag: str | None,
@@ -95,7 +95,7 @@ class ForwardScope:
         self.session = session
         self._state = state = session.of(SavedState)
         self._identity, self._marks, self._outputs = state.identity, state.marks, state.outputs
-        self._memory = memory
+        self._learned = learned
         self._tier = tier
         self._locator = locator
         self._may_be_disabled = may_be_disabled
@@ -194,7 +194,7 @@ class ForwardScope:
     def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
         """Keep, in forward, a plain tensor that only its maker has seen, and that was counted as ``nbytes`` before.
 
-        Its bytes are not registered, unless the maker returns it (:meth:`stays`).
+        Its bytes are not registered, unless the maker returns it (:meth:`register_returned`).
         """
         if self._signature is None or self._marks.any or self._outputs.any or self.groups.current is not None:
             return self.save(tensor, _KEEP)
@@ -203,7 +203,7 @@ class ForwardScope:
             self.count_kept(nbytes)
         return KeptHandle(tensor)
 
-    def stays(self, handle: KeptHandle) -> None:
+    def register_returned(self, handle: KeptHandle) -> None:
         """Register a tensor of :meth:`keep_again` that is returned to other code, which may save it."""
         storage = handle.alias.untyped_storage()
         handle.saved = KeptStorage(storage, *reach(handle.alias, storage.nbytes()))
@@ -230,7 +230,10 @@ class ForwardScope:
         return handle
 
     def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
-        """A second handle of offloadable bytes, for a tensor known to see them as they were saved; ``None``: not so."""
+        """A second handle of the bytes that ``handle`` has, for a tensor that is known to see them as they were saved.
+
+        ``None`` if the two cannot share an entry.
+        """
         if isinstance(handle, OffloadedHandle) and handle.saved.reaches(
             *reach(tensor, tensor.untyped_storage().nbytes())
         ):
@@ -287,7 +290,7 @@ class ForwardScope:
         tier = self._tier_for(decision, device)
         # Bytes at an address that the allocator would not give cannot be restored exactly.
         if tier is None or storage.data_ptr() % runtime.backend.alignment:
-            return self._stays(tensor, storage, start, nbytes)
+            return self._keep(tensor, storage, start, nbytes)
         if self._is_sharded(tensor, storage):
             return KeptHandle(tensor)
         ledger = self.ledger if group is None else group.ledger
@@ -314,7 +317,8 @@ class ForwardScope:
             return None
         return OffloadedHandle(tensor, known, device.runtime.nothing)
 
-    def _stays(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
+    def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
+        """Keep bytes that were not saved before, and register them."""
         self.count_kept(nbytes)
         staying = KeptStorage(storage, start, nbytes)
         self._identity.add(storage, staying)
@@ -344,13 +348,13 @@ class ForwardScope:
         return device
 
     def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
-        """The first tensor of the pass tells which earlier pass it resembles."""
+        """Take over the learned order of an earlier pass, which the first tensor of this one tells."""
         self._signature = (tensor.shape, tensor.dtype, tensor.device)
         # After this, dead handles are known to be dead.
         device.runtime.mover.read_notes()
         predictor = self._state.predictor(tensor.device)
         self._turn = predictor.turn()
-        previous, alike = self._memory.recall(self._signature, self._turn)
+        previous, alike = self._learned.recall(self._signature, self._turn)
         if previous is not None:
             self.decider.total_bytes = previous.total_bytes or None
             self.groups.learn(previous.groups)
@@ -383,7 +387,7 @@ class ForwardScope:
             if self._may_be_disabled:
                 backends = [each.runtime.backend for each in self._devices.values()]
                 order.benefit = offload_benefit(order.total_bytes, backends)
-            self._memory.keep(self._signature, self._turn, order)
+            self._learned.keep(self._signature, self._turn, order)
             if not order.was_asked:
                 self._state.predictor(device).add(order)
 

@@ -75,7 +75,7 @@ class Keeping:
             for handle in kept:
                 # An object that is no tensor may hold any of them.
                 if type(leaf) is not torch.Tensor or is_alias_of(leaf, handle.alias):
-                    self._scope.stays(handle)
+                    self._scope.register_returned(handle)
 
 
 class PassthroughBlock:

@@ -11,7 +11,7 @@ from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of
 from spillway.planner.planner import Curve, Point, rates_of
 from spillway.planner.profile import BlockProfile, Profile
-from spillway.planner.tasks import Option, Phase
+from spillway.planner.tasks import Option, Phase, in_words
 from spillway.planner.timeline import Timeline, settled, simulate_program
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
@@ -75,7 +75,7 @@ class Facts:
     """Phases of tasks, by their names."""
     rows: tuple[Row, ...]
     instants: tuple[float, ...]
-    """Seconds from the begin of the step at which memory changes, strictly increasing."""
+    """Seconds from the start of the step at which memory changes, strictly increasing."""
     layers: tuple[Layer, ...]
     """From the bottom up. At each instant they add up to the memory in use on the device."""
     host_bytes: tuple[int, ...]
@@ -135,7 +135,7 @@ class Facts:
         recomputing, stalled = plan.recompute_seconds, timeline.wait_seconds
         return (
             ("budget", format_bytes(plan.budget)),
-            ("peak", f"{format_bytes(timeline.peak_bytes)}, in {timeline.peak_task or 'no task'}"),
+            ("peak", f"{format_bytes(timeline.peak_bytes)}, in {in_words(timeline.peak_task) or 'no task'}"),
             ("step", f"{format_seconds(timeline.seconds)} on {self.hardware}{then}"),
             ("recomputation", f"{format_seconds(recomputing)}, {_share(recomputing, timeline.seconds)} of the step"),
             ("stalls", f"{format_seconds(stalled)}, {_share(stalled, timeline.seconds)} of the step"),
@@ -335,7 +335,7 @@ def _operators(
 def _reason(block: BlockPlan, operators: Sequence[OperatorRow]) -> str:
     """Why a block has its decisions: what recomputing its bytes costs, for each decision."""
     if block.plain:
-        return "The budget allows to keep the whole block."
+        return "The budget is large enough to keep the whole block."
     parts = []
     for decision, word in (("offload", "offloaded"), ("keep", "kept"), ("recompute", "recomputed")):
         those = [each for each in operators if each.decision.startswith(decision) and each.nbytes]
