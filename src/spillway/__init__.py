@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from spillway.planning import longest, plan, profile, simulate
     from spillway.recomputing import Recompute, recompute
     from spillway.runtime.binding import Affinity, bind_to_device
-    from spillway.saved_tensors.decide import list_saved_tensors
+    from spillway.saved_tensors.decide import SavedTensorReport, list_saved_tensors
     from spillway.saved_tensors.groups import Groups
     from spillway.session import Session
     from spillway.types import (
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
         GroupStats,
         OptimizerStats,
         SavedTensor,
-        SavedTensorReport,
         StepStats,
     )
 
@@ -141,10 +140,10 @@ _MODULES = {
     "planning": "longest plan profile simulate",
     "recomputing": "Recompute recompute",
     "runtime.binding": "Affinity bind_to_device",
-    "saved_tensors.decide": "list_saved_tensors",
+    "saved_tensors.decide": "SavedTensorReport list_saved_tensors",
     "saved_tensors.groups": "Groups",
     "session": "Session",
-    "types": "Decision Event EventKind EventList GroupStats OptimizerStats SavedTensor SavedTensorReport StepStats",
+    "types": "Decision Event EventKind EventList GroupStats OptimizerStats SavedTensor StepStats",
 }
 """Public names by module. A module is imported when one of its names is first used, so that the command line can
 print its help before torch is imported."""

@@ -60,25 +60,6 @@ class SavedTensor(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class SavedTensorReport:
-    """One line of :func:`spillway.list_saved_tensors`: a tensor that autograd would save."""
-
-    nbytes: int
-    """Bytes that would be offloaded. 0 for an alias of bytes that are listed already."""
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    module: str
-    """Dotted path of the module whose forward saved it; ``""`` is the model itself."""
-    operator: str
-    """The torch function that saved it, as ``torch.nn.functional.linear``."""
-    moves: bool
-    """Whether Spillway would offload it."""
-    reason: str
-    """Why, or why not."""
-
-
-@dataclass(frozen=True, slots=True)
 class GroupStats:
     """Bytes and seconds of the groups of one name in a finished pass. :class:`StepStats` explains and includes them."""
 

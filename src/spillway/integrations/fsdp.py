@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING
 
 import torch.distributed
 
@@ -14,11 +13,8 @@ from spillway.errors import UsageError
 from spillway.runtime.system import local_ranks
 from spillway.units import parse_bytes
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
-
-def local_share(total: int | str, *, group: ProcessGroup | None = None) -> int:
+def local_share(total: int | str, *, group: torch.distributed.ProcessGroup | None = None) -> int:
     """This rank's equal share of its machine's memory, in bytes: for the budgets of a session.
 
     Args:

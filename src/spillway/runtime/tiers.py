@@ -22,6 +22,7 @@ still queued, the late write would overwrite the next owner's bytes.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import weakref
@@ -321,12 +322,10 @@ def cut(whole: Bytes) -> list[Bytes]:
 class DirectDiskTier(DiskTier):
     """Extents of the spill file, from and into the tensors' own memory: for :attr:`Backend.direct_disk`."""
 
-    def __init__(
-        self, backend: Backend, arena: Arena, file: SpillFile, *, out: Stream, back: Stream, staging: int
-    ) -> None:
-        super().__init__(backend, arena, file, out=out, back=back, staging=staging)
+    @functools.cached_property
+    def _memory(self) -> Arena:
         # This is the device's own memory, as from its allocator: the CPU-memory budget does not apply.
-        self._memory = Arena(backend.host_slab, capacity=sys.maxsize)
+        return Arena(self._backend.host_slab, capacity=sys.maxsize)
 
     def reserve(self, source: Bytes) -> list[_Piece]:
         # A failed write is reported where its storage was to be released: the storage is still there.

@@ -17,7 +17,7 @@ from spillway.saved_tensors.groups import Group, PassGroups
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.identity import StorageMarks, is_parameter, reach, why_unmovable
 from spillway.saved_tensors.locator import Locator as Locator
-from spillway.types import Decision, SavedTensor, SavedTensorReport
+from spillway.types import Decision, SavedTensor
 
 # A member of an enum costs a search of its class each time that it is named.
 _KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
@@ -109,6 +109,25 @@ class Decider:
             group.nbytes += nbytes
             group.count += 1
         return _KEEP if self.groups.stays(group) else decision
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensorReport:
+    """One line of :func:`spillway.list_saved_tensors`: a tensor that autograd would save."""
+
+    nbytes: int
+    """Bytes that would be offloaded. 0 for an alias of bytes that are listed already."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    module: str
+    """Dotted path of the module whose forward saved it; ``""`` is the model itself."""
+    operator: str
+    """The torch function that saved it, as ``torch.nn.functional.linear``."""
+    moves: bool
+    """Whether Spillway would offload it."""
+    reason: str
+    """Why, or why not."""
 
 
 def list_saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> list[SavedTensorReport]:
