@@ -368,7 +368,11 @@ def _reach(block: BlockProfile, again: frozenset[int]) -> int:
     if any(_wanted_at(block, number) != block.values[number].saved_at for number in again):
         return len(block.operators)
     # A value that is saved twice is recomputed up to the last time.
-    return max((max(_wanted_at(block, number), block.values[number].asked_at or 0) for number in again), default=0)
+    last = {number: max(_wanted_at(block, number), block.values[number].asked_at or 0) for number in again}
+    reach = max(last.values(), default=0)
+    if any(block.values[number].is_constant for number, place in last.items() if place == reach):
+        return next((place for place in block.saves_at if place > reach), len(block.operators))
+    return reach
 
 
 def _replayed(

@@ -23,7 +23,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes
 
-SCHEMA = 9
+SCHEMA = 10
 
 
 class ReplayRule(enum.Enum):
@@ -54,6 +54,9 @@ class Value(Record):
     saved_last_at: Count | None = None
     """Number of operators that had run when autograd saved it last: backward needs it there first. ``None``: as
     ``saved_at``."""
+    is_constant: bool = False
+    """Whether autograd saved it last without a history. Then a replay does not end there, but where autograd saves for
+    the next operator: see NOTE [ The end of a replay ] in ``collector.py``."""
     is_cast: bool = False
     """Whether it is a leaf's cast, made in the call: see NOTE [ Casts ] in ``block_tasks.py``."""
 

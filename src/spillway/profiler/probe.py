@@ -89,10 +89,12 @@ class Probe(OperatorMode):
         self._note_deaths(count)
         saved_at: dict[int, int] = {}
         saved_last_at: dict[int, int] = {}
+        constants: dict[int, bool] = {}
         for each in recorder.saved:
             if each.value is not None and not each.is_parameter:
                 saved_at.setdefault(each.value, each.place)
                 saved_last_at[each.value] = each.place
+                constants[each.value] = not each.requires_grad
         inputs = {value for values in recorder.inputs for value in values}
         made = recorder.makers.keys() | recorder.casts
         values = []
@@ -115,6 +117,7 @@ class Probe(OperatorMode):
                     dies_at=count + 1
                     if place is None or number in recorder.outputs
                     else self._dies_at.get(number, count),
+                    is_constant=is_saved and not is_input and constants[number],
                     is_cast=number in recorder.casts,
                 )
             )
