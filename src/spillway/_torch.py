@@ -75,6 +75,10 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
+at_end_of_backward: Callable[[Callable[[], None]], None] = torch.autograd.Variable._execution_engine.queue_callback
+"""Inside a backward: calls a function when it ends."""
+
+
 # Saved-tensor hooks.
 
 Hooks = tuple[Callable[..., Any], Callable[..., Any]]

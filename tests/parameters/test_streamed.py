@@ -8,6 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import sys
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,7 +28,8 @@ from allocations import count_exactly
 from runtime.scenarios import adversary_session
 from spillway import EventKind, EventList, policies
 from spillway.errors import InplaceError, RecomputeError, TierFullError, UnsupportedError, UsageError
-from spillway.saved_tensors.identity import is_streamed
+from spillway.parameters.streamed import HomeTier, StreamedParameter
+from spillway.saved_tensors.identity import is_streamed, unset_streamed
 from spillway.testing import AdversaryBackend
 from support import assert_nothing_left
 
@@ -403,7 +406,7 @@ def test_a_block_that_is_written_while_another_one_runs_is_copied_again() -> Non
     ahead: list[Any] = []
 
     def write(layers: Any) -> None:
-        for use in ahead[0]._ahead[1] if ahead and ahead[0]._ahead else ():
+        for use in ahead[0]._ahead._fetched[2] if ahead and ahead[0]._ahead._fetched else ():
             # Its copy has read the content from before.
             use.entry.copied.synchronize()
         with torch.no_grad():
@@ -460,8 +463,301 @@ def test_a_home_is_not_written_again_before_its_copy_has_ended() -> None:
         streams: Any = attached._root.streams
         uses = streams.fetched(streams.blocks[0], is_replay=False)
         assert all(use.parameter.home.before_write() for use in uses)
-        streams.forget(uses)
         del uses, streams
+
+
+# Code that reads a parameter at rest, where it must not: at rest there is nothing but NaN in these tests.
+
+
+class Scaled(nn.Module):
+    """Autograd saves its frozen parameters themselves, and no views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 4, requires_grad=False)
+        self.bias, self.scale = (nn.Parameter(torch.randn(WIDTH), requires_grad=False) for _ in range(2))
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, self.norm(x), self.weight)
+        return x + self.own(torch.tanh(y) * self.scale)
+
+
+class Checkpointed(Model):
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__(Scaled)
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+        y: Tensor = self.head(x)
+        return y
+
+
+@pytest.fixture
+def nothing_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rest(self: StreamedParameter, entry: object) -> None:
+        self.own().data = torch.full_like(self.own(), float("nan"))
+
+    def leave(self: StreamedParameter) -> None:
+        rest(self, None)
+        unset_streamed(self.own())
+
+    monkeypatch.setattr(StreamedParameter, "rest", rest)
+    monkeypatch.setattr(StreamedParameter, "check", lambda self: None)
+    monkeypatch.setattr(StreamedParameter, "leave", leave)
+
+
+def gradients(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    found = []
+    for step in range(3):
+        torch.manual_seed(step)
+        call(torch.randn(6, WIDTH if call is not model else 4, requires_grad=True)).square().sum().backward()
+        found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        model.zero_grad()
+    return found
+
+
+@pytest.mark.usefixtures("nothing_at_rest")
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("block", [Scaled, Block, Convolution, Attention])
+def test_backward_never_reads_a_parameter_at_rest(block: type[nn.Module], how: str) -> None:
+    plain, model = Model(block), Model(block)
+    wanted = gradients(plain, plain)
+    with streamed(model, policy=HOWS[how]()):
+        assert same(gradients(model, model), wanted)
+
+
+@pytest.mark.usefixtures("nothing_at_rest")
+@pytest.mark.parametrize("block", [Scaled, Block])
+def test_neither_does_it_without_spillways_hooks(block: type[nn.Module]) -> None:
+    for find in (lambda model: model, lambda model: model.layers[1]):
+        plain, model = Model(block).eval(), Model(block).eval()
+        wanted = gradients(plain, find(plain))
+        with streamed(model):
+            assert same(gradients(model, find(model)), wanted)
+
+
+@pytest.mark.usefixtures("nothing_at_rest")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_nor_in_the_users_own_checkpoint(use_reentrant: bool) -> None:
+    plain, model = Checkpointed(use_reentrant=use_reentrant), Checkpointed(use_reentrant=use_reentrant)
+    wanted = gradients(plain, plain)
+    with streamed(model):
+        assert same(gradients(model, model), wanted)
+
+
+# Writes.
+
+
+@pytest.mark.parametrize("how", ["recomputed", "kept"])
+def test_when_a_call_or_a_backward_has_ended_no_copy_reads_a_home(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adversary says of an event that it is reached if the CPU has waited for it."""
+    model, load, last = Model(), HomeTier.load, []
+
+    def noting(self: HomeTier, *args: Any) -> Any:
+        last[:] = load(self, *args)
+        return last
+
+    def idle() -> bool:
+        return bool(last) and all(event.query() for event in last)
+
+    monkeypatch.setattr(HomeTier, "load", noting)
+    with streamed(model, policy=HOWS[how]()):
+        for _ in range(3):
+            loss = model(torch.randn(6, 4)).sum()
+            assert idle()
+            loss.backward()
+            assert idle()
+            with torch.no_grad():
+                model.layers[1](torch.randn(6, WIDTH))
+            assert idle()
+        del loss
+
+
+class Averaging(Block):
+    """Its forward writes a frozen parameter, in place or by other data."""
+
+    replaces = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        mean = 0.9 * self.norm.bias.detach() + 0.1 * y.detach().mean(0)
+        if self.replaces:
+            self.norm.bias.data = mean
+        else:
+            with torch.no_grad():
+                self.first.base.bias.mul_(0.9)
+        return y
+
+
+class Replacing(Averaging):
+    replaces = True
+
+
+@pytest.mark.parametrize("block", [Averaging, Replacing])
+def test_what_a_block_writes_into_its_parameters_is_in_their_homes(block: type[nn.Module]) -> None:
+    plain, model = Model(block), Model(block)
+    for each in (plain, model):
+        # In place, autograd would refuse: the weight is needed.
+        each.layers[0].first.base.bias.mul_(1)  # type: ignore[operator, union-attr]
+    wanted = train(plain, micro_batches=1)
+    with streamed(model):
+        assert same(train(model, micro_batches=1), wanted)
+
+
+def test_a_block_is_fetched_ahead_only_within_a_pass() -> None:
+    plain, model = Model().eval(), Model().eval()
+    x = torch.randn(6, WIDTH)
+    with streamed(model), torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(6, 4))
+            for number in range(BLOCKS):
+                for each in (plain, model):
+                    each.layers[number].first.base.weight.data.add_(0.1)  # type: ignore[operator, union-attr]
+                assert torch.equal(model.layers[number](x), plain.layers[number](x))
+
+
+def test_a_prediction_that_was_wrong_is_forgotten() -> None:
+    model = Model()
+    with streamed(model, policy=spillway.Recompute()) as (attached, session):
+        train(model, 2, micro_batches=2, together=True)
+        for _ in range(2):
+            model(torch.randn(6, 4)).sum().backward()
+            assert session.runtime(torch.device("cpu")).mover.counts()["returning bytes"] == 0
+            assert attached._root.streams._ahead._fetched is None  # type: ignore[union-attr]
+
+
+def test_an_error_of_a_fetch_ahead_is_none_of_the_block_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, model = Model(), Model()
+    wanted = train(plain)
+    with streamed(model) as (attached, _):
+        streams: Any = attached._root.streams
+        fetched, calls = streams.fetched, []
+
+        def failing(block: Any, **options: Any) -> Any:
+            calls.append(block)
+            if len(calls) % 3 == 0 and sys._getframe(1).f_code.co_name == "fetch_next":
+                raise torch.OutOfMemoryError("no memory")
+            return fetched(block, **options)
+
+        monkeypatch.setattr(streams, "fetched", failing)
+        assert same(train(model), wanted)
+        monkeypatch.undo()
+
+
+# Threads, interrupts, nesting.
+
+
+def test_threads_evaluate_one_model() -> None:
+    plain, model = Model().eval(), Model().eval()
+    x = torch.randn(6, 4)
+    wanted, faults = plain(x).detach(), []
+
+    def evaluate() -> None:
+        for _ in range(20):
+            with torch.no_grad():
+                try:
+                    faults.extend([] if torch.equal(model(x), wanted) else ["other bits"])
+                except spillway.SpillwayError as error:
+                    faults.append(str(error))
+
+    with spillway.Session() as session, spillway.attach(model, stream="layers.*", min_bytes=0, session=session):
+        threads = [threading.Thread(target=evaluate) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not faults
+        assert session.runtime(torch.device("cpu")).mover.counts()["returning bytes"] == 0
+
+
+class Nested(Model):
+    """A block calls another one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x)
+        first: Any = self.layers[0].first
+        hook = first.register_forward_hook(lambda _, args, output: output + self.layers[1](args[0]).sum())
+        try:
+            x = self.layers[2](self.layers[0](self.layers[0](x)))
+        finally:
+            hook.remove()
+        y: Tensor = self.head(x)
+        return y
+
+
+def test_a_block_calls_another_one() -> None:
+    wanted, model = train(Nested()), Nested()
+    with streamed(model):
+        assert same(train(model), wanted)
+
+
+_UNTOLD = ("__del__", "load")
+
+
+def test_an_interrupt_anywhere_leaves_a_model_that_trains() -> None:
+    plain, model = Model(), Model()
+    wanted = train(plain, 1)
+    file = StreamedParameter.own.__code__.co_filename
+    with streamed(model):
+        train(model, 2)
+        for number in range(0, 400, 7):
+            left = number
+
+            def trace(frame: Any, event: str, _: object) -> Any:
+                nonlocal left
+                # An error in a finaliser is none.
+                if frame.f_code.co_filename == file and event == "line" and frame.f_code.co_name not in _UNTOLD:
+                    left -= 1
+                    if left == 0:
+                        raise KeyboardInterrupt
+                return trace
+
+            sys.settrace(trace)
+            try:
+                model(torch.randn(6, 4)).sum().backward()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.settrace(None)
+        model.load_state_dict(Model().state_dict())
+        model.zero_grad()
+        assert same(train(model, 1), wanted)
+
+
+def test_removal_in_the_middle_of_a_forward() -> None:
+    model, plain = Model(), Model()
+    with streamed(model) as (attached, _):
+        train(model, 1)
+        hook = model.layers[1].first.register_forward_hook(lambda *_: attached.remove())  # type: ignore[union-attr]
+        model(torch.randn(6, 4))
+        hook.remove()
+        assert not any(map(is_streamed, model.parameters()))
+        model.load_state_dict(plain.state_dict())
+        model.zero_grad()
+        assert same(train(model), train(plain))
+
+
+def test_inference_mode_leaves_no_inference_tensors() -> None:
+    model = Model()
+    with adversary_session(window=1024) as (_, session):
+        with torch.inference_mode():
+            attached = spillway.attach(model, stream="layers.*", min_bytes=0, session=session)
+            model.eval()(torch.randn(6, 4))
+        assert not any(each.is_inference() for each in model.parameters())
+        with torch.inference_mode():
+            attached.remove()
+        assert not any(each.is_inference() for each in model.parameters())
+
+
+def test_transforms_of_functions_are_refused() -> None:
+    model = Model().eval()
+    with streamed(model), pytest.raises(UnsupportedError, match=r"torch\.func transform"):
+        torch.func.grad(lambda x: model(x).sum())(torch.randn(6, 4))
 
 
 # Budgets.
@@ -544,6 +840,13 @@ def test_a_parameter_that_was_moved_or_unfrozen_is_refused() -> None:
         weight.requires_grad_(True)
         with pytest.raises(UnsupportedError, match="requires_grad=True"):
             model(torch.randn(6, 4))
+        weight.requires_grad_(False)
+        train(model, 1)
+        # Once it is fetched ahead, too.
+        hook = model.layers[0].register_forward_hook(lambda *_: weight.requires_grad_(True))
+        with pytest.raises(UnsupportedError, match="requires_grad=True"):
+            model(torch.randn(6, 4))
+        hook.remove()
         weight.requires_grad_(False)
         train(model, 1)
         del home

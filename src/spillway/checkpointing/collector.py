@@ -24,6 +24,7 @@ from spillway.checkpointing.reached import why_refused
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import carry_attributes
+from spillway.saved_tensors.identity import is_streamed
 
 _STRIDED = torch.strided
 
@@ -238,10 +239,7 @@ class Collector:
         values, self._values = self._values, {}
         self._there = ()
         # A constant may have joined the graph since.
-        return {
-            number: (tensor if tensor.is_leaf else alias_of(tensor), version)
-            for number, (tensor, version) in values.items()
-        }
+        return {number: (alias_of(tensor), version) for number, (tensor, version) in values.items()}
 
     def is_same(self) -> bool:
         """Whether metadata, and values that are compared, are equal."""
@@ -280,7 +278,7 @@ def storages_of(tensors: Sequence[torch.Tensor]) -> dict[int, int]:
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """A saved tensor that can be held: itself, or an alias without the graph, which would hold itself."""
-    if tensor.is_leaf:
+    if tensor.is_leaf and not is_streamed(tensor):
         return tensor
     alias = tensor.detach()
     carry_attributes(tensor, alias)

@@ -10,14 +10,27 @@ stay::
     at rest --fetch--> being copied --enter--> in use --exit--> at rest
 
 Each use has an entry of the mover of its own (:class:`StreamedEntry`), with the home for a slot. So a write at rest
-counts for the next use. Nothing is copied out: the home has the content.
+counts for the next use. Nothing is copied out, unless the block wrote the parameter.
 
-* **Ahead.** When a block is entered, the block that followed it the last time is fetched. Forward and replays have
-  sequences of their own. At most two blocks are on the device.
-* **Autograd** saves a parameter or a view of it (``weight.t()``). The pack hook gives it a handle of the entry in use.
-  After forward nothing holds the copy on the device. When backward asks, the home is copied again, prefetched in the
-  learned order like every offloaded tensor. Without Spillway's hooks autograd holds the copy: right, and not free.
+* **Autograd** saves a parameter or a view of it (``weight.t()``). The parameter itself must not be held for backward,
+  which would read the home. So the pack hook gives autograd a handle of the entry in use. After forward nothing holds
+  the copy on the device. When backward asks, the home is copied again, prefetched in the learned order like every
+  offloaded tensor. If other hooks are in force, or none, they get an alias of the copy, which then stays.
 * **A replay** of a checkpointed block enters the block again.
+
+NOTE [ Fetched ahead ]
+
+When a block is entered, the block that followed it the last time is fetched: at most two blocks are on the device.
+Forward and replays have sequences of their own. Such a prediction is optional and belongs to one pass: it is dropped
+when the call of the model or the backward ends, since parameters may be written in between, and a wrong one is
+forgotten. A version shows most writes to a block that is fetched already, and it is fetched again. A write through
+``.data`` to a block that is about to run shows in no version.
+
+NOTE [ Writes at rest ]
+
+The CPU runs ahead of the device. When the call of the model or the backward ends, copies of homes may still be queued,
+and the caller may write a home then. So both wait for the last copy. The device has two more blocks to compute at that
+time, so it does not run dry.
 
 NOTE [ Lifetimes of a home ]
 
@@ -31,31 +44,47 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
-from spillway._torch import disable_dispatch, disable_function, storage_key
+from spillway._torch import (
+    at_end_of_backward,
+    disable_dispatch,
+    disable_function,
+    in_backward,
+    refuse_transforms,
+    storage_key,
+    top_hooks,
+    version_of,
+)
 from spillway.checkpointing.tensors import is_dense
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import TierError, UnsupportedError, UsageError
 from spillway.runtime.arena import Pinned
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, Stream
 from spillway.runtime.bytes import Bytes, over
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters, State
 from spillway.runtime.tiers import Tier
-from spillway.saved_tensors.handles import in_replay
+from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
 from spillway.saved_tensors.hooks import SavedState
 from spillway.saved_tensors.identity import SavedStorage, is_streamed, set_streamed, unset_streamed
-from spillway.saved_tensors.scopes import current_scope
+from spillway.saved_tensors.scopes import current_scope, scope_of_hooks
 from spillway.session import Session
 from spillway.units import format_bytes
 
 
 class HomeTier(Tier):
     """The homes of parameters. A slot is a :class:`~spillway.runtime.arena.Pinned`, which the mover never frees."""
+
+    last: Event | None = None
+    """The end of the copies that were queued last."""
+    at_end: Callable[[], None]
+    """Called at the end of a backward that has copied."""
 
     def reserve(self, source: Bytes) -> Pinned:
         raise AssertionError("homes are written at rest, not by copies out")
@@ -64,16 +93,27 @@ class HomeTier(Tier):
         raise AssertionError("homes are written at rest, not by copies out")
 
     def load(self, slots: Sequence[Pinned], destinations: Sequence[Bytes]) -> Sequence[Event]:
-        for home, destination in zip(slots, destinations, strict=True):
-            self._backend.copy(self._back, destination, home.range(0, destination.nbytes))
-        copied = self._backend.record(self._back)
-        for home in slots:
-            # Copies in are ordered by their stream: the last one says when all are done.
-            home.after("load", copied)
+        if in_backward():
+            at_end_of_backward(self.at_end)
+        try:
+            for home, destination in zip(slots, destinations, strict=True):
+                self._backend.copy(self._back, destination, home.range(0, destination.nbytes))
+        finally:
+            # Also after a failure: the other copies are under way.
+            self.last = copied = self._backend.record(self._back)
+            for home in slots:
+                # Copies in are ordered by their stream: the last one says when all are done.
+                home.after("load", copied)
         return [copied] * len(slots)
 
     def free(self, slot: Pinned) -> None:
         """The slot's owners free it. See NOTE [ Lifetimes of a home ]."""
+
+    def settle(self) -> None:
+        """Block until no copy reads a home. See NOTE [ Writes at rest ]."""
+        last, self.last = self.last, None
+        if last is not None:
+            last.synchronize()
 
 
 class StreamedEntry(SavedStorage):
@@ -82,24 +122,28 @@ class StreamedEntry(SavedStorage):
     __slots__ = ()
 
     def __init__(self, parameter: StreamedParameter, runtime: DeviceRuntime, tier: Tier, ledger: ByteCounters) -> None:
-        own, home = parameter.own(), parameter.home
-        storage = home.block.storage
-        super().__init__(own, storage, 0, home.nbytes, next(runtime.mover.numbers), ledger)
+        home = parameter.home
+        super().__init__(parameter.own(), home.block.storage, 0, home.nbytes, next(runtime.mover.numbers), ledger)
+        # It begins in its slot, not on the device.
         self.release()
         self.state, self.tier, self.slot, self.alive = State.AWAY, tier, home, _nowhere
         runtime.mover.see(self)
 
 
 class Use:
-    """One use of a parameter by a call of its block, or one that is expected."""
+    """One use of a parameter by a call of its block, or one that is expected. It is over when this object dies."""
 
-    __slots__ = ("entry", "parameter", "round")
+    round = -1
+    """That of the entry when it was taken."""
 
     def __init__(self, parameter: StreamedParameter, entry: StreamedEntry) -> None:
-        self.parameter = parameter
         self.entry = entry
-        self.round = -1
-        """That of the entry when it was taken."""
+        self.parameter = parameter
+
+    def __del__(self) -> None:
+        # It runs also if the rest of the constructor was interrupted.
+        if hasattr(self, "entry"):
+            self.entry.mover.forget(self.entry, self.round)
 
 
 class StreamedParameter:
@@ -114,13 +158,14 @@ class StreamedParameter:
         """The device that it was on."""
         self.latest: weakref.ref[SavedStorage] | None = None
         """The entry that was made last, which a graph may hold."""
-        at_rest = self._over(home.alias().untyped_storage())
+        self.has_left = False
+        at_rest = self._at_rest()
         at_rest.copy_(parameter.detach())
         parameter.data = at_rest
 
     @property
     def is_alive(self) -> bool:
-        return self._parameter() is not None
+        return not self.has_left and self._parameter() is not None
 
     def own(self) -> Parameter:
         parameter = self._parameter()
@@ -147,15 +192,30 @@ class StreamedParameter:
         """The parameter's data is this storage."""
         self.own().data = self._over(storage)
 
-    def rest(self) -> None:
-        """The parameter's data is its home."""
-        self.use(self.home.alias().untyped_storage())
+    def rest(self, entry: StreamedEntry) -> None:
+        """The parameter's data is its home, which gets what the block wrote meanwhile."""
+        own, at_rest = self.own(), self._at_rest()
+        written = own.untyped_storage() is not entry.origin() or version_of(own) != entry.version
+        if written and entry.round:
+            if (own.dtype, own.shape) != self._form[:2]:
+                raise UsageError(
+                    f"{self.name} is streamed, and its block gave it other data: got {own.dtype} {tuple(own.shape)}, "
+                    f"expected {self._form[0]} {tuple(self._form[1])}. Call attached.remove() first"
+                )
+            self.home.synchronize("load")
+            at_rest.copy_(own.detach())
+        own.data = at_rest
 
     def leave(self) -> None:
         """The parameter gets memory of its own, where it was."""
         if self.is_alive:
             own = self.own()
             own.data = own.detach().to(self.device, copy=True)
+            unset_streamed(own)
+        self.has_left = True
+
+    def _at_rest(self) -> torch.Tensor:
+        return self._over(self.home.alias().untyped_storage())
 
     def _over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         dtype, size, stride = self._form
@@ -169,8 +229,10 @@ class StreamedBlock:
         self.name = name
         self.parameters: list[StreamedParameter] = []
         self._model = model
-        self._lock = threading.RLock()
-        self._users = 0
+        self.users = 0
+        """Calls that are under way."""
+        self._stream: Stream | None = None
+        """The compute stream that the parameters are on the device for."""
         self._here: list[Use] = []
 
     @property
@@ -187,46 +249,62 @@ class StreamedBlock:
 
         Raises:
             UsageError: if a parameter was moved or cast.
-            UnsupportedError: if a parameter requires grad, or a graph is being captured.
+            UnsupportedError: if a parameter requires grad; while a graph is captured; inside of a ``torch.func``
+                transform; if a call on another stream is under way.
         """
-        with self._lock, _unseen():
-            if not self._users:
+        model = self._model
+        try:
+            with model.lock, _unseen():
                 # A block inside of one that is replayed is called as in forward.
                 self._enter(is_replay=is_replay or in_replay())
-            self._users += 1
-        try:
-            yield
+            with nullcontext() if is_replay else _aliases_for_others():
+                yield
         finally:
-            with self._lock, _unseen():
-                self._users -= 1
-                if not self._users:
-                    self._exit()
+            with model.lock, _unseen():
+                self._exit()
 
     def _enter(self, *, is_replay: bool) -> None:
-        with ExitStack() as undo:
-            self._here = self._model.uses(self, is_replay=is_replay)
-            undo.callback(self._exit)
-            for use in self._here:
-                parameter, entry = use.parameter, use.entry
-                storage, use.round = self._model.mover.take(entry, -1)
-                entry.origin = weakref.ref(storage)
-                parameter.use(storage)
-                set_streamed(parameter.own(), entry)
-                self._model.identity.add(storage, entry)
-            self._model.fetch_next(self, is_replay=is_replay)
-            undo.pop_all()
+        self.users += 1
+        model, compute = self._model, self._model.mover_stream()
+        if self.users > 1:
+            if compute != self._stream:
+                raise UnsupportedError(
+                    f"{self.name} is streamed, and was called on a stream while a call on another stream was under "
+                    f"way, expected one stream. Join the streams between the calls"
+                )
+            return
+        refuse_transforms()
+        self._stream = compute
+        # An interrupt may have left something.
+        self._rest()
+        self._here = model.uses(self, is_replay=is_replay)
+        for use in self._here:
+            parameter, entry = use.parameter, use.entry
+            storage, use.round = model.mover.take(entry, -1)
+            entry.origin = weakref.ref(storage)
+            parameter.use(storage)
+            set_streamed(parameter.own(), entry)
+            model.identity.add(storage, entry)
+        model.fetch_next(self, is_replay=is_replay)
 
     def _exit(self) -> None:
-        here, self._here = self._here, []
-        for parameter in [use.parameter for use in here]:
-            if parameter.is_alive:
-                set_streamed(parameter.own(), None)
-                parameter.rest()
-        self._model.forget(here)
+        # An interrupt may have come before the call was counted.
+        self.users = max(self.users - 1, 0)
+        if not self.users:
+            self._rest()
+            self._model.left(self)
+
+    def _rest(self) -> None:
+        while self._here:
+            use = self._here[-1]
+            if use.parameter.is_alive and use.round >= 0:
+                set_streamed(use.parameter.own(), None)
+                use.parameter.rest(use.entry)
+            self._here.pop()
 
 
 class StreamedModel:
-    """The streamed blocks of a model, in the order in which they run.
+    """The streamed blocks of a model.
 
     Args:
         blocks: names and modules. Their frozen parameters of at least ``min_bytes`` are streamed.
@@ -235,7 +313,7 @@ class StreamedModel:
         session: its runtime copies.
 
     Raises:
-        UsageError: if no parameter can be streamed.
+        UsageError: if no parameter can be streamed, or a parameter is on ``meta``.
         TierFullError: if the session has too little CPU memory.
     """
 
@@ -253,19 +331,17 @@ class StreamedModel:
         if not isinstance(runtime, DeviceRuntime):
             raise UnsupportedError("stream: got a capture that is under way, expected none. Attach before the capture")
         self._runtime, self.mover = runtime, runtime.mover
-        state = session.of(SavedState)
-        self.identity = state.identity
+        self.identity = session.of(SavedState).identity
+        self.lock = threading.RLock()
         out, back = self.mover.streams
         self._tier = HomeTier(runtime.backend, runtime.arena, out=out, back=back)
-        self._next: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
-        """The block that followed another one, in a replay or not."""
-        self._last: dict[bool, StreamedBlock] = {}
-        self._ahead: tuple[StreamedBlock, list[Use]] | None = None
-        """The block that is fetched ahead."""
+        self._tier.at_end = self.settle
+        self._passes = 0
+        self._ahead = _Ahead()
         self._ledger = ByteCounters()
         self._moved: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self.blocks: list[StreamedBlock] = []
-        with ExitStack() as undo:
+        with ExitStack() as undo, torch.inference_mode(mode=False):
             undo.callback(self.remove)
             for name, parameters in found.items():
                 block = StreamedBlock(name, self)
@@ -284,54 +360,69 @@ class StreamedModel:
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
-        """A call of the model. Nothing is fetched ahead of it or after it: parameters may be written in between."""
-        self._drop_ahead()
+        """A call of the model. See NOTE [ Fetched ahead ] and NOTE [ Writes at rest ]."""
+        with self.lock:
+            self._ahead.drop()
+            self._passes += 1
         try:
             yield
         finally:
-            self._drop_ahead()
+            with self.lock:
+                self._passes -= 1
+                self.settle()
+
+    def settle(self) -> None:
+        """Nothing is fetched ahead, and no copy reads a home."""
+        with self.lock:
+            self._ahead.drop()
+            self._tier.settle()
 
     def remove(self) -> None:
         """Every parameter and buffer is again where it was."""
-        self._drop_ahead()
-        for block in self.blocks:
-            for parameter in block.parameters:
-                parameter.leave()
-                if parameter.is_alive:
-                    unset_streamed(parameter.own())
-            # A replay after this finds them where they were.
-            block.parameters = []
-        self.blocks = []
-        for reference, device in self._moved:
-            tensor = reference()
-            if tensor is not None and tensor.device != device:
-                tensor.data = tensor.detach().to(device)
-        self._moved = []
+        with self.lock, torch.inference_mode(mode=False):
+            self.settle()
+            for block in self.blocks:
+                for parameter in block.parameters:
+                    parameter.leave()
+                # A replay after this finds them where they were.
+                block.parameters = []
+            self.blocks = []
+            for reference, device in self._moved:
+                tensor = reference()
+                if tensor is not None and tensor.device != device:
+                    _move(tensor, device)
+            self._moved = []
 
-    # For blocks.
+    # For blocks, with the lock held.
+
+    def mover_stream(self) -> Stream:
+        """The calling thread's compute stream."""
+        return self._runtime.backend.compute()
 
     def uses(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
         """The uses of a block that is entered, being copied."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] is block and all(u.entry.is_content_of(u.parameter.own()) for u in ahead[1]):
-            return ahead[1]
-        if ahead is not None:
-            self.forget(ahead[1])
+        ahead = self._ahead.take(block, is_replay=is_replay)
+        if ahead and all(use.entry.is_content_of(use.parameter.own()) for use in ahead):
+            for use in ahead:
+                use.parameter.check()
+            return ahead
         return self.fetched(block, is_replay=is_replay)
 
     def fetch_next(self, block: StreamedBlock, *, is_replay: bool) -> None:
         """Fetch the block that followed this one the last time."""
-        before, self._last[is_replay] = self._last.get(is_replay), block
-        if before is not None and before is not block:
-            self._next[is_replay, before] = block
-        following = self._next.get((is_replay, block))
-        if following is not None and following is not block:
-            self._ahead = following, self.fetched(following, is_replay=is_replay)
+        following = self._ahead.expected(block, is_replay=is_replay)
+        if following is None or following.users or not (self._passes or is_replay):
+            return
+        try:
+            self._ahead.put(block, following, self.fetched(following, is_replay=is_replay), is_replay=is_replay)
+        except (TierError, torch.OutOfMemoryError, UsageError, UnsupportedError):
+            # It is not needed yet. When it is, its call fetches it and gets the error.
+            return
 
-    def forget(self, uses: Sequence[Use]) -> None:
-        """They are over. A graph may have handles of the entries."""
-        for use in uses:
-            self.mover.forget(use.entry, use.round)
+    def left(self, block: StreamedBlock) -> None:
+        """The block is at rest."""
+        if not (self._passes or in_backward()):
+            self.settle()
 
     def fetched(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
         """Uses of a block whose copies are queued."""
@@ -345,10 +436,7 @@ class StreamedModel:
             each.check()
         ledger = current_scope(self._session).ledger if torch.is_grad_enabled() and not is_replay else self._ledger
         uses = [Use(each, (self._shared(each) if is_replay else None) or self._made(each, ledger)) for each in alive]
-        with ExitStack() as undo:
-            undo.callback(self.forget, uses)
-            self.mover.fetch([use.entry for use in uses])
-            undo.pop_all()
+        self.mover.fetch([use.entry for use in uses])
         return uses
 
     def _shared(self, parameter: StreamedParameter) -> StreamedEntry | None:
@@ -364,17 +452,52 @@ class StreamedModel:
         parameter.latest = entry.reference
         return entry
 
-    def _drop_ahead(self) -> None:
-        self._last.clear()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            self.forget(ahead[1])
-
     def _move_others(self, model: Module) -> None:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device != self._device and not is_streamed(tensor):
                 self._moved.append((weakref.ref(tensor), tensor.device))
-                tensor.data = tensor.detach().to(self._device)
+                _move(tensor, self._device)
+
+
+class _Ahead:
+    """The block that is fetched ahead. See NOTE [ Fetched ahead ]."""
+
+    def __init__(self) -> None:
+        self._next: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
+        """The block that followed another one, in a replay or not."""
+        self._last: dict[bool, StreamedBlock] = {}
+        self._fetched: tuple[tuple[bool, StreamedBlock], StreamedBlock, list[Use]] | None = None
+        """The key of the prediction, the block, and its uses."""
+
+    def expected(self, block: StreamedBlock, *, is_replay: bool) -> StreamedBlock | None:
+        """The block that is expected after one that is entered now."""
+        before, self._last[is_replay] = self._last.get(is_replay), block
+        if before is not None and before is not block:
+            self._next[is_replay, before] = block
+        following = self._next.get((is_replay, block))
+        return None if following is block else following
+
+    def put(self, block: StreamedBlock, following: StreamedBlock, uses: list[Use], *, is_replay: bool) -> None:
+        """The block that is expected after another one has been fetched."""
+        self._fetched = (is_replay, block), following, uses
+
+    def take(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
+        """The uses of a block that is entered, if it was fetched. A wrong prediction is forgotten."""
+        fetched, self._fetched = self._fetched, None
+        if fetched is None:
+            return []
+        key, expected, uses = fetched
+        if expected is block and key[0] is is_replay:
+            return uses
+        self._next.pop(key, None)
+        return []
+
+    def drop(self) -> None:
+        """A pass begins or ends."""
+        fetched, self._fetched = self._fetched, None
+        if fetched is not None:
+            self._next.pop(fetched[0], None)
+        self._last.clear()
 
 
 def _parameters_of(
@@ -388,17 +511,22 @@ def _parameters_of(
     sharers: dict[int, set[int]] = {}
     for path, module in model.named_modules():
         block = next((name for name, _ in blocks if path == name or path.startswith(f"{name}.")), "")
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(block)
-            if type(parameter) is Parameter and parameter.layout is torch.strided and not parameter.is_meta:
-                sharers.setdefault(storage_key(parameter.untyped_storage()), set()).add(id(parameter))
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            if tensor.is_meta:
+                raise UsageError(
+                    f"stream: got a parameter or buffer of {path or 'the model'} on meta, expected content. Load the "
+                    f"weights first, on the CPU"
+                )
+            owners.setdefault(id(tensor), set()).add(block)
+            if type(tensor) in (Parameter, torch.Tensor) and tensor.layout is torch.strided:
+                sharers.setdefault(storage_key(tensor.untyped_storage()), set()).add(id(tensor))
     found: dict[str, list[tuple[str, Parameter]]] = {}
     for name, module in blocks:
         for path, parameter in module.named_parameters(prefix=name):
             if (
                 type(parameter) is Parameter
                 and not parameter.requires_grad
-                and not parameter.is_meta
+                and not is_streamed(parameter)
                 and parameter.layout is torch.strided
                 and parameter.nbytes >= max(min_bytes, 1)
                 and owners[id(parameter)] == {name}
@@ -410,16 +538,36 @@ def _parameters_of(
     if not found:
         raise UsageError(
             f"stream: got {len(blocks)} blocks without a parameter that can be streamed, expected frozen parameters "
-            f"(requires_grad=False) of at least {format_bytes(min_bytes)}, which no other block shares and which are "
-            f"neither quantized nor sharded. Freeze them first, or give a smaller min_bytes"
+            f"(requires_grad=False) of at least {format_bytes(min_bytes)}, which no other block or model shares and "
+            f"which are neither quantized nor sharded. Freeze them first, or give a smaller min_bytes"
         )
     return found
+
+
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    """Move a tensor and its gradient, as ``model.to()`` does."""
+    tensor.data = tensor.detach().to(device)
+    if tensor.grad is not None:
+        tensor.grad.data = tensor.grad.detach().to(device)
+
+
+@contextmanager
+def _aliases_for_others() -> Iterator[None]:
+    """Inside, saved-tensor hooks that are not Spillway's get aliases of streamed parameters, not the parameters."""
+    if not torch.is_grad_enabled() or scope_of_hooks() is not None:
+        yield
+        return
+    hooks = top_hooks(True)
+    pack: Callable[[torch.Tensor], Any] = KeptHandle if hooks is None else hooks[0]
+    back: Callable[[Any], Any] = unpack if hooks is None else hooks[1]
+    with saved_tensors_hooks(lambda tensor: pack(tensor.detach() if is_streamed(tensor) else tensor), back):
+        yield
 
 
 @contextmanager
 def _unseen() -> Iterator[None]:
     """Inside, modes of the caller's do not see what is done: it is no part of the model."""
-    with disable_dispatch(), disable_function():
+    with torch.inference_mode(mode=False), disable_dispatch(), disable_function():
         yield
 
 

@@ -29,7 +29,7 @@ import torch
 
 from spillway._torch import base_of, disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
-from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe
+from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed
 
 
 class Handle(Protocol):
@@ -50,14 +50,16 @@ class KeptHandle:
     def __init__(self, tensor: torch.Tensor, saved: Known | None = None) -> None:
         # A leaf that needs grad has no history and cannot get one. Any other plain tensor is held by an alias: an
         # in-place write may still make a constant part of the graph, and `release` counts aliases. A subclass is held
-        # itself, since an alias may lack attributes that only its own code knows.
-        stays_a_leaf = tensor.is_leaf and (tensor.requires_grad or type(tensor) is not torch.Tensor)
+        # itself, since an alias may lack attributes that only its own code knows. So is no streamed parameter, whose
+        # memory changes.
+        is_fixed = tensor.is_leaf and not is_streamed(tensor)
+        stays_a_leaf = is_fixed and (tensor.requires_grad or type(tensor) is not torch.Tensor)
         self.alias = tensor if stays_a_leaf else tensor.detach()
         self._constant = None
         """A weak reference to a constant: while the object lives, autograd gives it back, and so does the handle."""
         if not stays_a_leaf:
             carry_attributes(tensor, self.alias)
-            if tensor.is_leaf:
+            if is_fixed:
                 self._constant = weakref.ref(tensor)
         self._version = -1 if tensor.is_inference() else version_of(tensor)
         self.saved = saved
