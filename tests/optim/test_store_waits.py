@@ -13,6 +13,7 @@ from optim.store_scenarios import SCENARIOS
 from removal import Without, parsed
 from spillway.errors import SpillwayError
 from spillway.optim import chunks, cpu_store, disk_tier, gpu_store, gradient, offloaded_gradient, state_store, transfers
+from spillway.runtime import pinned
 
 # What waits, and what lets others wait.
 WAITS = ("wait", "synchronize", "finish", "_finish_oldest", "settle", "after", "append", "run")
@@ -47,7 +48,17 @@ NOT_OF_STORES = (
 
 
 def _waits() -> Iterator[tuple[object, str, int, str]]:
-    for module in (state_store, chunks, cpu_store, gpu_store, disk_tier, gradient, offloaded_gradient, transfers):
+    for module in (
+        state_store,
+        chunks,
+        cpu_store,
+        gpu_store,
+        disk_tier,
+        gradient,
+        offloaded_gradient,
+        transfers,
+        pinned,
+    ):
         owners = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
         for owner in (*owners, module):
             if owner in NOT_OF_STORES:

@@ -20,9 +20,10 @@ from spillway.optim.optimizer_class import MASTER, ClassTraits, State, for_cpu, 
 from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
 from spillway.optim.transfers import Upload, on_error
-from spillway.runtime.arena import Pinned, pages
+from spillway.runtime.arena import pages
 from spillway.runtime.backend import Event, TaskEnd
 from spillway.runtime.bytes import Bytes, Cells, over
+from spillway.runtime.pinned import Pinned
 
 
 class CpuTier(ChunkTier):

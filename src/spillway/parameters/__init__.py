@@ -1,4 +1,7 @@
-"""Parameters that are in CPU memory, and on the device only while their block runs. See ``streamed.py``."""
+"""Parameters that are in CPU memory, and on the device only while their block runs.
+
+``homes`` has their memory, ``streamed`` the blocks and the model.
+"""
 
 from __future__ import annotations
 

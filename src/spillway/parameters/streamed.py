@@ -31,13 +31,6 @@ NOTE [ Writes at rest ]
 The CPU runs ahead of the device. When the call of the model or the backward ends, copies of homes may still be queued,
 and the caller may write a home then. So both wait for the last copy. The device has two more blocks to compute at that
 time, so it does not run dry.
-
-NOTE [ Lifetimes of a home ]
-
-The home is freed with its last owner, after its last copy. Owners are the parameter at rest, and the entries that a
-graph holds. So :meth:`StreamedModel.remove` takes no memory from a graph that waits for its backward. Destinations on
-the device are allocated on the compute stream that uses them, and freed by reference: a view that the program keeps
-stays valid.
 """
 
 from __future__ import annotations
@@ -53,173 +46,26 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
 from spillway._torch import (
-    at_end_of_backward,
     disable_dispatch,
     disable_function,
     in_backward,
     refuse_transforms,
     storage_key,
     top_hooks,
-    version_of,
 )
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import TierError, UnsupportedError, UsageError
-from spillway.runtime.arena import Pinned
-from spillway.runtime.backend import Event, Stream
-from spillway.runtime.bytes import Bytes, over
+from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use
+from spillway.runtime.backend import Stream
 from spillway.runtime.device import DeviceRuntime
-from spillway.runtime.entry import ByteCounters, State
-from spillway.runtime.tiers import Tier
+from spillway.runtime.entry import ByteCounters
+from spillway.runtime.pinned import Pinned
 from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
 from spillway.saved_tensors.hooks import SavedState
-from spillway.saved_tensors.identity import SavedStorage, is_streamed, set_streamed, unset_streamed
+from spillway.saved_tensors.identity import is_streamed, set_streamed
 from spillway.saved_tensors.scopes import current_scope, scope_of_hooks
 from spillway.session import Session
 from spillway.units import format_bytes
-
-
-class HomeTier(Tier):
-    """The homes of parameters. A slot is a :class:`~spillway.runtime.arena.Pinned`, which the mover never frees."""
-
-    last: Event | None = None
-    """The end of the copies that were queued last."""
-    at_end: Callable[[], None]
-    """Called at the end of a backward that has copied."""
-
-    def reserve(self, source: Bytes) -> Pinned:
-        raise AssertionError("homes are written at rest, not by copies out")
-
-    def store(self, slots: Sequence[Pinned], sources: Sequence[Bytes]) -> Sequence[Event]:
-        raise AssertionError("homes are written at rest, not by copies out")
-
-    def load(self, slots: Sequence[Pinned], destinations: Sequence[Bytes]) -> Sequence[Event]:
-        if in_backward():
-            at_end_of_backward(self.at_end)
-        try:
-            for home, destination in zip(slots, destinations, strict=True):
-                self._backend.copy(self._back, destination, home.range(0, destination.nbytes))
-        finally:
-            # Also after a failure: the other copies are under way.
-            self.last = copied = self._backend.record(self._back)
-            for home in slots:
-                # Copies in are ordered by their stream: the last one says when all are done.
-                home.after("load", copied)
-        return [copied] * len(slots)
-
-    def free(self, slot: Pinned) -> None:
-        """The slot's owners free it. See NOTE [ Lifetimes of a home ]."""
-
-    def settle(self) -> None:
-        """Block until no copy reads a home. See NOTE [ Writes at rest ]."""
-        last, self.last = self.last, None
-        if last is not None:
-            last.synchronize()
-
-
-class StreamedEntry(SavedStorage):
-    """A parameter's content for one use of its block, and for the graph of that use."""
-
-    __slots__ = ()
-
-    def __init__(self, parameter: StreamedParameter, runtime: DeviceRuntime, tier: Tier, ledger: ByteCounters) -> None:
-        home = parameter.home
-        super().__init__(parameter.own(), home.block.storage, 0, home.nbytes, next(runtime.mover.numbers), ledger)
-        # It begins in its slot, not on the device.
-        self.release()
-        self.state, self.tier, self.slot, self.alive = State.AWAY, tier, home, _nowhere
-        runtime.mover.see(self)
-
-
-class Use:
-    """One use of a parameter by a call of its block, or one that is expected. It is over when this object dies."""
-
-    round = -1
-    """That of the entry when it was taken."""
-
-    def __init__(self, parameter: StreamedParameter, entry: StreamedEntry) -> None:
-        self.entry = entry
-        self.parameter = parameter
-
-    def __del__(self) -> None:
-        # It runs also if the rest of the constructor was interrupted.
-        if hasattr(self, "entry"):
-            self.entry.mover.forget(self.entry, self.round)
-
-
-class StreamedParameter:
-    """A parameter with its home."""
-
-    def __init__(self, name: str, parameter: Parameter, home: Pinned) -> None:
-        self.name = name
-        self._parameter = weakref.ref(parameter)
-        self.home = home
-        self._form = parameter.dtype, parameter.shape, parameter.stride()
-        self.device = parameter.device
-        """The device that it was on."""
-        self.latest: weakref.ref[SavedStorage] | None = None
-        """The entry that was made last, which a graph may hold."""
-        self.has_left = False
-        at_rest = self._at_rest()
-        at_rest.copy_(parameter.detach())
-        parameter.data = at_rest
-
-    @property
-    def is_alive(self) -> bool:
-        return not self.has_left and self._parameter() is not None
-
-    def own(self) -> Parameter:
-        parameter = self._parameter()
-        assert parameter is not None
-        return parameter
-
-    def check(self) -> None:
-        """Raise an error for a parameter that was moved, cast or unfrozen."""
-        own = self.own()
-        is_home = own.device.type == "cpu" and own.untyped_storage().data_ptr() == self.home.block.address
-        if not is_home or (own.dtype, own.shape, own.stride()) != self._form:
-            raise UsageError(
-                f"{self.name} is streamed, and was moved or cast: got {own.dtype} {tuple(own.shape)} on {own.device} "
-                f"in other memory, expected {self._form[0]} {tuple(self._form[1])} in its own CPU memory. Call "
-                f"attached.remove(), then model.to(), and attach again"
-            )
-        if own.requires_grad:
-            raise UnsupportedError(
-                f"{self.name} is streamed, and got requires_grad=True, expected a frozen parameter. Call "
-                f"attached.remove(), set requires_grad, and attach again"
-            )
-
-    def use(self, storage: torch.UntypedStorage) -> None:
-        """The parameter's data is this storage."""
-        self.own().data = self._over(storage)
-
-    def rest(self, entry: StreamedEntry) -> None:
-        """The parameter's data is its home, which gets what the block wrote meanwhile."""
-        own, at_rest = self.own(), self._at_rest()
-        written = own.untyped_storage() is not entry.origin() or version_of(own) != entry.version
-        if written and entry.round:
-            if (own.dtype, own.shape) != self._form[:2]:
-                raise UsageError(
-                    f"{self.name} is streamed, and its block gave it other data: got {own.dtype} {tuple(own.shape)}, "
-                    f"expected {self._form[0]} {tuple(self._form[1])}. Call attached.remove() first"
-                )
-            self.home.synchronize("load")
-            at_rest.copy_(own.detach())
-        own.data = at_rest
-
-    def leave(self) -> None:
-        """The parameter gets memory of its own, where it was."""
-        if self.is_alive:
-            own = self.own()
-            own.data = own.detach().to(self.device, copy=True)
-            unset_streamed(own)
-        self.has_left = True
-
-    def _at_rest(self) -> torch.Tensor:
-        return self._over(self.home.alias().untyped_storage())
-
-    def _over(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        dtype, size, stride = self._form
-        return over(storage, dtype, 0, size, stride)
 
 
 class StreamedBlock:
@@ -569,7 +415,3 @@ def _unseen() -> Iterator[None]:
     """Inside, modes of the caller's do not see what is done: it is no part of the model."""
     with torch.inference_mode(mode=False), disable_dispatch(), disable_function():
         yield
-
-
-def _nowhere() -> None:
-    return None
