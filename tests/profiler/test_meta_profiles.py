@@ -88,8 +88,8 @@ def test_a_block_of_llama_has_the_operators_that_were_measured_on_an_h200() -> N
     assert len(ours.operators) == 69
     times = [dataclasses.replace(each, seconds=0.0) for each in ours.operators]
     assert times == [dataclasses.replace(each, seconds=0.0) for each in theirs.operators]
-    # The file is from before it was looked at whether autograd saves an input (this one it does not), when it saves last,
-    # and whether that has a history.
+    # The file is from before it was looked at whether autograd saves an input (this one it does not), when it saves
+    # last, and whether that has a history.
     assert theirs.values[0].is_input
     values = [dataclasses.replace(value, saved_last_at=None, is_constant=False) for value in ours.values]
     assert values == [dataclasses.replace(theirs.values[0], saved_at=None), *theirs.values[1:]]
