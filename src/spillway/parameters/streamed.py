@@ -111,7 +111,7 @@ class StreamedBlock:
 
     def _enter(self, *, is_replay: bool) -> None:
         self.users += 1
-        model, compute = self._model, self._model.mover_stream()
+        model, compute = self._model, self._model.compute_stream()
         if self.users > 1:
             if compute != self._stream:
                 raise UnsupportedError(
@@ -241,7 +241,7 @@ class StreamedModel:
 
     # For blocks, with the lock held.
 
-    def mover_stream(self) -> Stream:
+    def compute_stream(self) -> Stream:
         """The calling thread's compute stream."""
         return self._runtime.backend.compute()
 
