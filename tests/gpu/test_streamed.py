@@ -41,9 +41,24 @@ class Block(nn.Module):
         return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.1, self.training))
 
 
-def model_on(device: torch.device | str) -> nn.Sequential:
+class Scaled(nn.Module):
+    """Autograd saves its frozen parameters themselves, and no views of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 32, requires_grad=False)
+        self.bias, self.scale = (nn.Parameter(torch.randn(WIDTH), requires_grad=False) for _ in range(2))
+        self.own = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.addmm(self.bias, self.norm(x).flatten(0, 1), self.weight).view_as(x)
+        return x + self.own(torch.tanh(y) * self.scale)
+
+
+def model_on(device: torch.device | str, block: type[nn.Module] = Block) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(Block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
+    return nn.Sequential(*(block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
 
 
 def train(model: nn.Module, steps: int = 4) -> list[Tensor]:
@@ -84,6 +99,37 @@ def test_bits_and_memory(session: spillway.Session, policy: Any) -> None:
         assert 2 * frozen <= peak <= 2 * frozen + MiB
         assert torch.cuda.memory_allocated() == level
     assert all(each.device.type == "cpu" for each in model.parameters())
+
+
+@pytest.mark.parametrize("policy", [spillway.Recompute(), policies.Keep(), policies.Offload()], ids=str)
+@pytest.mark.parametrize("block", [Scaled, Block])
+def test_all_parameters_and_evaluation(session: spillway.Session, block: type[nn.Module], policy: Any) -> None:
+    plain, model = model_on(DEVICE, block), model_on("cpu", block)
+    wanted = train(plain)
+    with spillway.attach(model, policy=policy, stream="*", device=DEVICE, min_bytes=0, session=session):
+        assert all(torch.equal(got.to(DEVICE), expected) for got, expected in zip(train(model), wanted, strict=True))
+        # Gradients in evaluation, and of a block alone: without Spillway's hooks.
+        for ours, theirs in ((model.eval(), plain.eval()), (model[1], plain[1])):
+            found = []
+            for call, each in ((ours, model), (theirs, plain)):
+                each.zero_grad()
+                call(torch.ones(4, 256, WIDTH, device=DEVICE, dtype=torch.bfloat16)).float().square().sum().backward()
+                found.append([one.grad.clone() for one in each.parameters() if one.grad is not None])
+            assert all(map(torch.equal, *found))
+
+
+def test_a_write_right_after_a_call_is_for_the_next_one(session: spillway.Session) -> None:
+    plain, model = model_on(DEVICE).eval(), model_on("cpu").eval()
+    x = torch.randn(4, 256, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+    with spillway.attach(model, stream="*", device=DEVICE, min_bytes=0, session=session), torch.no_grad():
+        for _ in range(4):
+            torch.cuda._sleep(20_000_000)
+            found = []
+            for each in (plain, model):
+                found.append(each(x))
+                for parameter in each.parameters():
+                    parameter.mul_(0.5)
+            assert torch.equal(*found)
 
 
 def test_copies_that_are_late(session: spillway.Session) -> None:
