@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import spillway
+from adapted import Block, Scaled
 from spillway import policies
 
 pytestmark = pytest.mark.gpu
@@ -20,45 +20,9 @@ WIDTH, BLOCKS, MiB = 1024, 6, 1 << 20
 DEVICE = torch.device("cuda", 0)
 
 
-class Adapted(nn.Module):
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        self.base = nn.Linear(inputs, outputs, bias=False).requires_grad_(False)
-        self.down, self.up = nn.Linear(inputs, 8, bias=False), nn.Linear(8, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = self.base(x) + self.up(self.down(x))
-        return y
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
-        self.first, self.second = Adapted(WIDTH, 4 * WIDTH), Adapted(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.1, self.training))
-
-
-class Scaled(nn.Module):
-    """Autograd saves its frozen parameters themselves, and no views of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH).requires_grad_(False)
-        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / 32, requires_grad=False)
-        self.bias, self.scale = (nn.Parameter(torch.randn(WIDTH), requires_grad=False) for _ in range(2))
-        self.own = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = torch.addmm(self.bias, self.norm(x).flatten(0, 1), self.weight).view_as(x)
-        return x + self.own(torch.tanh(y) * self.scale)
-
-
-def model_on(device: torch.device | str, block: type[nn.Module] = Block) -> nn.Sequential:
+def model_on(device: torch.device | str, block: Callable[[int], nn.Module] = Block) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(*(block() for _ in range(BLOCKS))).to(device, torch.bfloat16)
+    return nn.Sequential(*(block(WIDTH) for _ in range(BLOCKS))).to(device, torch.bfloat16)
 
 
 def train(model: nn.Module, steps: int = 4) -> list[Tensor]:
@@ -103,7 +67,9 @@ def test_bits_and_memory(session: spillway.Session, policy: Any) -> None:
 
 @pytest.mark.parametrize("policy", [spillway.Recompute(), policies.Keep(), policies.Offload()], ids=str)
 @pytest.mark.parametrize("block", [Scaled, Block])
-def test_all_parameters_and_evaluation(session: spillway.Session, block: type[nn.Module], policy: Any) -> None:
+def test_all_parameters_and_evaluation(
+    session: spillway.Session, block: Callable[[int], nn.Module], policy: Any
+) -> None:
     plain, model = model_on(DEVICE, block), model_on("cpu", block)
     wanted = train(plain)
     with spillway.attach(model, policy=policy, stream="*", device=DEVICE, min_bytes=0, session=session):

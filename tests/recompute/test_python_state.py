@@ -985,3 +985,23 @@ def test_a_scripted_module_inside(regions: Regions, kind: str) -> None:
     with pytest.raises(spillway.RecomputeError, match="written in place"):
         y.sum().backward()
     torch.ones(1, requires_grad=True).sum().backward()
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.count = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return self.up(x).sin()
+
+
+def test_a_count_that_is_reset_before_backward_stays_reset(regions: Regions) -> None:
+    """A replay begins with the state of forward then, and changes it all the same."""
+    block = Counting()
+    for _ in range(4):
+        loss = spillway.recompute(block, torch.randn(4, 8, requires_grad=True), session=regions.session).sum()
+        block.count = 0
+        loss.backward()
+        assert block.count == 0

@@ -2,9 +2,3 @@
 
 ``homes`` has their memory, ``streamed`` the blocks and the model.
 """
-
-from __future__ import annotations
-
-from spillway.parameters.streamed import StreamedBlock, StreamedModel
-
-__all__ = ["StreamedBlock", "StreamedModel"]

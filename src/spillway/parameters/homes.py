@@ -28,7 +28,7 @@ from spillway.saved_tensors.identity import SavedStorage, unset_streamed
 
 
 class HomeTier(Tier):
-    """The homes of parameters. A slot is a :class:`~spillway.runtime.arena.Pinned`, which the mover never frees."""
+    """The homes of parameters. A slot is a :class:`~spillway.runtime.pinned.Pinned`, which the mover never frees."""
 
     last: Event | None = None
     """The end of the copies that were queued last."""
@@ -59,7 +59,7 @@ class HomeTier(Tier):
         """The slot's owners free it. See NOTE [ Lifetimes of a home ]."""
 
     def settle(self) -> None:
-        """Block until no copy reads a home. See NOTE [ Writes at rest ]."""
+        """Block until no copy reads a home. See NOTE [ Writes at rest ] in ``streamed.py``."""
         last, self.last = self.last, None
         if last is not None:
             last.synchronize()
@@ -145,7 +145,7 @@ class StreamedParameter:
         """The parameter's data is its home, which gets what the block wrote meanwhile."""
         own, at_rest = self.own(), self._at_rest()
         written = own.untyped_storage() is not entry.origin() or version_of(own) != entry.version
-        if written and entry.round:
+        if written:
             if (own.dtype, own.shape) != self._form[:2]:
                 raise UsageError(
                     f"{self.name} is streamed, and its block gave it other data: got {own.dtype} {tuple(own.shape)}, "

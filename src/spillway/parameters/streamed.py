@@ -22,15 +22,15 @@ NOTE [ Fetched ahead ]
 
 When a block is entered, the block that followed it the last time is fetched: at most two blocks are on the device.
 Forward and replays have sequences of their own. Such a prediction is optional and belongs to one pass: it is dropped
-when the call of the model or the backward ends, since parameters may be written in between, and a wrong one is
-forgotten. A version shows most writes to a block that is fetched already, and it is fetched again. A write through
-``.data`` to a block that is about to run shows in no version.
+when the call of the model or the backward ends, since parameters may be written in between. A version shows most writes
+to a block that is fetched already, and it is fetched again. A write through ``.data`` to a block that is about to run
+shows in no version.
 
 NOTE [ Writes at rest ]
 
 The CPU runs ahead of the device. When the call of the model or the backward ends, copies of homes may still be queued,
-and the caller may write a home then. So both wait for the last copy. The device has two more blocks to compute at that
-time, so it does not run dry.
+and the caller may write a home then. So both wait for the last copy. If copies are hidden, the device still has up to
+two blocks to compute then.
 """
 
 from __future__ import annotations
@@ -80,10 +80,8 @@ class StreamedBlock:
         self._stream: Stream | None = None
         """The compute stream that the parameters are on the device for."""
         self._here: list[Use] = []
-
-    @property
-    def nbytes(self) -> int:
-        return sum(each.home.nbytes for each in self.parameters)
+        self.ledger = ByteCounters()
+        """Counts the bytes of its last forward, and of the replays of that."""
 
     def in_replay(self) -> AbstractContextManager[None]:
         """:meth:`in_use` around a replay of the block's checkpointed forward."""
@@ -184,7 +182,6 @@ class StreamedModel:
         self._tier.at_end = self.settle
         self._passes = 0
         self._ahead = _Ahead()
-        self._ledger = ByteCounters()
         self._moved: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self.blocks: list[StreamedBlock] = []
         with ExitStack() as undo, torch.inference_mode(mode=False):
@@ -199,10 +196,6 @@ class StreamedModel:
                     set_streamed(parameter, None)
             self._move_others(model)
             undo.pop_all()
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks)
 
     @contextmanager
     def one_pass(self) -> Iterator[None]:
@@ -257,12 +250,12 @@ class StreamedModel:
     def fetch_next(self, block: StreamedBlock, *, is_replay: bool) -> None:
         """Fetch the block that followed this one the last time."""
         following = self._ahead.expected(block, is_replay=is_replay)
-        if following is None or following.users or not (self._passes or is_replay):
+        if following is None or not (self._passes or is_replay):
             return
         try:
-            self._ahead.put(block, following, self.fetched(following, is_replay=is_replay), is_replay=is_replay)
+            self._ahead.put(following, self.fetched(following, is_replay=is_replay), is_replay=is_replay)
         except (TierError, torch.OutOfMemoryError, UsageError, UnsupportedError):
-            # It is not needed yet. When it is, its call fetches it and gets the error.
+            # It may be in use just now, and is not needed yet. When it is, its call fetches it and gets the error.
             return
 
     def left(self, block: StreamedBlock) -> None:
@@ -280,8 +273,12 @@ class StreamedModel:
         alive = [each for each in block.parameters if each.is_alive]
         for each in alive:
             each.check()
-        ledger = current_scope(self._session).ledger if torch.is_grad_enabled() and not is_replay else self._ledger
-        uses = [Use(each, (self._shared(each) if is_replay else None) or self._made(each, ledger)) for each in alive]
+        if not is_replay:
+            # Evaluation belongs to no pass.
+            block.ledger = current_scope(self._session).ledger if torch.is_grad_enabled() else ByteCounters()
+        uses = [
+            Use(each, (self._shared(each) if is_replay else None) or self._made(each, block.ledger)) for each in alive
+        ]
         self.mover.fetch([use.entry for use in uses])
         return uses
 
@@ -312,8 +309,8 @@ class _Ahead:
         self._next: dict[tuple[bool, StreamedBlock], StreamedBlock] = {}
         """The block that followed another one, in a replay or not."""
         self._last: dict[bool, StreamedBlock] = {}
-        self._fetched: tuple[tuple[bool, StreamedBlock], StreamedBlock, list[Use]] | None = None
-        """The key of the prediction, the block, and its uses."""
+        self._fetched: tuple[bool, StreamedBlock, list[Use]] | None = None
+        """Whether it is for a replay, the block, and its uses."""
 
     def expected(self, block: StreamedBlock, *, is_replay: bool) -> StreamedBlock | None:
         """The block that is expected after one that is entered now."""
@@ -323,26 +320,18 @@ class _Ahead:
         following = self._next.get((is_replay, block))
         return None if following is block else following
 
-    def put(self, block: StreamedBlock, following: StreamedBlock, uses: list[Use], *, is_replay: bool) -> None:
-        """The block that is expected after another one has been fetched."""
-        self._fetched = (is_replay, block), following, uses
+    def put(self, block: StreamedBlock, uses: list[Use], *, is_replay: bool) -> None:
+        """The block that is expected next has been fetched."""
+        self._fetched = is_replay, block, uses
 
     def take(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
-        """The uses of a block that is entered, if it was fetched. A wrong prediction is forgotten."""
+        """The uses of a block that is entered, if it was fetched. Those of another one are dropped."""
         fetched, self._fetched = self._fetched, None
-        if fetched is None:
-            return []
-        key, expected, uses = fetched
-        if expected is block and key[0] is is_replay:
-            return uses
-        self._next.pop(key, None)
-        return []
+        return fetched[2] if fetched is not None and fetched[:2] == (is_replay, block) else []
 
     def drop(self) -> None:
         """A pass begins or ends."""
-        fetched, self._fetched = self._fetched, None
-        if fetched is not None:
-            self._next.pop(fetched[0], None)
+        self._fetched = None
         self._last.clear()
 
 
