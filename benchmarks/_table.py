@@ -361,6 +361,36 @@ def of_losses(result: Result) -> list[str]:
     return [conditions, "", *table([*heads, "identical"], *rows)]
 
 
+# streams.py: one way with one number of tokens a row.
+
+
+def of_streams(result: Result) -> list[str]:
+    options = result["options"]
+    conditions = (
+        f"LoRA, {options['layers']} layers of {options['shape']}; median of {options['runs']} steps; one copy "
+        f"{result['rows'][0]['bandwidth'] / 1e9:.0f} GB/s; {where_and_when(result)}"
+    )
+    plain: dict[int, Result] = {}
+    rows = []
+    for row in result["rows"]:
+        resident = plain.setdefault(row["tokens"], row)
+        rows.append(
+            [
+                str(row["tokens"]),
+                named(row["way"]),
+                ranged(row),
+                ratio(row["step_seconds"], resident["step_seconds"]),
+                ratio(row["step_seconds"], row["bound_seconds"]),
+                gib(row["peak_bytes"]),
+                f"{row['peak_bytes'] / resident['peak_bytes']:.1%}",
+                gib(row["copied_bytes"]) if row["copied_bytes"] else "-",
+                "yes" if row["is_same"] else "NO",
+            ]
+        )
+    heads = ["tokens", "way", "step", "relative to resident", "relative to the bound", "peak", "relative to resident"]
+    return [conditions, "", *table([*heads, "copied in a step", "identical"], *rows)]
+
+
 KINDS: dict[str, Callable[[Result], list[str]]] = {
     "activation_peak_bytes": of_ways,
     "method": of_steps,
@@ -371,6 +401,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "losses": of_trainers,
     "loss_of": of_losses,
     "ratio": of_ratios,
+    "copied_bytes": of_streams,
 }
 """By what a row has that those of the other benchmarks have not."""
 
