@@ -85,7 +85,7 @@ def test_a_window_and_a_step_of_the_optimizer_are_those_of_a_loop_written_out(wr
     if torch.accelerator.device_count() < ranks:
         pytest.skip("needs more accelerators")
     lines = launched(ranks, "host_optimizer_many.py", "--wrap", wrap)
-    for place in ("host", "device"):
+    for place in ("cpu", "gpu"):
         told = [line for line in lines if f"the step on the {place}:" in line]
         assert len(told) == ranks
         assert all(line.endswith("losses, norms and weights are equal") for line in told), told
