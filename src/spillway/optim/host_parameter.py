@@ -30,6 +30,7 @@ from spillway.runtime.cpu import anonymous_pages
 
 if TYPE_CHECKING:
     from spillway.optim.state_store import StateStore
+    from spillway.parameters.homes import StreamedParameter
 
 _HUGE_PAGES = 4 << 20
 """Tensors of so many bytes get pages of their own."""
@@ -54,6 +55,7 @@ class HostParameter:
 
     Args:
         work_dtype: the type of its master weight, and of the gradient that it is stepped with.
+        streamed: if the parameter is in pinned CPU memory between uses: see NOTE [ Steps of streamed parameters ].
     """
 
     store: StateStore
@@ -61,8 +63,16 @@ class HostParameter:
     cut: bool
     """Whether the store may step it in pieces."""
 
-    def __init__(self, parameter: torch.Tensor, group: int, context: DeviceContext, work_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        group: int,
+        context: DeviceContext,
+        work_dtype: torch.dtype,
+        streamed: StreamedParameter | None = None,
+    ) -> None:
         self.parameter = parameter
+        self.streamed = streamed
         self.group = group
         self.context = context
         self.work_dtype = work_dtype
@@ -89,7 +99,13 @@ class HostParameter:
     @property
     def in_place(self) -> bool:
         """Whether a step on the CPU works on the parameter's own memory."""
-        return self.context.transfers.backend.direct_disk and not self.has_master
+        on_cpu = self.context.transfers.backend.direct_disk or self.streamed is not None
+        return on_cpu and not self.has_master
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes with the parameter, and has its gradients."""
+        return self.context.transfers.backend.device
 
     @property
     def kind(self) -> Hashable:
@@ -102,8 +118,8 @@ class HostParameter:
         return self._form.size, self._form.stride
 
     def local(self) -> torch.Tensor:
-        """This process's part of the parameter, on its device."""
-        return local_of(self.parameter)
+        """This process's part of the parameter: on its device, or in CPU memory if it is streamed."""
+        return local_of(self.parameter) if self.streamed is None else self.streamed.at_rest
 
     def fresh_gradient(self) -> Gradient:
         """The gradient that takes the next one's bytes. A gradient that the user kept stays as it is."""
@@ -129,6 +145,8 @@ class HostParameter:
 
     def check(self) -> None:
         """Raise a ``UsageError`` if the parameter was moved, cast or resized."""
+        if self.streamed is not None:
+            self.streamed.check()
         if not self.is_unchanged():
             raise UsageError(
                 f"A parameter has {_Form.of(self.local())}. It had {self._form} when the optimizer was made. Move, "
@@ -145,6 +163,8 @@ class HostParameter:
         for tensor in {id(self.parameter): self.parameter, id(local): local}.values():
             # Autograd refuses to go back through what was computed with the old values.
             torch.autograd.graph.increment_version(tensor)
+        if self.streamed is not None:
+            self.streamed.is_written()
         self._stamp = self._stamp_now()
 
     def is_as_written(self) -> bool:
