@@ -299,12 +299,7 @@ class CpuStore(StateStore):
         part, sent, memory = transfer.chunk.parts[index], transfer.values.get(index), self._in_memory
         transfers = part.held.context.transfers
         if part.held.streamed is not None:
-            # Blocks' copies to the device may still read it.
-            home = part.held.streamed.home
-            for event in home.before_write():
-                event.synchronize()
-            start = part.start * part.held.local().itemsize
-            transfers.backend.host_access(home.range(start, part.nbytes), write=True)
+            transfers.backend.host_access(part.held.home(part), write=True)
         values = part.values() if sent is None else transfers.read(sent).as_strided(*part.form)
         parameter = self.parameter(transfer, index, values)
         if sent is not None and part.held.has_master and memory is not None:

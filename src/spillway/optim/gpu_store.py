@@ -148,7 +148,7 @@ class PinnedTier(ChunkTier):
             start += aligned(source.nbytes, _LINE)
         for index, part in parameters:
             target, held = Bytes(memory.storage, start, part.nbytes), part.held
-            self._copy_in(context, target, _home_of(part))
+            self._copy_in(context, target, part.held.home(part))
             dtype = held.local().dtype
             transfer.parameters[index] = over(memory.storage, dtype, start // dtype.itemsize, *part.form)
             start += aligned(part.nbytes, _LINE)
@@ -203,10 +203,7 @@ class PinnedTier(ChunkTier):
         parts = [(transfer.chunk.parts[index], values) for index, values in transfer.parameters.items()]
         try:
             for part, values in parts:
-                # Blocks' copies to the device read it, too.
-                for event in _pinned_of(part).before_write():
-                    backend.wait(outgoing, event)
-                backend.copy(outgoing, _home_of(part), memory_of(values))
+                backend.copy(outgoing, part.held.home(part), memory_of(values))
                 transfers.count(sent=part.nbytes)
         finally:
             transfer.written = backend.record(outgoing)
@@ -488,11 +485,6 @@ def _streamed_parts(transfer: ChunkTransfer) -> Iterator[tuple[int, ChunkPart]]:
 def _pinned_of(part: ChunkPart) -> Pinned:
     assert part.held.streamed is not None
     return part.held.streamed.home
-
-
-def _home_of(part: ChunkPart) -> Bytes:
-    """A part's elements of its streamed parameter, in CPU memory."""
-    return _pinned_of(part).range(part.start * part.held.local().itemsize, part.nbytes)
 
 
 def _views(layout: Layout, place: tuple[_Range, ...]) -> Iterator[tuple[tuple[int, Hashable], torch.Tensor]]:

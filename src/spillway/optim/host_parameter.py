@@ -9,6 +9,20 @@ the parameter's type cannot hold. So every write between two steps counts, also 
 The read copies as many bytes to the CPU as the parameter has. On the CPU itself the step works on the parameter's own
 memory. Tensor versions would miss the writes above, and a checksum on the GPU would arrive no sooner than the bytes.
 ``step_in_backward=True`` reads each parameter when its gradient has arrived.
+
+NOTE [ Steps of streamed parameters ]
+
+A streamed parameter is in pinned CPU memory between uses, its *home*. Its gradient comes from the GPU, and is offloaded
+like any other. A step on the CPU works on the home. A step on the GPU copies the home in with its chunk, and the new
+values out. So a block's next copy of the home has to come after the step:
+
+* Compute waits for the step, and for the copy out. A block's copy of its home waits for compute.
+* With ``overlap_forward`` compute waits just before a block's home is copied, which is one block ahead of its call.
+* The user reads the home on the CPU. So ``step()``, ``synchronize()`` and state dicts block until it is written.
+
+A step needs no wait for a block's copies that are under way: the gradient comes after all copies that it was computed
+with, and a prefetched copy that nobody used is dropped. A step raises the parameter's version. So a copy from before it
+is never used after it: a saved parameter raises an error, and a block that was fetched ahead is fetched once more.
 """
 
 from __future__ import annotations
@@ -26,9 +40,11 @@ from spillway.optim.gradient import DeviceContext, Gradient
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import local_of
 from spillway.runtime.backend import Event
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 
 if TYPE_CHECKING:
+    from spillway.optim.chunks import ChunkPart
     from spillway.optim.state_store import StateStore
     from spillway.parameters.homes import StreamedParameter
 
@@ -182,6 +198,11 @@ class HostParameter:
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
+
+    def home(self, part: ChunkPart) -> Bytes:
+        """A part's elements of a streamed parameter, in pinned memory."""
+        assert self.streamed is not None
+        return self.streamed.home.range(part.start * self._form.dtype.itemsize, part.nbytes)
 
     # All below is for the CPU worker thread.
 

@@ -137,7 +137,8 @@ class StreamedBlock:
         self._here = model.uses(self, is_replay=is_replay)
         for use in self._here:
             parameter, entry = use.parameter, use.entry
-            if parameter.gradients is not None and not is_replay and torch.is_grad_enabled():
+            if parameter.gradients is not None and torch.is_grad_enabled() and not (is_replay or in_backward()):
+                # A call in backward is a replay of somebody's.
                 parameter.gradients.uses += 1
             storage, use.round = model.mover.take(entry, -1)
             entry.origin = weakref.ref(storage)
