@@ -25,7 +25,8 @@ divided by ``--cpu-share``, or by the times of the first steps. Its *bound* take
 is ``spillway.Accumulator``: with *in backward*, parameters step during the backward of the last micro-batch.
 
 Other systems are measured if they can be imported, and named as absent if not. FSDP2 runs in one process, with
-parameters in float32 on the CPU, gathered in bfloat16, and stepped on the CPU by the fused kernel.
+parameters in float32 on the CPU, gathered in bfloat16, and stepped on the CPU by the fused kernel. *Weights streamed*
+have all weights of layers in CPU memory, too: they are copied to the GPU for forward, and again for backward.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from _llama import Stack, make_stack
+from _llama import Layer, Stack, make_stack
 from _table import describe_hardware, describe_versions
 
 GIB = 2**30
@@ -133,6 +134,28 @@ def offloaded(
     return updates(stack, optimizer, clipped=clipped)
 
 
+def streamed(
+    stack: Stack, options: argparse.Namespace, *, clipped: bool = False, overlap: bool = True, **given: Any
+) -> Update:
+    optimizer = spillway.OffloadedOptimizer(
+        stack.parameters(), torch.optim.AdamW, threads=options.threads, fused=True, **given, **ADAMW
+    )
+    stack.call = lambda layer, *args: layer(*args)
+    least = 1 if options.device == "cpu" else None
+    spillway.attach(
+        stack,
+        policy=spillway.Recompute(),
+        blocks=Layer,
+        stream=Layer,
+        device=options.device,
+        optimizer=optimizer,
+        min_bytes=least,
+    )
+    if overlap:
+        optimizer.overlap_forward(stack, blocks=Layer)
+    return updates(stack, optimizer, clipped=clipped)
+
+
 def split(stack: Stack, options: argparse.Namespace, **given: Any) -> Update:
     return offloaded(stack, options, step_on="auto", cpu_share=options.cpu_share, overlap=True, **given)
 
@@ -159,7 +182,7 @@ def split_accumulated(stack: Stack, options: argparse.Namespace) -> Loop:
     return accumulated(stack, options, step_on="auto", cpu_share=options.cpu_share, step_in_backward=True)
 
 
-def fsdp2(stack: Stack, options: argparse.Namespace) -> Update:
+def fsdp2(stack: Stack, options: argparse.Namespace, *, clipped: bool = False) -> Update:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     if options.device == "cpu":
@@ -175,7 +198,7 @@ def fsdp2(stack: Stack, options: argparse.Namespace) -> Update:
     for layer in stack.layers:
         fully_shard(layer, **sharding)
     fully_shard(stack, **sharding)
-    return updates(stack, torch.optim.AdamW(stack.parameters(), fused=True, **ADAMW))
+    return updates(stack, torch.optim.AdamW(stack.parameters(), fused=True, **ADAMW), clipped=clipped)
 
 
 def updates(stack: Stack, optimizer: Any, *, clipped: bool = False) -> Update:
@@ -226,6 +249,15 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update | Loop]] = {
     ),
     "split over CPU and GPU, fp32 master weights, accumulated, in backward, overlapping": split_accumulated,
     "FSDP2's CPUOffloadPolicy": fsdp2,
+    "FSDP2's CPUOffloadPolicy, clipped": partial(fsdp2, clipped=True),
+    "weights streamed, GPU in chunks, fp32 master weights, in backward, overlapping": partial(
+        streamed, step_on="gpu", step_in_backward=True
+    ),
+    "weights streamed, GPU in chunks, fp32 master weights, clipped, overlapping": partial(
+        streamed, step_on="gpu", clipped=True
+    ),
+    "weights streamed, GPU in chunks, fp32 master weights": partial(streamed, step_on="gpu", overlap=False),
+    "weights streamed, fp32 master weights, in backward, overlapping": partial(streamed, step_in_backward=True),
     "fp32 master weights, all on the GPU": partial(offloaded, fraction=0.0),
     "fp32 master weights, clipped": partial(offloaded, clipped=True),
     "fp32 master weights, clipped, overlapping": partial(offloaded, clipped=True, overlap=True),

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 import spillway
 from optim.store_loops import DEVICE, DISK, HOST, SPLIT, Loop, Way, net, same, saved, session
@@ -243,6 +243,54 @@ def blocks_that_wait_for_their_own(way: Way) -> None:
             optimizer.close()
 
 
+def streamed_parameters(way: Way) -> None:
+    """Their homes are read by blocks, written by steps, and read by the user."""
+    for window, overlaps, dtype in ((1 << 20, False, BF16), (6000, True, BF16), (6000, False, torch.float32)):
+        with hostile(window=window) as where:
+            model, plain = net(dtype), net(dtype)
+            optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
+            with streamed(model, optimizer, where):
+                if overlaps:
+                    optimizer.overlap_forward(model, blocks=nn.Linear)
+                Loop(dtype=dtype).run(model, optimizer)
+                if overlaps:
+                    optimizer.synchronize()
+                read = copy.deepcopy(model)
+                be_written(where)
+            if dtype == BF16:
+                Loop(dtype=dtype).run_in_float(plain, AdamW, SETTINGS)
+            else:
+                Loop(dtype=dtype).run(plain, AdamW(plain.parameters(), **SETTINGS))
+            assert same(read, plain)
+            optimizer.close()
+
+
+def streamed_parameters_without_state(way: Way) -> None:
+    """Only parameters and gradients are in memory that the next ones get."""
+    for dtype in (BF16, torch.float32):
+        with hostile(window=6000) as where:
+            model, plain = net(dtype), net(dtype)
+            options: dict[str, Any] = {"lr": 1e-2, "master_dtype": None}
+            optimizer = OffloadedOptimizer(model.parameters(), SGD, session=where, **way.options, **options)
+            with streamed(model, optimizer, where):
+                Loop(dtype=dtype).run(model, optimizer)
+            Loop(dtype=dtype).run(plain, SGD(plain.parameters(), lr=1e-2))
+            assert same(model, plain)
+            optimizer.close()
+
+
+@contextmanager
+def streamed(model: nn.Module, optimizer: OffloadedOptimizer, where: spillway.Session) -> Iterator[None]:
+    attached = spillway.attach(
+        model, policy=spillway.policies.Keep(), stream=(nn.Linear, nn.LayerNorm), min_bytes=0, session=where,
+        optimizer=optimizer, device="cpu",
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        attached.remove()
+
+
 def steps_during_backward(way: Way) -> None:
     for window in (0, 6000, 1 << 20):
         with hostile(window=window) as where:
@@ -263,7 +311,10 @@ SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
         a_step_that_fails,
         a_copy_in_that_fails,
         blocks_that_wait_for_their_own,
+        streamed_parameters,
     )
     # In CPU memory the small model is one chunk: nothing comes after a failure.
     if way is not HOST or scenario not in (a_step_that_fails, a_copy_in_that_fails)
-] + [(steps_during_backward, way) for way in (DEVICE, SPLIT)]
+]
+SCENARIOS += [(steps_during_backward, way) for way in (DEVICE, SPLIT)]
+SCENARIOS += [(streamed_parameters_without_state, way) for way in (DEVICE, HOST, SPLIT)]

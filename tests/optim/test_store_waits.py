@@ -26,6 +26,9 @@ ELSEWHERE = {
     "self._finish_oldest()",
     # The worker waits for a step that failed. So only a copy in that failed itself needs this, which no scenario has.
     "one.pinned.after('in', transfer.arrived)",
+    "_pinned_of(part).after('in', transfer.arrived)",
+    # The CPU waits for it, and the adversary's compute is the CPU. A test on a GPU needs it.
+    "_pinned_of(part).after('stepped', transfer.written)",
     # This bounds the memory of parameters that were read.
     "self.given_out.popleft().finish()",
     # A test of leftovers needs this: memory of another optimizer's.

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.nn import Module
@@ -37,7 +37,7 @@ from spillway.attaching.validation import (
 )
 from spillway.checkpointing.blocks import Blocks, Named, above, find_blocks, inside_of, walk
 from spillway.errors import UsageError
-from spillway.parameters.streamed import StreamedModel
+from spillway.parameters.streamed import StreamedModel, Trainer
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.saved_tensors.groups import Groups
@@ -71,7 +71,7 @@ def attach(
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] | None = None,
-    optimizer: DividedOptimizer | None = None,
+    optimizer: DividedOptimizer | Trainer | None = None,
     session: Session | None = None,
 ) -> Attached:
     """Recompute the blocks of a model, or offload what it saves, without editing it. Call and train it as always.
@@ -144,7 +144,7 @@ def attach(
     is_planned = budget is not None or plan is not None
     if is_planned:
         check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
-    check_limits(limits, optimizer, is_planned=is_planned)
+    check_limits(limits, optimizer, is_planned=is_planned, is_streamed=stream is not None)
     modules = [Named("", model), *walk(model)]
     refuse_modules(modules)
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
@@ -185,7 +185,7 @@ def attach(
     with ExitStack() as undo:
         undo.callback(attached.remove)
         if streamed:
-            root.streams = _stream(model, calls, streamed, device, session, min_bytes)
+            root.streams = _stream(model, calls, streamed, device, session, min_bytes, optimizer)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
         for call in (*calls, root):
             call.take()
@@ -238,13 +238,18 @@ def _stream(
     device: torch.device | str | None,
     session: Session | None,
     min_bytes: int | str | None,
+    optimizer: DividedOptimizer | Trainer | None,
 ) -> StreamedModel:
     """Move parameters of blocks to CPU memory."""
+    if optimizer is not None and not isinstance(optimizer, Trainer):
+        raise UsageError(
+            f"optimizer: got {type(optimizer).__name__} with stream=, expected a spillway.OffloadedOptimizer"
+        )
     # With its index: "cuda" is no device of a tensor.
     where = torch.empty(0, device=next(model.parameters()).device if device is None else device).device
     least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
     pairs = [(each.name, each.module) for each in blocks]
-    streams = StreamedModel(pairs, model, where, Session.default() if session is None else session, least)
+    streams = StreamedModel(pairs, model, where, Session.default() if session is None else session, least, optimizer)
     by_name = {call.name: call for call in calls}
     for block in streams.blocks:
         by_name[block.name].streamed = block
@@ -255,7 +260,7 @@ def _controller(
     model: Module,
     session: Session | None,
     min_bytes: int | str | None,
-    optimizer: DividedOptimizer | None,
+    optimizer: DividedOptimizer | Trainer | None,
     budget: int | float | str | None,
     plan: Plan | None,
     **limits: Any,
@@ -265,7 +270,9 @@ def _controller(
     from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
 
-    collector = ProfileCollector(model, session, min_bytes, optimizer=optimizer)
+    # Its class was checked.
+    divided = cast("DividedOptimizer | None", optimizer)
+    collector = ProfileCollector(model, session, min_bytes, optimizer=divided)
     nbytes = None if budget is None else read_budget(budget)
     planner = Planner(collector.device, session, **limits)
     return PlanController(collector, planner, budget=nbytes, plan=plan)

@@ -280,7 +280,7 @@ class Gradient:
         """A tensor in the place of a gradient that was offloaded."""
         like = self.held.local()
         stand_in: OffloadedGradient = make_wrapper(
-            OffloadedGradient, like.shape, dtype=tensor.dtype, device=like.device, strides=like.stride()
+            OffloadedGradient, like.shape, dtype=tensor.dtype, device=self.held.device, strides=like.stride()
         )
         # Weak: the optimizer holds the parameter, which holds this tensor, and the collector does not see that.
         stand_in._home = weakref.ref(self)
@@ -376,9 +376,9 @@ class Gradient:
             # Code that asks for one norm asks for all: the workers take the others meanwhile.
             for gradient in list(self.context.gradients):
                 gradient.measure(order)
-        measured, local = self._cpu_norms[order], self.held.local()
+        measured = self._cpu_norms[order]
         measured.done.synchronize()
-        return torch.tensor(measured.found[0], dtype=self.held.work_dtype.to_real(), device=local.device)
+        return torch.tensor(measured.found[0], dtype=self.held.work_dtype.to_real(), device=self.held.device)
 
     def measure(self, order: float) -> None:
         """Let the CPU take its norm, if there is a gradient and the norm is not known."""
@@ -401,7 +401,7 @@ class Gradient:
     def has_nonfinite(self) -> torch.Tensor:
         """1 if an element is infinite or NaN, else 0; on the GPU."""
         if self.held.numel == 0:
-            return torch.zeros((), device=self.held.local().device)
+            return torch.zeros((), device=self.held.device)
         return (~self.norm(math.inf).isfinite()).float()
 
     def restore(self, *, exact: bool = False) -> torch.Tensor:

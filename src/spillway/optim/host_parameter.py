@@ -9,6 +9,20 @@ the parameter's type cannot hold. So every write between two steps counts, also 
 The read copies as many bytes to the CPU as the parameter has. On the CPU itself the step works on the parameter's own
 memory. Tensor versions would miss the writes above, and a checksum on the GPU would arrive no sooner than the bytes.
 ``step_in_backward=True`` reads each parameter when its gradient has arrived.
+
+NOTE [ Steps of streamed parameters ]
+
+A streamed parameter is in pinned CPU memory between uses, its *home*. Its gradient comes from the GPU, and is offloaded
+like any other. A step on the CPU works on the home. A step on the GPU copies the home in with its chunk, and the new
+values out. So a block's next copy of the home has to come after the step:
+
+* Compute waits for the step, and for the copy out. A block's copy of its home waits for compute.
+* With ``overlap_forward`` compute waits just before a block's home is copied, which is one block ahead of its call.
+* The user reads the home on the CPU. So ``step()``, ``synchronize()`` and state dicts block until it is written.
+
+A step needs no wait for a block's copies that are under way: the gradient comes after all copies that it was computed
+with, and a prefetched copy that nobody used is dropped. A step raises the parameter's version. So a copy from before it
+is never used after it: a saved parameter raises an error, and a block that was fetched ahead is fetched once more.
 """
 
 from __future__ import annotations
@@ -26,10 +40,13 @@ from spillway.optim.gradient import DeviceContext, Gradient
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import local_of
 from spillway.runtime.backend import Event
+from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 
 if TYPE_CHECKING:
+    from spillway.optim.chunks import ChunkPart
     from spillway.optim.state_store import StateStore
+    from spillway.parameters.homes import StreamedParameter
 
 _HUGE_PAGES = 4 << 20
 """Tensors of so many bytes get pages of their own."""
@@ -54,6 +71,7 @@ class HostParameter:
 
     Args:
         work_dtype: the type of its master weight, and of the gradient that it is stepped with.
+        streamed: if the parameter is in pinned CPU memory between uses: see NOTE [ Steps of streamed parameters ].
     """
 
     store: StateStore
@@ -61,8 +79,16 @@ class HostParameter:
     cut: bool
     """Whether the store may step it in pieces."""
 
-    def __init__(self, parameter: torch.Tensor, group: int, context: DeviceContext, work_dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        parameter: torch.Tensor,
+        group: int,
+        context: DeviceContext,
+        work_dtype: torch.dtype,
+        streamed: StreamedParameter | None = None,
+    ) -> None:
         self.parameter = parameter
+        self.streamed = streamed
         self.group = group
         self.context = context
         self.work_dtype = work_dtype
@@ -89,7 +115,13 @@ class HostParameter:
     @property
     def in_place(self) -> bool:
         """Whether a step on the CPU works on the parameter's own memory."""
-        return self.context.transfers.backend.direct_disk and not self.has_master
+        on_cpu = self.context.transfers.backend.direct_disk or self.streamed is not None
+        return on_cpu and not self.has_master
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes with the parameter, and has its gradients."""
+        return self.context.transfers.backend.device
 
     @property
     def kind(self) -> Hashable:
@@ -102,8 +134,8 @@ class HostParameter:
         return self._form.size, self._form.stride
 
     def local(self) -> torch.Tensor:
-        """This process's part of the parameter, on its device."""
-        return local_of(self.parameter)
+        """This process's part of the parameter: on its device, or in CPU memory if it is streamed."""
+        return local_of(self.parameter) if self.streamed is None else self.streamed.at_rest
 
     def fresh_gradient(self) -> Gradient:
         """The gradient that takes the next one's bytes. A gradient that the user kept stays as it is."""
@@ -129,6 +161,8 @@ class HostParameter:
 
     def check(self) -> None:
         """Raise a ``UsageError`` if the parameter was moved, cast or resized."""
+        if self.streamed is not None:
+            self.streamed.check()
         if not self.is_unchanged():
             raise UsageError(
                 f"A parameter has {_Form.of(self.local())}. It had {self._form} when the optimizer was made. Move, "
@@ -145,6 +179,8 @@ class HostParameter:
         for tensor in {id(self.parameter): self.parameter, id(local): local}.values():
             # Autograd refuses to go back through what was computed with the old values.
             torch.autograd.graph.increment_version(tensor)
+        if self.streamed is not None:
+            self.streamed.is_written()
         self._stamp = self._stamp_now()
 
     def is_as_written(self) -> bool:
@@ -162,6 +198,11 @@ class HostParameter:
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
+
+    def home(self, part: ChunkPart) -> Bytes:
+        """A part's elements of a streamed parameter, in pinned memory."""
+        assert self.streamed is not None
+        return self.streamed.home.range(part.start * self._form.dtype.itemsize, part.nbytes)
 
     # All below is for the CPU worker thread.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from spillway.session import Session
 from spillway.types import OptimizerStats
 
 if TYPE_CHECKING:
+    from spillway.parameters.homes import StreamedParameter
     from spillway.planner.profile import OptimizerProfile
 
 
@@ -332,6 +333,58 @@ class OffloadedOptimizer(Optimizer):
             host_seconds=stats.host_seconds,
             stall_seconds=stats.stall_seconds,
         )
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
+        """Inside, parameters may move to another device, or between it and pinned CPU memory.
+
+        ``spillway.attach(model, stream=..., optimizer=...)`` does this. Gives the parameters that are streamed, to be
+        changed inside. States and gradients follow afterwards.
+
+        Raises:
+            UsageError: with a ``fraction`` or a ``device_budget``, whose state stays on the GPU; with
+                ``offload_gradients=False``; between a backward that has stepped parameters and its ``step()``.
+            UnsupportedError: in a process group.
+        """
+        if self._closed:
+            yield self._placement.streamed
+            return
+        self._check_usable()
+        options = self._placement.options
+        stays = any(parameter not in self._placement.held for _, parameter in self._placement.parameters())
+        if self._tuner is not None or options.budget is not None or stays:
+            raise UsageError(
+                "got an optimizer with a fraction or a device_budget, some of whose state stays on the GPU, expected "
+                "none of them with stream=. Leave both out."
+            )
+        if not options.offload_gradients:
+            raise UsageError(
+                "got an optimizer with offload_gradients=False, expected True with stream=: the gradient of a "
+                "parameter in CPU memory is offloaded, too."
+            )
+        if many_processes():
+            raise UnsupportedError(
+                "stream= with an optimizer, in a process group: got several processes, expected one. Shard parameters "
+                "by fully_shard() instead."
+            )
+        self._steps.early.check_none("a move of parameters")
+        self._finish_steps()
+        self._steps.take_edits()
+        gradients = {}
+        for held in self._placement.held.values():
+            self._steps.bring_back(held)
+            # Torch moves no parameter whose gradient is elsewhere.
+            gradients[held.parameter], held.parameter.grad = held.parameter.grad, None
+        try:
+            yield self._placement.streamed
+        finally:
+            for held in list(self._placement.held.values()):
+                if self._placement.has_moved(held):
+                    held.unhook()
+                    self._steps.watch(self._placement.follow(held))
+                self._steps.give(self._placement.held[held.parameter], gradients[held.parameter])
+                self._views.show(held.parameter)
+            self._steps.forget_costs()
 
     def refresh_master_weights(self) -> None:
         """The next step takes all fp32 master weights from their parameters, and drops their further bits.

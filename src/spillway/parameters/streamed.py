@@ -39,7 +39,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -66,6 +66,19 @@ from spillway.saved_tensors.identity import is_streamed, set_streamed
 from spillway.saved_tensors.scopes import current_scope, scope_of_hooks
 from spillway.session import Session
 from spillway.units import format_bytes
+
+
+@runtime_checkable
+class Trainer(Protocol):
+    """An optimizer that steps streamed parameters: :class:`~spillway.OffloadedOptimizer`."""
+
+    def holds(self, parameter: torch.Tensor) -> bool:
+        """Whether it can step a parameter that is streamed."""
+        ...
+
+    def moving(self) -> AbstractContextManager[dict[torch.Tensor, StreamedParameter]]:
+        """Inside, parameters may move. Gives those that are streamed, to be changed."""
+        ...
 
 
 class StreamedBlock:
@@ -124,6 +137,9 @@ class StreamedBlock:
         self._here = model.uses(self, is_replay=is_replay)
         for use in self._here:
             parameter, entry = use.parameter, use.entry
+            if parameter.gradients is not None and torch.is_grad_enabled() and not (is_replay or in_backward()):
+                # A call in backward is a replay of somebody's.
+                parameter.gradients.uses += 1
             storage, use.round = model.mover.take(entry, -1)
             entry.origin = weakref.ref(storage)
             parameter.use(storage)
@@ -151,10 +167,12 @@ class StreamedModel:
     """The streamed blocks of a model.
 
     Args:
-        blocks: names and modules. Their frozen parameters of at least ``min_bytes`` are streamed.
+        blocks: names and modules. Their parameters of at least ``min_bytes`` are streamed, if they are frozen, or if
+            the optimizer steps them.
         model: the model that they are in. Its other parameters and its buffers are moved to the device.
         device: where the model computes.
         session: its runtime copies.
+        optimizer: steps parameters, also streamed ones. ``None``: frozen parameters only.
 
     Raises:
         UsageError: if no parameter can be streamed, or a parameter is on ``meta``.
@@ -168,8 +186,10 @@ class StreamedModel:
         device: torch.device,
         session: Session,
         min_bytes: int,
+        optimizer: Trainer | None = None,
     ) -> None:
-        found = _parameters_of(blocks, model, min_bytes)
+        found = _parameters_of(blocks, model, min_bytes, optimizer)
+        self._optimizer = _nothing if optimizer is None else weakref.ref(optimizer)
         self._session, self._device = session, device
         runtime = session.runtime(device)
         if not isinstance(runtime, DeviceRuntime):
@@ -184,16 +204,17 @@ class StreamedModel:
         self._ahead = _Ahead()
         self._moved: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self.blocks: list[StreamedBlock] = []
-        with ExitStack() as undo, torch.inference_mode(mode=False):
-            undo.callback(self.remove)
+        with self._moving() as streamed, ExitStack() as undo:
+            undo.callback(self._leave, streamed)
             for name, parameters in found.items():
                 block = StreamedBlock(name, self)
                 self.blocks.append(block)
                 for path, parameter in parameters:
                     home = Pinned(runtime.arena, parameter.nbytes)
                     home.synchronize()
-                    block.parameters.append(StreamedParameter(path, parameter, home))
+                    block.parameters.append(StreamedParameter(path, parameter, home, device))
                     set_streamed(parameter, None)
+                    streamed[parameter] = block.parameters[-1]
             self._move_others(model)
             undo.pop_all()
 
@@ -218,19 +239,33 @@ class StreamedModel:
 
     def remove(self) -> None:
         """Every parameter and buffer is again where it was."""
-        with self.lock, torch.inference_mode(mode=False):
-            self.settle()
-            for block in self.blocks:
-                for parameter in block.parameters:
-                    parameter.leave()
-                # A replay after this finds them where they were.
-                block.parameters = []
-            self.blocks = []
-            for reference, device in self._moved:
-                tensor = reference()
-                if tensor is not None and tensor.device != device:
-                    _move(tensor, device)
-            self._moved = []
+        with self.lock, self._moving() as streamed:
+            self._leave(streamed)
+
+    @contextmanager
+    def _moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
+        """Inside, parameters may move. Gives the optimizer's record of those that are streamed."""
+        optimizer = self._optimizer()
+        with (
+            torch.inference_mode(mode=False),
+            nullcontext({}) if optimizer is None else optimizer.moving() as streamed,
+        ):
+            yield streamed
+
+    def _leave(self, streamed: dict[torch.Tensor, StreamedParameter]) -> None:
+        self.settle()
+        streamed.clear()
+        for block in self.blocks:
+            for parameter in block.parameters:
+                parameter.leave()
+            # A replay after this finds them where they were.
+            block.parameters = []
+        self.blocks = []
+        for reference, device in self._moved:
+            tensor = reference()
+            if tensor is not None and tensor.device != device:
+                _move(tensor, device)
+        self._moved = []
 
     # For blocks, with the lock held.
 
@@ -252,6 +287,9 @@ class StreamedModel:
         following = self._ahead.expected(block, is_replay=is_replay)
         if following is None or not (self._passes or is_replay):
             return
+        for each in following.parameters:
+            # An error of a step is not of a copy that is optional.
+            each.before_fetch()
         try:
             self._ahead.put(following, self.fetched(following, is_replay=is_replay), is_replay=is_replay)
         except (TierError, torch.OutOfMemoryError, UsageError, UnsupportedError):
@@ -273,6 +311,7 @@ class StreamedModel:
         alive = [each for each in block.parameters if each.is_alive]
         for each in alive:
             each.check()
+            each.before_fetch()
         if not is_replay:
             # Evaluation belongs to no pass.
             block.ledger = current_scope(self._session).ledger if torch.is_grad_enabled() else ByteCounters()
@@ -336,11 +375,12 @@ class _Ahead:
 
 
 def _parameters_of(
-    blocks: Sequence[tuple[str, Module]], model: Module, min_bytes: int
+    blocks: Sequence[tuple[str, Module]], model: Module, min_bytes: int, optimizer: Trainer | None
 ) -> dict[str, list[tuple[str, Parameter]]]:
     """The parameters of each block that can be streamed, with their paths.
 
-    They are frozen plain parameters with memory of their own, which no module outside of the block has.
+    They are plain parameters with memory of their own, which no module outside of the block has. They are frozen, or
+    the optimizer steps them.
     """
     owners: dict[int, set[str]] = {}
     sharers: dict[int, set[int]] = {}
@@ -360,7 +400,7 @@ def _parameters_of(
         for path, parameter in module.named_parameters(prefix=name):
             if (
                 type(parameter) is Parameter
-                and not parameter.requires_grad
+                and (not parameter.requires_grad or (optimizer is not None and optimizer.holds(parameter)))
                 and not is_streamed(parameter)
                 and parameter.layout is torch.strided
                 and parameter.nbytes >= max(min_bytes, 1)
@@ -374,7 +414,8 @@ def _parameters_of(
         raise UsageError(
             f"stream: got {len(blocks)} blocks without a parameter that can be streamed, expected frozen parameters "
             f"(requires_grad=False) of at least {format_bytes(min_bytes)}, which no other block or model shares and "
-            f"which are neither quantized nor sharded. Freeze them first, or give a smaller min_bytes"
+            f"which are neither quantized nor sharded. Freeze them first, give a smaller min_bytes, or give their "
+            f"spillway.OffloadedOptimizer as optimizer="
         )
     return found
 
@@ -384,6 +425,10 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
     tensor.data = tensor.detach().to(device)
     if tensor.grad is not None:
         tensor.grad.data = tensor.grad.detach().to(device)
+
+
+def _nothing() -> None:
+    return None
 
 
 @contextmanager

@@ -1,0 +1,436 @@
+"""Streamed parameters that an optimizer steps: the bits of a resident model with the same optimizer.
+
+The device is the adversary's: a copy is done as late as its events allow, and a use before it is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import spillway
+from runtime.scenarios import adversary_session
+from spillway import policies
+from spillway.errors import InplaceError, TierFullError, UnsupportedError, UsageError
+from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.saved_tensors.identity import is_streamed
+from support import assert_nothing_left
+
+WIDTH, BLOCKS = 16, 4
+ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
+WAYS: dict[str, dict[str, Any]] = {
+    "on the CPU": {"step_on": "cpu"},
+    "on the GPU": {"step_on": "gpu"},
+    "on both": {"step_on": "auto", "cpu_share": 0.5},
+    "on the disk": {"tier": "disk"},
+}
+
+
+class Block(nn.Module):
+    """A feed-forward layer with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.2, self.training))
+
+
+class Model(nn.Module):
+    """Its blocks are called several times if you say so."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32, times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.times = times
+        self.inputs = nn.Linear(4, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.head = nn.Linear(WIDTH, 3)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inputs(x.to(self.inputs.weight.dtype))
+        for _ in range(self.times):
+            for layer in self.layers:
+                x = layer(x)
+        y: Tensor = self.head(x)
+        return y
+
+
+def loss_of(model: nn.Module, seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    loss: Tensor = model(torch.randn(6, 4)).float().square().mean()
+    return loss
+
+
+def state_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Copies of all parameters, and of all tensors of the optimizer's state."""
+    states = optimizer.state_dict()["state"].values()
+    tensors = [*model.state_dict().values(), *(value for each in states for value in each.values())]
+    return [each.detach().clone() for each in tensors if isinstance(each, Tensor)]
+
+
+def train(
+    model: nn.Module,
+    optimizer: Any,
+    *,
+    steps: int = 3,
+    micro: int = 2,
+    together: bool = False,
+    max_norm: float | None = None,
+    reads_gradients: bool = True,
+) -> list[Tensor]:
+    """Losses, gradients, norms, and parameters and states in the end. ``together``: one backward for all losses."""
+    found: list[Tensor] = []
+    for step in range(steps):
+        losses = []
+        for number in range(micro):
+            losses.append(loss_of(model, 10 * step + number))
+            if not together:
+                losses[-1].backward()
+        if together:
+            torch.stack(losses).sum().backward()
+        found += [each.detach().clone() for each in losses]
+        if reads_gradients:
+            found += [each.grad.clone() for each in model.parameters() if each.grad is not None]
+        if max_norm is not None:
+            found.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *state_of(model, optimizer)]
+
+
+def same(got: list[Tensor], wanted: list[Tensor]) -> bool:
+    return len(got) == len(wanted) and all(map(torch.equal, got, wanted))
+
+
+@contextmanager
+def optimized(model: nn.Module, **options: Any) -> Iterator[tuple[Any, spillway.Session]]:
+    """The model's optimizer under the adversary."""
+    with adversary_session(window=1 << 14) as (_, session):
+        more = {**ADAMW, "session": session, **options}
+        optimizer = spillway.OffloadedOptimizer(
+            model.parameters(), more.pop("optimizer_class", torch.optim.AdamW), **more
+        )
+        try:
+            yield optimizer, session
+        finally:
+            optimizer.close()
+            del optimizer
+            gc.collect()
+
+
+@contextmanager
+def streamed(
+    model: nn.Module, *, policy: Any = None, overlaps: bool = False, **options: Any
+) -> Iterator[tuple[Any, spillway.Attached, spillway.Session]]:
+    """The same with streamed blocks. In the end nothing is left."""
+    with optimized(model, **options) as (optimizer, session):
+        attached = attach(model, optimizer, session, policy)
+        if overlaps:
+            optimizer.overlap_forward(model)
+        try:
+            yield optimizer, attached, session
+        finally:
+            attached.remove()
+            assert not any(map(is_streamed, model.parameters()))
+        optimizer.close()
+        gc.collect()
+        assert_nothing_left(session)
+
+
+def attach(model: nn.Module, optimizer: Any, session: spillway.Session, policy: Any = None) -> spillway.Attached:
+    how = spillway.Recompute() if policy is None else policy
+    attached = spillway.attach(
+        model, session=session, stream="layers.*", min_bytes=0, policy=how, optimizer=optimizer, device="cpu"
+    )
+    assert attached.streamed == tuple(f"layers.{number}" for number in range(BLOCKS))
+    assert sum(map(is_streamed, model.parameters())) == 6 * BLOCKS
+    return attached
+
+
+def resident(
+    make: Callable[[], nn.Module], *, overlaps: bool = False, loop: dict[str, Any], **options: Any
+) -> list[Tensor]:
+    model = make()
+    with optimized(model, **options) as (optimizer, _):
+        if overlaps:
+            optimizer.overlap_forward(model)
+        return train(model, optimizer, **loop)
+
+
+POLICIES: dict[str, Any] = {
+    "recomputed": lambda: spillway.Recompute(),
+    "matmuls kept": lambda: spillway.Recompute(save="matmul"),
+    "reentrant": lambda: spillway.Recompute(use_reentrant=True),
+    "offloaded": lambda: policies.Offload(),
+    "kept": lambda: policies.Keep(),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_run_has_the_bits_of_a_resident_model(dtype: torch.dtype, policy: str, way: str) -> None:
+    loop = {"max_norm": 0.1}
+    wanted = resident(lambda: Model(dtype), loop=loop, **WAYS[way])
+    model = Model(dtype)
+    with streamed(model, policy=POLICIES[policy](), **WAYS[way]) as (optimizer, _, _):
+        assert same(train(model, optimizer, **loop), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_in_the_next_forward(dtype: torch.dtype, way: str) -> None:
+    loop = {"max_norm": 0.1, "steps": 4}
+    wanted = resident(lambda: Model(dtype), loop=loop, overlaps=True, **WAYS[way])
+    model = Model(dtype)
+    with streamed(model, overlaps=True, **WAYS[way]) as (optimizer, _, _):
+        assert same(train(model, optimizer, **loop), wanted)
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way != "on the disk"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_steps_in_backward(dtype: torch.dtype, way: str) -> None:
+    loop = {"micro": 1, "reads_gradients": False, "steps": 4}
+    wanted = resident(lambda: Model(dtype), loop=loop, step_in_backward=True, **WAYS[way])
+    model = Model(dtype)
+    with streamed(model, step_in_backward=True, **WAYS[way]) as (optimizer, _, _):
+        assert same(train(model, optimizer, **loop), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("policy", ["recomputed", "reentrant", "kept"])
+@pytest.mark.parametrize(("times", "together"), [(2, False), (2, True), (1, True)])
+def test_several_calls_of_a_block_in_one_backward(times: int, together: bool, policy: str, way: str) -> None:
+    loop = {"together": together, "micro": 3, "max_norm": 0.1}
+    wanted = resident(lambda: Model(torch.bfloat16, times), loop=loop, **WAYS[way])
+    model = Model(torch.bfloat16, times)
+    with streamed(model, policy=POLICIES[policy](), **WAYS[way]) as (optimizer, _, _):
+        got = train(model, optimizer, **loop)
+    assert same(got, wanted)
+    if policy == "reentrant":
+        return
+    # The sum of two gradients in bfloat16 is not that in float32: the test can tell.
+    apart = resident(lambda: Model(torch.bfloat16, times), loop={**loop, "together": False}, **WAYS[way])
+    assert times == 2 or not same(apart, wanted)
+
+
+def test_several_calls_of_a_block_step_in_backward() -> None:
+    loop = {"micro": 1, "reads_gradients": False}
+    options = {"step_on": "gpu", "step_in_backward": True}
+    wanted = resident(lambda: Model(torch.bfloat16, 2), loop=loop, **options)
+    model = Model(torch.bfloat16, 2)
+    with streamed(model, **options) as (optimizer, _, _):
+        assert same(train(model, optimizer, **loop), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_attached_and_removed_between_steps(way: str) -> None:
+    def all_of(model: nn.Module, optimizer: Any, change: Callable[[int], None]) -> list[Tensor]:
+        found = []
+        for number in range(4):
+            found += train(model, optimizer, steps=1)
+            # A gradient is there when the parameters move.
+            loss_of(model, 100 + number).backward()
+            change(number)
+        return found
+
+    model = Model(torch.bfloat16)
+    with optimized(model, **WAYS[way]) as (optimizer, _):
+        wanted = all_of(model, optimizer, lambda _: None)
+    model = Model(torch.bfloat16)
+    with optimized(model, **WAYS[way]) as (optimizer, session):
+        attached: list[spillway.Attached] = []
+
+        def change(_: int) -> None:
+            if attached:
+                attached.pop().remove()
+                assert not any(map(is_streamed, model.parameters()))
+            else:
+                attached.append(attach(model, optimizer, session))
+
+        assert same(all_of(model, optimizer, change), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_parameters_are_read_and_written_between_steps(overlaps: bool, way: str) -> None:
+    def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        found, average = [], copy.deepcopy(model).requires_grad_(False)
+        for step in range(3):
+            found += train(model, optimizer, steps=1)
+            found.append(loss_of(copy.deepcopy(model).eval(), 5).detach())
+            with torch.no_grad():
+                for mean, each in zip(average.parameters(), model.parameters(), strict=True):
+                    mean.lerp_(each, 0.5)
+                for layer in model.layers:  # type: ignore[union-attr]
+                    layer.first.weight.data.clamp_(-0.2, 0.2)
+            if step == 1:
+                model.load_state_dict(average.state_dict())
+                optimizer.load_state_dict(optimizer.state_dict())
+        return [*found, *(each.clone() for each in average.parameters())]
+
+    model = Model(torch.bfloat16)
+    with optimized(model, **WAYS[way]) as (optimizer, _):
+        wanted = all_of(model, optimizer)
+    model = Model(torch.bfloat16)
+    # train() ends with a state dict, which waits for an overlapped step.
+    with streamed(model, overlaps=overlaps, **WAYS[way]) as (optimizer, _, _):
+        assert same(all_of(model, optimizer), wanted)
+
+
+def test_gradients_stand_on_the_device_and_are_offloaded() -> None:
+    model = Model()
+    with streamed(model) as (optimizer, _, _):
+        loss_of(model, 0).backward()
+        assert all(isinstance(each.grad, OffloadedGradient) for each in model.layers.parameters())
+        optimizer.zero_grad()
+        assert all(each.grad is None for each in model.parameters())
+
+
+def test_the_accumulator_steps_in_backward() -> None:
+    def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        accumulator = spillway.Accumulator(model, optimizer, steps=2, normalize="tokens")
+        found = []
+        for step in range(3):
+            for number in range(2):
+                with accumulator.micro(weight=3 + number):
+                    loss = loss_of(model, 10 * step + number)
+                    accumulator.backward(loss)
+                found.append(loss.detach())
+            accumulator.step()
+        return [*found, *state_of(model, optimizer)]
+
+    options = {"step_on": "gpu", "step_in_backward": True}
+    model = Model(torch.bfloat16)
+    with optimized(model, **options) as (optimizer, _):
+        wanted = all_of(model, optimizer)
+    model = Model(torch.bfloat16)
+    with streamed(model, **options) as (optimizer, _, _):
+        assert same(all_of(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_scaler_skips_a_step(way: str) -> None:
+    def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+        for step in range(4):
+            loss = loss_of(model, step) * (float("inf") if step == 1 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        return [torch.tensor(scaler.get_scale()), *state_of(model, optimizer)]
+
+    model = Model()
+    with optimized(model, **WAYS[way]) as (optimizer, _):
+        wanted = all_of(model, optimizer)
+    model = Model()
+    with streamed(model, **WAYS[way]) as (optimizer, _, _):
+        assert same(all_of(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.RMSprop])
+@pytest.mark.parametrize("way", ["on the CPU", "on the GPU"])
+def test_other_classes(way: str, optimizer_class: Any) -> None:
+    options = {**WAYS[way], "optimizer_class": optimizer_class, "weight_decay": 0.01}
+    wanted = resident(Model, loop={}, **options)
+    model = Model()
+    with streamed(model, **options) as (optimizer, _, _):
+        assert same(train(model, optimizer), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_backward_after_the_step_is_refused(way: str) -> None:
+    model = Model()
+    with streamed(model, policy=policies.Keep(), **WAYS[way]) as (optimizer, _, _):
+        loss = loss_of(model, 0)
+        loss.backward(retain_graph=True)
+        optimizer.step()
+        with pytest.raises((InplaceError, RuntimeError), match=r"modified|written|version"):
+            loss.backward()
+        del loss
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_training_goes_on_after_a_backward_that_failed(times: int) -> None:
+    def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        for step in range(3):
+
+            def fail(gradient: Tensor) -> None:
+                raise ArithmeticError
+
+            hook = model.layers[0].first.weight.register_hook(fail)  # type: ignore[union-attr,index]
+            with pytest.raises(ArithmeticError):
+                loss_of(model, 50).backward()
+            hook.remove()
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return state_of(model, optimizer)
+
+    model = Model(times=times)
+    with optimized(model, step_on="gpu") as (optimizer, _):
+        wanted = all_of(model, optimizer)
+    model = Model(times=times)
+    with streamed(model, step_on="gpu") as (optimizer, _, _):
+        assert same(all_of(model, optimizer), wanted)
+
+
+def test_a_model_whose_optimizer_was_closed_is_refused() -> None:
+    model = Model()
+    with streamed(model) as (optimizer, _, _):
+        train(model, optimizer, steps=1)
+        optimizer.close()
+        with pytest.raises(UnsupportedError, match="requires_grad=True"):
+            loss_of(model, 0)
+
+
+def test_too_little_memory_leaves_all_as_it_was() -> None:
+    wanted = resident(Model, loop={})
+    model = Model()
+    with adversary_session(window=1 << 14, host_budget=1 << 16) as (_, session):
+        optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **ADAMW)
+        with pytest.raises(TierFullError):
+            spillway.attach(model, session=session, stream="layers.*", min_bytes=0, optimizer=optimizer)
+        assert not any(map(is_streamed, model.parameters()))
+        assert same(train(model, optimizer), wanted)
+        optimizer.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"fraction": 0.5}, "fraction"),
+        ({"device_budget": "1KiB"}, "device_budget"),
+        ({"offload_gradients": False}, "offload_gradients"),
+    ],
+)
+def test_optimizers_that_keep_something_on_the_gpu_are_refused(options: dict[str, Any], words: str) -> None:
+    model = Model()
+    with optimized(model, **options) as (optimizer, session), pytest.raises(UsageError, match=words):
+        attach(model, optimizer, session)
+    assert not any(map(is_streamed, model.parameters()))
+
+
+def test_other_optimizers_are_refused() -> None:
+    model = Model()
+    with pytest.raises(UsageError, match="OffloadedOptimizer"):
+        spillway.attach(model, stream="layers.*", optimizer=torch.optim.AdamW(model.parameters()), device="cpu")  # type: ignore[arg-type]
+    with optimized(model) as (optimizer, session), pytest.raises(UnsupportedError, match="budget"):
+        spillway.attach(model, stream="layers.*", optimizer=optimizer, session=session, budget="1GiB")
