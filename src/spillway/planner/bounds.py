@@ -172,6 +172,8 @@ class _Row(NamedTuple):
     numbers: Numbers
     """For each of ``_LINES``, each option's number."""
     block: int | None
+    extra_bytes: int = 0
+    """Rise of the level in the block's backward, beyond that of its options."""
 
 
 class _Part(NamedTuple):
@@ -208,7 +210,10 @@ class CostModel:
         self.parts = [
             _Part(
                 outside(part.before, part.after),
-                [_Row(tables[id(problem.options[block])], block) for block in problem.blocks_of(number)],
+                [
+                    _Row(tables[id(problem.options[block])], block, problem.extra_of(block))
+                    for block in problem.blocks_of(number)
+                ],
                 [outside(part.middle), outside(part.late)],
             )
             for number, part in enumerate(problem.parts)
@@ -337,7 +342,7 @@ class _Recurrence:
                 self._read_free = self._read_free + at("from_disk") / read
                 self._on_disk = self._on_disk - at("to_disk")
             self._clock = functools.reduce(numpy.maximum, ends)
-            self._level = self._level + at(change) + self._shared.get(id(row), 0.0)
+            self._level = self._level + at(change) + self._shared.get(id(row), 0.0) + row.extra_bytes
             self._on_host = self._on_host - at("sent") + at("to_disk")
 
     def _at(self, row: _Row) -> Callable[[str], Numbers]:
