@@ -28,8 +28,8 @@ from allocations import NoMemory, count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search, train
 from spillway import BudgetError, Profile, Session, UsageError
 from spillway.attaching.budget import BudgetTarget, Planner
-from spillway.attaching.controller import MOST_APART
 from spillway.attaching.ranks import RankGroup
+from spillway.attaching.search import MOST_APART
 from spillway.checkpointing import learned
 from spillway.integrations import AttachOptions
 from spillway.planner.planner import parse_budget

@@ -202,7 +202,7 @@ class OffloadedStages:
         They predict the peak of this rank, and the seconds that it works in a step, without waits for other ranks.
         """
         stages = () if self._rank is None else self._rank.stages
-        return {stage.index: stage.plan for stage in stages if stage.plan is not None}
+        return {stage.index: plan for stage in stages if (plan := stage.applied.plan) is not None}
 
     @property
     def stage(self) -> str | None:
@@ -212,7 +212,7 @@ class OffloadedStages:
     @property
     def measured(self) -> int | None:
         """With a budget: peak bytes on the device in the validating step."""
-        measured = None if self._rank is None else self._rank.measured
+        measured = None if self._rank is None else self._rank.search.measured
         return None if measured is None else measured.peak_bytes
 
     def explain(self) -> str:
@@ -340,7 +340,7 @@ class _StageCalls:
             if self._rank.is_plain:
                 self.step.clear()
                 return nullcontext()
-            applied = self._rank.stages[self._part].applied
+            applied = self._rank.stages[self._part].applied.count
             if applied != self._applied:
                 self._applied = applied
                 self._contexts.clear()
