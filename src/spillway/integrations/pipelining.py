@@ -115,27 +115,15 @@ def offload_stages(
     """
     found = _checked(stages)
     ways = _given(ratio=ratio, nbytes=nbytes, policy=policy)
-    limits = _given(hardware=hardware, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
-    if budget is not None:
-        ways += _given(window=window, recompute=recompute, tier=None if tier == "auto" else tier)
-        if ways:
-            raise UsageError(
-                f"{' and '.join(ways)} beside a budget: the plan for the budget decides; leave it out, or leave out "
-                "the budget"
-            )
-    elif limits:
+    if budget is None:
+        limits = _given(hardware=hardware, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
+        _check_without_budget(ways, limits, recompute, blocks)
+    elif ways := ways + _given(window=window, recompute=recompute, tier=None if tier == "auto" else tier):
         raise UsageError(
-            f"{' and '.join(limits)} without a budget: it has an effect only on the plan for a budget; give budget=..."
+            f"{' and '.join(ways)} beside a budget: the plan for the budget decides; leave it out, or leave out the "
+            f"budget"
         )
-    elif len(ways) > 1:
-        raise UsageError(
-            f"{' and '.join(ways)}: each decides alone; give one of them, or a policy that contains the others"
-        )
-    elif recompute is not None and not isinstance(recompute, Recompute):
-        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
-    elif blocks is not None and recompute is None:
-        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
-    elif not ways and recompute is not None:
+    if not ways and recompute is not None:
         policy = Keep()
     elif not ways:
         # Explicit, so that offloading is not disabled for chunks that save little.
@@ -176,6 +164,22 @@ def offload_stages(
             calls[-1].take()
         undo.pop_all()
     return offloaded
+
+
+def _check_without_budget(ways: list[str], limits: list[str], recompute: object, blocks: object) -> None:
+    """Raise for arguments that exclude each other. ``ways`` decide what is offloaded, ``limits`` are those of plans."""
+    if limits:
+        raise UsageError(
+            f"{' and '.join(limits)} without a budget: it has an effect only on the plan for a budget; give budget=..."
+        )
+    if len(ways) > 1:
+        raise UsageError(
+            f"{' and '.join(ways)}: each decides alone; give one of them, or a policy that contains the others"
+        )
+    if recompute is not None and not isinstance(recompute, Recompute):
+        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
+    if blocks is not None and recompute is None:
+        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
 
 
 def _given(**options: object) -> list[str]:

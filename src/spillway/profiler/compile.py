@@ -17,7 +17,7 @@ end of the step. The shorter one of both steps counts: a CPU that has filled the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import astuple, replace
 
 import torch
@@ -80,18 +80,17 @@ def compile_profile(
     kinds = tuple(
         _kind(timed, weighed, probes[kind], numbers, end, min_bytes=min_bytes) for kind, numbers in numbers_of.items()
     )
-    place_of = {kind: place for place, kind in enumerate(numbers_of)}
-    extra: dict[int, int] = {}
-    for kind, numbers in numbers_of.items():
-        extra |= _extra_changes(weighed, probes[kind], numbers, end, min_bytes)
-    calls = tuple(BlockCall(each.name, place_of[each.kind], extra[n]) for n, each in enumerate(timed.calls))
+    calls: dict[int, BlockCall] = {}
+    for place, (kind, numbers) in enumerate(numbers_of.items()):
+        for number, extra in _extra_changes(weighed, probes[kind], numbers, end, min_bytes):
+            calls[number] = BlockCall(timed.calls[number].name, place, extra)
     lead = host_lead(timed, weighed) if timed.has_host else 0.0
     middle, held_bytes = _middle(timed, weighed, len(calls) - 1)
     profile = Profile(
         model=model,
         device=str(device),
         kinds=kinds,
-        calls=calls,
+        calls=tuple(calls[number] for number in sorted(calls)),
         static_bytes=static_bytes,
         before=_outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0)),
         middle=middle,
@@ -260,18 +259,19 @@ def _mean_change(weighed: StepTrace, numbers: list[int], end: Place) -> int:
     return sum(_change(weighed, number, end) for number in numbers) // len(numbers)
 
 
-def _extra_changes(weighed: StepTrace, probe: Probe, numbers: list[int], end: Place, min_bytes: int) -> dict[int, int]:
+def _extra_changes(
+    weighed: StepTrace, probe: Probe, numbers: list[int], end: Place, min_bytes: int
+) -> Iterator[tuple[int, int]]:
     """The rise of the level in the backward of each of a kind's calls, beyond their mean.
 
     A tensor that calls share is released in the backward of the first that holds it. If they had offloaded it, it was
     not counted.
     """
-    mean, found = _mean_change(weighed, numbers, end), {}
+    mean = _mean_change(weighed, numbers, end)
     for number in numbers:
         released = weighed.calls[number].released.items()
         offloaded = sum(nbytes for place, nbytes in released if place in probe.shared_inputs and nbytes >= min_bytes)
-        found[number] = _change(weighed, number, end) - mean - offloaded
-    return found
+        yield number, _change(weighed, number, end) - mean - offloaded
 
 
 def _gap(timed: StepTrace, weighed: StepTrace, numbers: list[int]) -> Outside | None:
