@@ -416,4 +416,6 @@ def test_a_plan_that_recomputes_nothing_is_not_timed_beside_it(
     model, batch = kind.model(), kind.batch()
     with attached_to(model, "8GiB", session) as attached:
         assert len(search(model, batch, attached)) == MOST_STEPS
+        # Stages after the first keep it: blocks that are told again forget the order of backward.
+        assert attached._root.controller is not None and attached._root.controller.applied.count == 1
         assert attached.plan is not None and all(block.plain for block in attached.plan.blocks)
