@@ -154,8 +154,8 @@ class PlanController:
         if self.stage is not Stage.ACTIVE:
             # One of several ranks may evaluate: the others hear of it when the next step begins.
             self.collector.evaluates()
-        else:
-            self.monitor.evaluates()
+        elif self.monitor.peak is None:
+            self.monitor.peak = self.search.memory.peak()
 
     def drop(self) -> None:
         for each in self.collectors:
@@ -217,10 +217,9 @@ class PlanController:
             self._enter(Stage.WARMING_UP)
 
     def _validate(self, peak: int, trace: StepTrace | None = None) -> None:
-        search = self.search
-        peak = max(search.ranks.share("peak", lambda: peak))
-        learned = any(search.ranks.share("learned", self._has_learned))
-        stage = search.validate(peak, trace, learned=learned)
+        ranks = self.search.ranks
+        peak = max(ranks.share("peak", lambda: peak))
+        stage = self.search.validate(peak, trace, learned=any(ranks.share("learned", self._has_learned)))
         if stage is not None:
             self._enter(stage)
 

@@ -151,10 +151,7 @@ class PlanSearch:
         self.plan = plan
 
     def step_begins(self, collector: ProfileCollector) -> bool:
-        """Choose another plan, if a step begins with more bytes than planned for, and would be above the budget.
-
-        Returns whether there is another plan.
-        """
+        """Whether a step begins with so many more bytes than planned for that there is another plan."""
         # Copies under way are not counted. The plan itself decides how much of an offloaded optimizer is on the device.
         is_divided = collector.applied.optimizer is not None
         known = None if is_divided else self.memory.level() - collector.tracing.carried()
@@ -190,10 +187,7 @@ class PlanSearch:
     def validate(self, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
         """A step with the plan is over: correct the plan, compare it, or accept it.
 
-        Returns the stage of the next step; ``None``: that is judged instead.
-
-        Raises:
-            BudgetError: if the step was above the budget, and no plan takes less.
+        Returns the stage of the next step; ``None``: that is judged instead. Raises as :meth:`correct`.
         """
         ranks, target, rival = self.ranks, self.known_target, self._rival
         self.measured = Point(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
@@ -305,10 +299,6 @@ class PeakMonitor:
         """Steps in which a plan was active."""
         self._over_at: int | None = None
         """The last of them that was above the budget."""
-
-    def evaluates(self) -> None:
-        if self.peak is None:
-            self.peak = self._search.memory.peak()
 
     def step_ended(self, *, learned: bool) -> bool:
         """A step with an active plan is over; whether the search has another plan, since it was above the budget.
