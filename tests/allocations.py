@@ -206,11 +206,11 @@ def count_exactly(patch: pytest.MonkeyPatch, resident: Callable[[], int]) -> Non
     """
     patch.setattr("spillway.profiler.meter.meter_of", lambda device: ExactMeter(resident()))
     patch.setattr("spillway.profiler.step_trace.meter_of", lambda device: ExactMeter(resident()))
-    patch.setattr("spillway.attaching.controller.DeviceMemory", lambda device: NoMemory())
+    patch.setattr("spillway.attaching.search.DeviceMemory", lambda device: NoMemory())
     init = PipelinePlanController.__init__
 
     def counted(self: PipelinePlanController, *args: Any, **options: Any) -> None:
         init(self, *args, **options)
-        self._memory = ExactMemory(resident)
+        self.search.memory = ExactMemory(resident)
 
     patch.setattr(PipelinePlanController, "__init__", counted)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +20,12 @@ import spillway
 from allocations import NoMemory, count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search
 from spillway import BudgetError, Session
-from spillway.attaching import controller as controlling
-from spillway.attaching.budget import BudgetTarget, Planner, Rival, is_same
-from spillway.attaching.controller import PlanController
+from spillway.attaching import search as searching
+from spillway.attaching import stages
+from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.ranks import RankGroup
+from spillway.attaching.search import PlanSearch, Rival, is_same
+from spillway.attaching.stages import Stage
 from spillway.planner.plan import ANY_RATES, uniform_program
 from spillway.planner.planner import Point
 from spillway.planner.profile import HostTimes
@@ -39,6 +43,19 @@ MOST_STEPS = 6
 @pytest.fixture(autouse=True)
 def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     count_exactly(monkeypatch, lambda: 16 * MiB)
+
+
+@pytest.fixture(autouse=True)
+def _as_the_table_says(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Whatever a test does, a stage is followed by one that NOTE [ Stages of a search ] names. Searches may begin."""
+    rows = [line.split("|")[1:4:2] for line in str(stages.__doc__).splitlines() if line.startswith("| ``")]
+    named = [[re.findall("``([A-Z_]+)``", cell) for cell in row] for row in rows]
+    table = {(Stage[one].value, Stage[other].value) for here, then in named for one in here for other in then}
+    with caplog.at_level(logging.INFO, logger="spillway.attach"):
+        yield
+    said = [each.getMessage().rpartition(": ")[2] for each in caplog.get_records("call") if each.args]
+    odd = {pair for pair in pairwise(said) if pair[1] != Stage.PROFILING_OPERATORS.value} - table
+    assert not odd, odd
 
 
 @pytest.fixture
@@ -223,28 +240,29 @@ def test_if_checkpointing_takes_more_than_predicted_the_next_plan_is_for_the_sam
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     budget = int(1.2 * deep_peak())
-    validate = PlanController._validate
+    validate = PlanSearch.validate
 
-    def is_checkpointing(self: PlanController) -> bool:
+    def is_checkpointing(self: PlanSearch) -> bool:
         assert self.plan is not None
         return all(block.recomputes and not block.operators for block in self.plan.blocks)
 
-    def above(self: PlanController, peak: int, watched: StepTrace | None = None) -> None:
+    def above(self: PlanSearch, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
         assert self.budget is not None
-        validate(self, int(1.01 * self.budget) if is_checkpointing(self) else min(peak, self.budget), watched)
+        peak = int(1.01 * self.budget) if is_checkpointing(self) else min(peak, self.budget)
+        return validate(self, peak, trace, learned=learned)
 
-    monkeypatch.setattr(PlanController, "_validate", above)
+    monkeypatch.setattr(PlanSearch, "validate", above)
     model, batch = deep()
     expected = one_step(deep()[0], batch)
     with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
         # It costs nothing in prediction, and all else does.
-        monkeypatch.setattr(controlling, "_CLOSE", 1e9)
+        monkeypatch.setattr(searching, "_CLOSE", 1e9)
         while attached.stage != "active":
             assert all(map(torch.equal, one_step(model, batch), expected))
-        controller = attached._root.observer
-        assert isinstance(controller, PlanController)
-        assert not is_checkpointing(controller)
-        assert controller._target is not None and controller._target.nbytes == BudgetTarget(budget).nbytes
+        found = attached._search
+        assert found is not None
+        assert not is_checkpointing(found)
+        assert found.target is not None and found.target.nbytes == BudgetTarget(budget).nbytes
         assert [note for note in attached.notes if "another plan next" in note]
         assert all(map(torch.equal, one_step(model, batch), expected))
 
@@ -256,26 +274,24 @@ def test_checkpointing_may_be_above_the_budget_by_the_rounding_of_cached_blocks(
     freed: list[bool] = []
     monkeypatch.setattr(NoMemory, "free_cached", lambda self: (freed.append(True), True)[1])
     monkeypatch.setattr(compiling, "queues", lambda device: True)
-    monkeypatch.setattr(PlanController, "_is_slower", lambda self, seconds, rival: False)
-    validate = PlanController._validate
+    monkeypatch.setattr(PlanSearch, "_is_slower", lambda self, seconds, rival: False)
+    validate = PlanSearch.validate
 
-    def rounded(self: PlanController, peak: int, watched: StepTrace | None = None) -> None:
+    def rounded(self: PlanSearch, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
         assert self.budget is not None
-        validate(
-            self,
-            self.budget + int(self.budget * above) if self._is_active(self._checkpointing(self._profiled)) else peak,
-            watched,
-        )
+        if self._is_latest(self._checkpointing(self._profiled)):
+            peak = self.budget + int(self.budget * above)
+        return validate(self, peak, trace, learned=learned)
 
-    monkeypatch.setattr(PlanController, "_validate", rounded)
+    monkeypatch.setattr(PlanSearch, "validate", rounded)
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     budget = budget_of(spillway.profile(model, batch, session=session), 0.6) + MiB
     with attached_to(model, budget, session) as attached:
         assert len(search(model, batch, attached)) - 1 <= MOST_STEPS
-        controller = attached._root.observer
-        assert isinstance(controller, PlanController)
-        assert controller._is_active(controller._checkpointing(controller._profiled)) is is_taken
+        found = attached._search
+        assert found is not None
+        assert found._is_latest(found._checkpointing(found._profiled)) is is_taken
         assert freed == [True] * is_taken
         assert any("took more than the budget" in note for note in attached.notes) is not is_taken
 
@@ -298,9 +314,9 @@ def test_on_an_accelerator_a_plan_is_timed_beside_torchs_checkpointing(
     with attached_to(model, budget, session) as attached:
         plans, stages = [], []
         while attached.stage != "active":
-            controller = attached._root.observer
-            assert isinstance(controller, PlanController)
-            target = controller._target
+            found = attached._search
+            assert found is not None
+            target = found.target
             assert target is not None
             with monkeypatch.context() as patch:
                 if over and len(plans) == 2 and stages[-1] == "validating":
@@ -325,26 +341,26 @@ def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compiling, "queues", lambda device: True)
-    monkeypatch.setattr(controlling, "_CLOSE", 1e9)
+    monkeypatch.setattr(searching, "_CLOSE", 1e9)
     # Torch's own checkpointing is always faster.
-    monkeypatch.setattr(PlanController, "_is_slower", lambda self, seconds, rival: False)
+    monkeypatch.setattr(PlanSearch, "_is_slower", lambda self, seconds, rival: False)
     budget = int(1.2 * deep_peak())
     model, batch = deep()
     with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
         search(model, batch, attached)
-        controller = attached._root.observer
-        assert isinstance(controller, PlanController)
-        first = controller.plan
+        found = attached._search
+        assert found is not None
+        first = found.plan
         assert first is not None and all(block.recomputes and not block.operators for block in first.blocks)
         with monkeypatch.context() as patch:
             # The next step judges the one before.
-            patch.setattr(controller._memory, "peak", lambda: budget + 1)
+            patch.setattr(found.memory, "peak", lambda: budget + 1)
             one_step(model, batch)
         for _ in range(8):
             one_step(model, batch)
         assert attached.stage == "active"
-        assert controller.plan is not None and not is_same(controller.plan, first)
-        assert controller._target is not None and controller._target.nbytes == BudgetTarget(budget).nbytes
+        assert found.plan is not None and not is_same(found.plan, first)
+        assert found.target is not None and found.target.nbytes == BudgetTarget(budget).nbytes
 
 
 @pytest.mark.parametrize(
@@ -357,26 +373,26 @@ def test_a_prediction_counts_as_much_as_one_measured_step(
     profile = spillway.Profile.load(Path(__file__).parent / "planner" / "llama_8b_block.json")
     plan = spillway.plan(profile, budget="60GiB", hardware="h200")
     first, second = (replace(plan, predicted_seconds=seconds) for seconds in predicted)
-    controller = PlanController.__new__(PlanController)
-    controller.plan = second
+    found = PlanSearch.__new__(PlanSearch)
+    found.plan = second
     rival = Rival(first, Point(0, measured[0]), [], measured[0])
-    assert controller._is_slower(measured[1], rival) is is_slower
+    assert found._is_slower(measured[1], rival) is is_slower
 
 
 def test_after_two_plans_above_the_budget_torchs_checkpointing_is_next(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validate = PlanController._validate
+    validate = PlanSearch.validate
 
-    def recomputes_all(self: PlanController) -> bool:
+    def recomputes_all(self: PlanSearch) -> bool:
         assert self.plan is not None
         return all(block.recomputes for block in self.plan.blocks)
 
-    def above(self: PlanController, peak: int, watched: StepTrace | None = None) -> None:
+    def above(self: PlanSearch, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
         assert self.budget is not None
-        validate(self, peak if recomputes_all(self) else self.budget + 1, watched)
+        return validate(self, peak if recomputes_all(self) else self.budget + 1, trace, learned=learned)
 
-    monkeypatch.setattr(PlanController, "_validate", above)
+    monkeypatch.setattr(PlanSearch, "validate", above)
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     expected = one_step(kind.model(), batch)
@@ -400,4 +416,6 @@ def test_a_plan_that_recomputes_nothing_is_not_timed_beside_it(
     model, batch = kind.model(), kind.batch()
     with attached_to(model, "8GiB", session) as attached:
         assert len(search(model, batch, attached)) == MOST_STEPS
+        # Stages after the first keep it: blocks that are told again forget the order of backward.
+        assert attached._root.controller is not None and attached._root.controller.applied.count == 1
         assert attached.plan is not None and all(block.plain for block in attached.plan.blocks)

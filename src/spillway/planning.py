@@ -14,8 +14,9 @@ import torch
 from torch.nn import Module
 
 from spillway.attaching import attach
+from spillway.attaching.blocks import tensors_of
 from spillway.attaching.budget import allowed
-from spillway.attaching.collector import ProfileCollector, tensors_of
+from spillway.attaching.collector import ProfileCollector
 from spillway.attaching.meta_profile import is_on_meta, profile_on_meta
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware

@@ -402,7 +402,7 @@ def test_an_evaluation_is_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
                 stage.waiting.clear()
                 if offloaded.stage == "validating":
                     # The step's peak was read before the evaluation.
-                    assert offloaded._rank is not None and offloaded._rank._peak is not None
+                    assert offloaded._rank is not None and offloaded._rank.monitor.peak is not None
             assert offloaded.stage == "active" and offloaded.measured is not None
             assert offloaded.measured < STATIC + 90 * OUTPUT
 

@@ -108,6 +108,7 @@ def random_problem(seed: int, *, most: int = 1500) -> Problem:
         options=options,
         rates=rates,
         budget=0,
+        extra_bytes=tuple(random_.choice([-8, -1, 0, 0, 6]) * MIB for _ in options),
     )
 
 

@@ -27,7 +27,7 @@ from planner.blocks import (
     told_apart,
     unsaved,
 )
-from spillway.attaching.collector import how_of
+from spillway.attaching.blocks import how_of
 from spillway.planner.block_tasks import ResolvedDecisions, make_option, offloaded_at
 from spillway.planner.plan import planned_block
 from spillway.planner.profile import BackwardPart, BlockProfile, HostTimes, OperatorProfile, ReplayRule, Value

@@ -35,7 +35,7 @@ from planner.instances import (
 from spillway import BudgetError
 from spillway.planner.bounds import CostModel
 from spillway.planner.solve import TIE, Solution, smallest, solve
-from spillway.planner.tasks import Part, Phase, Problem, Program, Rates, counted_twice
+from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates, Task, counted_twice
 from spillway.planner.timeline import Timeline
 from spillway.planner.timeline import simulate_program as simulate
 
@@ -157,6 +157,17 @@ def test_no_simulation_goes_below_its_bound(host: bool) -> None:
         # Odd seeds have casts.
         if seed % 4 // 2 == host:
             check_bounds(drawn(seed, 300, host))
+
+
+def test_a_block_that_frees_more_than_others_of_its_kind_has_their_peak() -> None:
+    task = Task("backward", Phase.BACKWARD, 1.0, change_bytes=5)
+    only = Option((), (Task("forward", Phase.FORWARD, 1.0),), (task,))
+    rates = Rates(1.0, 1.0, 1.0, 1.0, 1)
+    problem = Problem(10, (Part(2),), ("a", "b"), ((only,), (only,)), rates, 0, extra_bytes=(-8, 3))
+    check_bounds(problem)
+    timeline = simulate(problem.program((0, 0)), rates, spans=True)
+    assert [level.device for level in timeline.levels][-1] == 10 + (5 + 3) + (5 - 8)
+    assert timeline.peak_bytes == 10 + (5 + 3) + 5
 
 
 # Of these, bounds are wrong by each credit that runs of backwards are not given, and by what is fetched ahead.

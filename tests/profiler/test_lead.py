@@ -125,7 +125,7 @@ def _lags(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is such a device."""
     monkeypatch.setattr(Lagging, "asked", [])
     monkeypatch.setattr("spillway.profiler.step_trace.meter_of", lambda _: Lagging(0))
-    for place in ("spillway.profiler.compile.queues", "spillway.attaching.collector.queues"):
+    for place in ("spillway.profiler.compile.queues", "spillway.attaching.blocks.queues"):
         monkeypatch.setattr(place, lambda _: True)
 
 

@@ -3,9 +3,10 @@
 The verb is here. ``attached`` has its handle. ``call`` replaces a module's call, ``model`` that of the model and
 ``block`` that of a block. ``validation`` refuses other models.
 
-With a budget, each call of the model goes to ``controller``, which takes the search for a plan from stage to stage. It
-has two helpers: ``collector`` profiles steps, and tells each block how it is called by a plan; the ``Planner`` of
-``budget`` makes plans of a profile. ``ranks`` share one search, and ``pipeline`` has that of several stages.
+With a budget, each call of the model goes to ``controller``, which takes the search for a plan from stage to stage
+(``stages``). ``collector`` profiles steps, and ``blocks`` traces blocks and tells them how they are called by a plan.
+``search`` chooses plans, which the ``Planner`` of ``budget`` makes of a profile, and compares later steps with the
+budget. ``ranks`` share one search, and ``pipeline`` has that of several stages.
 ``meta_profile`` profiles a model without its hardware.
 """
 
@@ -45,7 +46,7 @@ from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes, read_budget
 
 if TYPE_CHECKING:
-    from spillway.attaching.collector import DividedOptimizer
+    from spillway.attaching.blocks import DividedOptimizer
     from spillway.attaching.controller import PlanController
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
@@ -269,10 +270,11 @@ def _controller(
     from spillway.attaching.budget import Planner
     from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
+    from spillway.attaching.search import PlanSearch
 
     # Its class was checked.
     divided = cast("DividedOptimizer | None", optimizer)
     collector = ProfileCollector(model, session, min_bytes, optimizer=divided)
     nbytes = None if budget is None else read_budget(budget)
     planner = Planner(collector.device, session, **limits)
-    return PlanController(collector, planner, budget=nbytes, plan=plan)
+    return PlanController([collector], PlanSearch(planner, collector.notes, budget=nbytes, plan=plan))

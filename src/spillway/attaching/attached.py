@@ -72,6 +72,7 @@ class Attached:
     def __init__(self, root: ModelCall, policy: Recompute | Policy, controller: PlanController | None = None) -> None:
         self._root = root
         self._controller = controller
+        self._search = None if controller is None else controller.search
         self._policy = policy
         self._removed = False
         root.attached = self
@@ -93,10 +94,10 @@ class Attached:
         """How often the model was called in training since it was attached."""
         return self._root.passes
 
-    def follow(self, observer: PlanController | ProfileCollector) -> None:
-        """From the next call of the model on, an observer profiles it or finds a plan."""
-        self._root.observer = observer
-        observer.take([call for call in self._root.blocks if isinstance(call, BlockCall)])
+    def follow(self, controller: PlanController | ProfileCollector) -> None:
+        """From the next call of the model on, a controller profiles it or finds a plan."""
+        self._root.controller = controller
+        controller.take([call for call in self._root.blocks if isinstance(call, BlockCall)])
 
     def tell(self, on_error: Callable[[SpillwayError], None]) -> None:
         """Call a function with later errors, and let the model's call go on as if it were not attached.
@@ -109,12 +110,12 @@ class Attached:
     @property
     def plan(self) -> Plan | None:
         """The latest plan; not in use while :attr:`missing` says that profiling began again. ``None``: none yet."""
-        return None if self._controller is None else self._controller.plan
+        return None if self._search is None else self._search.plan
 
     @property
     def profile(self) -> Profile | None:
         """The profile that the plan was made of; ``None``: there is none yet."""
-        return None if self._controller is None else self._controller.profile
+        return None if self._search is None else self._search.profile
 
     @property
     def stage(self) -> str | None:
@@ -128,7 +129,7 @@ class Attached:
     @property
     def budget(self) -> int | None:
         """Bytes that a step may have; ``None``: no budget, or a share of a step that was not profiled yet."""
-        return None if self._controller is None else self._controller.budget
+        return None if self._search is None else self._search.budget
 
     @property
     def missing(self) -> str | None:
@@ -138,12 +139,12 @@ class Attached:
     @property
     def measured(self) -> Point | None:
         """Peak and seconds of the step that validated the plan; ``None`` before."""
-        return None if self._controller is None else self._controller.measured
+        return None if self._search is None else self._search.measured
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Notes of the search for a plan and since; none without a budget."""
-        return () if self._controller is None else tuple(self._controller.notes)
+        return () if self._search is None else tuple(self._search.notes)
 
     def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
         """Explain the plan.
@@ -160,8 +161,8 @@ class Attached:
         """
         plan = self.plan
         if what is None:
-            observer = self._root.observer
-            found = () if observer is None else observer.losses
+            controller = self._root.controller
+            found = () if controller is None else controller.losses
             losses = [f"the loss of {loss.kind} is computed in rows" for loss in found if loss.is_in_rows]
             plans = [] if plan is None else [str(plan) if self.missing is None else f"the plan before: {plan}"]
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
@@ -212,12 +213,12 @@ class Attached:
         from spillway.planner.report.facts import facts_of
         from spillway.planner.report.page import to_page, to_trace
 
-        search, plan, profile = self._controller, self.plan, self.profile
+        search, plan, profile = self._search, self.plan, self.profile
         if search is None or plan is None:
             raise UsageError(
                 "report: there is no plan yet. Attach with attach(model, budget=...), and train some steps"
                 if search is None
-                else f"report: there is no plan yet, which takes {search.missing}. Call it again afterwards"
+                else f"report: there is no plan yet, which takes {self.missing}. Call it again afterwards"
             )
         if profile is None:
             raise UsageError(
@@ -256,8 +257,8 @@ class Attached:
             return
         self._removed = True
         self._root.attached = None
-        if self._root.observer is not None:
-            self._root.observer.drop()
+        if self._root.controller is not None:
+            self._root.controller.drop()
         if self._root.streams is not None:
             self._root.streams.remove()
             self._root.streams = None

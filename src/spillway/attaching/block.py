@@ -33,7 +33,7 @@ from spillway.saved_tensors.kept import PassthroughBlock
 from spillway.session import Session
 
 if TYPE_CHECKING:
-    from spillway.attaching.collector import ProfileCollector
+    from spillway.attaching.blocks import BlockTracing
     from spillway.profiler.step_trace import StepTracer
 
     Traced = tuple[StepTracer, int]
@@ -103,8 +103,8 @@ class BlockCall(ModuleCall):
         super().__init__(named)
         self.how: Recompute | None = how
         """``None``: for now, it is not checkpointed."""
-        self.collector: ProfileCollector | None = None
-        """With a budget: sets ``how``, and traces each call."""
+        self.tracing: BlockTracing | None = None
+        """Traces each call, for a profile or a plan."""
         self.observer: Observer | None = None
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
@@ -121,9 +121,9 @@ class BlockCall(ModuleCall):
             self._is_lazy = _has_lazy(module)
         if self._is_lazy:
             return self.plain(module, args, kwargs)
-        if self.collector is None:
+        if self.tracing is None:
             return self._run(module, args, kwargs)
-        traced = self._traced.now = self.collector.block_begins(self, module, args, kwargs)
+        traced = self._traced.now = self.tracing.block_begins(self, module, args, kwargs)
         output = self._run(module, args, kwargs)
         if traced is not None:
             tracer, number = traced

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ import torch
 from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import Point, aim_at, make_checkpointing_plan, make_plan
+from spillway.planner.planner import aim_at, make_checkpointing_plan, make_plan
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
@@ -28,24 +28,6 @@ _MOST_CORRECTIONS = 8
 _SLACK = 1 << 20
 _MOST_ABOVE = 1.01
 """By so much of the budget, torch's own checkpointing may be predicted to be above it, and is tried."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """A validated plan, while torch's own checkpointing is timed beside it."""
-
-    plan: Plan
-    measured: Point
-    kinds: list[Hashable]
-    """Kinds of the called blocks."""
-    seconds: float
-    """From the start of the step to the end of the first block's backward."""
-
-
-def is_same(plan: Plan, other: Plan) -> bool:
-    """Whether two plans of one model do the same, whatever they predict."""
-    names = ("blocks", "window", "ahead", "optimizer_fraction")
-    return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 
 class BudgetTarget:
@@ -123,7 +105,7 @@ class Planner:
         self._disk_budget = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
         self._allow = allowed(device, allow)
         check_allow(self._allow)
-        self._device = device
+        self.device = device
         self._hardware = None if hardware is None else Hardware.of(hardware)
         self._session = session if session is not None else Session.default()
         self._window = self._session.runtime(device).mover.window
@@ -131,7 +113,7 @@ class Planner:
 
     @cached_property
     def hardware(self) -> Hardware:
-        found = known_hardware(self._device) if self._hardware is None else self._hardware
+        found = known_hardware(self.device) if self._hardware is None else self._hardware
         return found.shared_by(local_ranks())
 
     def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
@@ -173,4 +155,4 @@ class Planner:
 
     def _free_host_bytes(self) -> int:
         """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
-        return self._session.host_room(self._device)
+        return self._session.host_room(self.device)

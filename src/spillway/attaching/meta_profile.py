@@ -28,7 +28,8 @@ from torch.nn import Module
 
 from spillway._torch import disable_dispatch, tree_leaves, tree_map
 from spillway.attaching import attach
-from spillway.attaching.collector import device_of, kind_of, tensors_of
+from spillway.attaching.blocks import kind_of, tensors_of
+from spillway.attaching.collector import device_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
 from spillway.checkpointing.blocks import Named

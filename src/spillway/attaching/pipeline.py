@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
 
+from spillway.attaching.blocks import tensor_bytes
 from spillway.attaching.budget import Planner
-from spillway.attaching.collector import PROFILING, Notes, ProfileCollector, Stage, tensor_bytes
+from spillway.attaching.collector import ProfileCollector
 from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import ranks_of
+from spillway.attaching.search import PlanSearch
+from spillway.attaching.stages import PROFILING, Notes, Stage
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planner.planner import StageProfile, covers, make_stage_plans
 from spillway.planner.tasks import Turn
@@ -31,8 +34,8 @@ from spillway.session import Session
 from spillway.units import read_budget
 
 if TYPE_CHECKING:
-    from spillway.attaching.block import BlockCall, Traced
     from spillway.planner.hardware import Hardware
+    from spillway.planner.plan import Plan
 
 _MOST_ORDERS = 8
 """Orders of turns that are planned for. Others are only noted."""
@@ -57,8 +60,7 @@ class StageCollector(ProfileCollector):
         self.index = index
         self.module = module
         self.controller: PipelinePlanController | None = None
-        self.is_turn = False
-        """Whether the chunk that goes forward now is profiled."""
+        self.tracing.is_paused = True
         self.largest = 0
         """Bytes of the largest chunk's inputs."""
         self._missed = 0
@@ -66,60 +68,80 @@ class StageCollector(ProfileCollector):
 
     @property
     def is_sought(self) -> bool:
-        return self.profile is None and not self.is_left_alone
+        return self.profile is None and not self.applied.is_left_alone
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nbytes = tensor_bytes(args, kwargs)
         before, self.largest = self.largest, max(self.largest, nbytes)
         if 0 < before < nbytes and self.controller is not None:
             self.controller.grows(self, before, nbytes)
-        if self.is_turn and not self.is_elsewhere:
+        if not (self.tracing.is_paused or self.tracing.is_elsewhere):
             if self.device.type == "cpu":
-                self.session.trim(self.device)
+                self.tracing.session.trim(self.device)
             self.begin_step(self.stage, nbytes)
 
     def evaluates(self) -> None:
         """The controller says when a step ends."""
 
-    def block_begins(
-        self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Traced | None:
-        if self.is_turn:
-            return super().block_begins(call, module, args, kwargs)
-        call.observer = None
-        return None
-
     def leave(self) -> None:
         """Other chunks have their turns now."""
-        self.is_turn = False
-        if self._tracer is not None:
-            self._tracer.leave()
+        self.tracing.is_paused = True
+        if self.tracing.tracer is not None:
+            self.tracing.tracer.leave()
 
     def come_back(self) -> None:
-        if self._tracer is not None:
-            self._tracer.come_back()
+        if self.tracing.tracer is not None:
+            self.tracing.tracer.come_back()
 
     def step_ended(self, *, had_chunk: bool) -> bool:
         """A step has ended; whether the stage is left alone from now on, since it has no backward."""
-        trace = self.end_step()
+        trace = self.tracing.end()
         if self.is_sought and trace is not None:
             self.advance(trace)
         if not had_chunk or not self.is_sought:
             return False
         self._missed = 0 if trace is not None else self._missed + 1
-        self.is_left_alone = self._missed >= _MOST_MISSED
-        self.take_least()
-        return self.is_left_alone
+        self.applied.is_left_alone = self._missed >= _MOST_MISSED
+        self.applied.take_least()
+        return self.applied.is_left_alone
 
     def restart(self) -> None:
         self.drop()
-        self.is_left_alone, self._missed = False, 0
+        self.applied.is_left_alone, self._missed = False, 0
         super().restart()
 
     def chunk_profile(self) -> StageProfile:
         profile = self.enlarged(self.largest)
         new = sum(each.nbytes for each in self.module.parameters() if each.requires_grad and each.grad is None)
         return StageProfile(self.index, profile, new)
+
+
+class PipelineSearch(PlanSearch):
+    """Chooses the plans of a rank's stages, those that are not left alone."""
+
+    bears_a_step = False
+
+    def __init__(self, stages: Sequence[StageCollector], planner: Planner, budget: int) -> None:
+        super().__init__(planner, Notes(), budget=budget)
+        self.order: list[Turn] = []
+        """The turns that are planned for."""
+        self._stages = stages
+        self._plans: Sequence[Plan] = ()
+
+    @property
+    def plans(self) -> Sequence[Plan]:
+        return self._plans
+
+    def replan(self) -> None:
+        places = [part for part, stage in enumerate(self._stages) if not stage.applied.is_left_alone]
+        self._plans = make_stage_plans(
+            [self._stages[part].chunk_profile() for part in places],
+            [turn._replace(part=places.index(turn.part)) for turn in self.order if turn.part in places],
+            self.planner.hardware,
+            static_bytes=self.memory.level(),
+            budget=self.known_target.nbytes,
+            **self.planner.limits(),
+        )
 
 
 class PipelinePlanController(PlanController):
@@ -129,7 +151,7 @@ class PipelinePlanController(PlanController):
         UsageError: for invalid limits (as for :class:`Planner`), and for stages on several devices.
     """
 
-    _bears_a_step = False
+    search: PipelineSearch
 
     def __init__(
         self,
@@ -149,14 +171,11 @@ class PipelinePlanController(PlanController):
         if len(devices) > 1:
             names = sorted(map(str, devices))
             raise UsageError(f"stages: they are on {names}, and a budget is for one device. Give those of one device")
-        super().__init__(stages[0], Planner(devices.pop(), session, hardware, **limits), budget=nbytes)
         self.stages = list(stages)
-        self.collectors = self.stages
-        self.notes = Notes()
+        planner = Planner(devices.pop(), session, hardware, **limits)
+        super().__init__(self.stages, PipelineSearch(self.stages, planner, nbytes))
         self._turns: list[Turn] = []
         """Turns of the step so far."""
-        self._order: list[Turn] = []
-        """The turns that were planned for."""
         self._order_plans = 0
         """How many plans were made because of another order."""
         self._states: list[tuple[bool, list[bool]]] = []
@@ -173,7 +192,7 @@ class PipelinePlanController(PlanController):
             self._schedule_step_ended()
         is_first = not any(turn.part == part for turn in self._turns)
         self._take_turn(Turn(part, chunk))
-        self.stages[part].is_turn = is_first and self.stages[part].is_sought
+        self.stages[part].tracing.is_paused = not (is_first and self.stages[part].is_sought)
 
     def backward_begins(self, part: int, chunk: int) -> None:
         self._take_turn(Turn(part, chunk, is_backward=True))
@@ -182,29 +201,23 @@ class PipelinePlanController(PlanController):
 
     def backward_ended(self, part: int, chunk: int) -> None:
         if self._is_profiled(part, chunk):
-            self.stages[part].cut()
+            self.stages[part].tracing.cut()
         if _is_whole(self._turns):
             # The peak of an evaluation after the last backward does not count.
-            self._peak = self._memory.peak()
+            self.monitor.peak = self.search.memory.peak()
 
     def drop(self) -> None:
         self._turns.clear()
-        for stage in self.stages:
-            stage.drop()
+        super().drop()
 
     def grows(self, stage: StageCollector, before: int, now: int) -> None:
         """A chunk of a stage has larger inputs than any before."""
         if self._stage not in PROFILING:
             self._outgrow(stage, before, now)
 
-    @property
-    def _planned(self) -> list[StageCollector]:
-        """The stages that are not left alone."""
-        return [stage for stage in self.stages if not stage.is_left_alone]
-
     def _take_turn(self, turn: Turn) -> None:
         for stage in self.stages:
-            if stage.is_turn:
+            if not stage.tracing.is_paused:
                 stage.leave()
         self._turns.append(turn)
 
@@ -220,12 +233,12 @@ class PipelinePlanController(PlanController):
             self._turns_ended(turns)
         if self.stage is Stage.VALIDATING:
             # The peak of the next step is its own.
-            self._peak = None
-            self._memory.reset_peak()
+            self.monitor.peak = None
+            self.search.memory.reset_peak()
 
     def _turns_ended(self, turns: list[Turn]) -> None:
         if self.collector.device.type == "cpu":
-            self.collector.session.trim(self.collector.device)
+            self.collector.tracing.session.trim(self.collector.device)
         trained = [[each.requires_grad for each in stage.module.parameters()] for stage in self.stages]
         states = [(stage.module.training, each) for stage, each in zip(self.stages, trained, strict=True)]
         before, self._states = self._states, states
@@ -238,19 +251,18 @@ class PipelinePlanController(PlanController):
             # A stage without a chunk has no peak to judge.
             return
         elif self._has_outgrown:
-            self._order = turns
+            self.search.order = turns
             self._plan_outgrown()
         elif not self._accepts(turns):
             self._order_plans += 1
-            self._known_target.reset()
-            self._order = turns
-            self._replan()
+            self.search.reset()
+            self._plan_for_turns(turns)
         elif self.stage is Stage.WARMING_UP:
             self._has_learned()
             self._enter(Stage.VALIDATING)
-        elif self._peak is not None and self.stage is Stage.VALIDATING:
-            self._validate(self._peak)
-        elif self._peak is not None:
+        elif self.monitor.peak is not None and self.stage is Stage.VALIDATING:
+            self._validate(self.monitor.peak)
+        elif self.monitor.peak is not None:
             self._check()
 
     def _profile(self, turns: list[Turn]) -> None:
@@ -260,36 +272,23 @@ class PipelinePlanController(PlanController):
                 self.notes.once(f"no backward came through stage {stage.index}, which is left alone")
         have_profiles = [stage.profile is not None for stage in self._planned]
         if len(parts) == len(self.stages) and have_profiles and all(have_profiles):
-            self._order = turns
-            self._replan()
+            self._plan_for_turns(turns)
 
     def _accepts(self, turns: list[Turn]) -> bool:
         """Whether the plans are for these turns, or for more chunks that wait."""
-        if turns == self._order:
+        if turns == self.search.order:
             return True
         self.notes.once(f"a step had other turns, of {len(turns) // 2} chunks, than those that were planned for")
-        return covers(self._order, turns) or self._order_plans >= _MOST_ORDERS
+        return covers(self.search.order, turns) or self._order_plans >= _MOST_ORDERS
 
-    def _turns_of_planned(self, turns: Sequence[Turn]) -> list[Turn]:
-        """The turns of the stages that are planned for, by their places among them."""
-        places = [part for part, stage in enumerate(self.stages) if not stage.is_left_alone]
-        return [turn._replace(part=places.index(turn.part)) for turn in turns if turn.part in places]
-
-    def _replan(self, stage: Stage = Stage.WARMING_UP) -> None:
-        plans = make_stage_plans(
-            [each.chunk_profile() for each in self._planned],
-            self._turns_of_planned(self._order),
-            self.planner.hardware,
-            static_bytes=self._memory.level(),
-            budget=self._known_target.nbytes,
-            **self.planner.limits(),
-        )
-        for each, plan in zip(self._planned, plans, strict=True):
-            each.apply(plan)
-        self._enter(stage)
+    def _plan_for_turns(self, turns: list[Turn]) -> None:
+        self.search.order = turns
+        self._plan_enlarged()
 
     def _plan_enlarged(self) -> None:
-        self._replan()
+        # The profile of each stage is that of its largest chunk.
+        self.search.replan()
+        self._enter(Stage.WARMING_UP)
 
 
 def _is_whole(turns: Sequence[Turn]) -> bool:

@@ -115,27 +115,15 @@ def offload_stages(
     """
     found = _checked(stages)
     ways = _given(ratio=ratio, nbytes=nbytes, policy=policy)
-    limits = _given(hardware=hardware, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
-    if budget is not None:
-        ways += _given(window=window, recompute=recompute, tier=None if tier == "auto" else tier)
-        if ways:
-            raise UsageError(
-                f"{' and '.join(ways)} beside a budget: the plan for the budget decides; leave it out, or leave out "
-                "the budget"
-            )
-    elif limits:
+    if budget is None:
+        limits = _given(hardware=hardware, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
+        _check_without_budget(ways, limits, recompute, blocks)
+    elif ways := ways + _given(window=window, recompute=recompute, tier=None if tier == "auto" else tier):
         raise UsageError(
-            f"{' and '.join(limits)} without a budget: it has an effect only on the plan for a budget; give budget=..."
+            f"{' and '.join(ways)} beside a budget: the plan for the budget decides; leave it out, or leave out the "
+            f"budget"
         )
-    elif len(ways) > 1:
-        raise UsageError(
-            f"{' and '.join(ways)}: each decides alone; give one of them, or a policy that contains the others"
-        )
-    elif recompute is not None and not isinstance(recompute, Recompute):
-        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
-    elif blocks is not None and recompute is None:
-        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
-    elif not ways and recompute is not None:
+    if not ways and recompute is not None:
         policy = Keep()
     elif not ways:
         # Explicit, so that offloading is not disabled for chunks that save little.
@@ -178,6 +166,22 @@ def offload_stages(
     return offloaded
 
 
+def _check_without_budget(ways: list[str], limits: list[str], recompute: object, blocks: object) -> None:
+    """Raise for arguments that exclude each other. ``ways`` decide what is offloaded, ``limits`` are those of plans."""
+    if limits:
+        raise UsageError(
+            f"{' and '.join(limits)} without a budget: it has an effect only on the plan for a budget; give budget=..."
+        )
+    if len(ways) > 1:
+        raise UsageError(
+            f"{' and '.join(ways)}: each decides alone; give one of them, or a policy that contains the others"
+        )
+    if recompute is not None and not isinstance(recompute, Recompute):
+        raise UsageError(f"recompute: got {recompute!r}, expected a spillway.Recompute(...) or None")
+    if blocks is not None and recompute is None:
+        raise UsageError(f"blocks: got {blocks!r} without recompute; give recompute=spillway.Recompute(...) too")
+
+
 def _given(**options: object) -> list[str]:
     return [name for name, value in options.items() if value is not None]
 
@@ -202,7 +206,7 @@ class OffloadedStages:
         They predict the peak of this rank, and the seconds that it works in a step, without waits for other ranks.
         """
         stages = () if self._rank is None else self._rank.stages
-        return {stage.index: stage.plan for stage in stages if stage.plan is not None}
+        return {stage.index: plan for stage in stages if (plan := stage.applied.plan) is not None}
 
     @property
     def stage(self) -> str | None:
@@ -212,7 +216,7 @@ class OffloadedStages:
     @property
     def measured(self) -> int | None:
         """With a budget: peak bytes on the device in the validating step."""
-        measured = None if self._rank is None else self._rank.measured
+        measured = None if self._rank is None else self._rank.search.measured
         return None if measured is None else measured.peak_bytes
 
     def explain(self) -> str:
@@ -340,7 +344,7 @@ class _StageCalls:
             if self._rank.is_plain:
                 self.step.clear()
                 return nullcontext()
-            applied = self._rank.stages[self._part].applied
+            applied = self._rank.stages[self._part].applied.count
             if applied != self._applied:
                 self._applied = applied
                 self._contexts.clear()

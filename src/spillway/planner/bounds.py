@@ -50,65 +50,20 @@ def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
     kept, forward_peak = _levels(option.forward, sent)
     change, peak = _levels(option.backward, sent)
     later_change, later_peak = _levels([task.later() for task in option.backward], sent)
-
-    left = seconds = sum(task.seconds for task in option.forward)
-    nbytes = written = 0
-    stream = 0.0
-    # A block that copies nothing is no earlier than its streams either: its needs are its own seconds.
-    out_need = out_free_need = disk_need = seconds
-    for task in option.forward:
-        left -= task.seconds
-        for one in task.sends:
-            nbytes += one.nbytes
-            stream = max(stream, seconds - left) + one.nbytes / rates.out
-            out_need = max(out_need, nbytes / rates.out + left)
-            out_free_need = max(out_free_need, stream + left)
-            if one.on_disk:
-                written += one.nbytes
-                disk_need = max(disk_need, written / rates.disk_write + left)
-
-    left = back_need = read_need = backward_seconds = sum(task.seconds for task in option.backward)
-    taken = read = 0
-    seen: set[int] = set()
-    for task in option.backward:
-        for key in task.takes:
-            if key in sent and key not in seen:
-                seen.add(key)
-                taken += sent[key].nbytes
-                back_need = max(back_need, taken / rates.back + left)
-                if sent[key].on_disk:
-                    read += sent[key].nbytes
-                    read_need = max(read_need, read / rates.disk_read + left)
-        left -= task.seconds
-
     host, host_need = _queued(option.forward, rates.host)
     backward_host, backward_host_need = _queued(option.backward, rates.host)
-    in_seconds = {
-        "forward_seconds": seconds,
+    return {
+        **_copied_out(option.forward, rates),
+        **_copied_back(option.backward, sent, rates),
         # The CPU needs this long to queue its forward, and this long until that has ended if nothing else stalls.
         "forward_host": host,
         "forward_host_need": host_need,
-        # From its begin to the end of its copies out, on a stream that is free.
-        "out_end": stream,
-        # Its copies out and what it computes after their sends, on a busy stream, and on one that is free.
-        "out_need": out_need,
-        "out_free_need": out_free_need,
-        # The same for its writes.
-        "disk_need": disk_need,
-        "backward_seconds": backward_seconds,
         "backward_host": backward_host,
         "backward_host_need": backward_host_need,
-        # Its copies back, or its reads, and what it computes from their takes on.
-        "back_need": back_need,
-        "read_need": read_need,
-    }
-    in_bytes = {
         # The most in its forward, beyond the bytes at its begin, and the bytes that it leaves behind.
         "forward_peak": forward_peak,
         "kept": kept,
-        # Offloaded to any tier, to the disk, and the largest storage.
-        "sent": nbytes,
-        "to_disk": written,
+        # The largest offloaded storage.
         "largest": max((one.nbytes for one in sent.values()), default=0),
         # Kept bytes of its output, which count once more for the next block, and of its inputs.
         "output": option.output_bytes,
@@ -120,11 +75,65 @@ def option_bounds(option: Option, rates: Rates) -> dict[str, float]:
         # The same for a backward whose gradients exist already.
         "later_peak": later_peak,
         "later_change": later_change,
-        # Reloaded from any tier, and from the disk.
+    }
+
+
+def _copied_out(tasks: Sequence[Task], rates: Rates) -> dict[str, float]:
+    """The numbers of a forward and its copies out."""
+    left = seconds = sum(task.seconds for task in tasks)
+    nbytes = written = 0
+    stream = 0.0
+    # A block that copies nothing is no earlier than its streams either: its needs are its own seconds.
+    out_need = out_free_need = disk_need = seconds
+    for task in tasks:
+        left -= task.seconds
+        for one in task.sends:
+            nbytes += one.nbytes
+            stream = max(stream, seconds - left) + one.nbytes / rates.out
+            out_need = max(out_need, nbytes / rates.out + left)
+            out_free_need = max(out_free_need, stream + left)
+            if one.on_disk:
+                written += one.nbytes
+                disk_need = max(disk_need, written / rates.disk_write + left)
+    return {
+        "forward_seconds": seconds,
+        # Bytes to any tier, and to the disk.
+        "sent": nbytes,
+        "to_disk": written,
+        # From its begin to the end of its copies out, on a stream that is free.
+        "out_end": stream,
+        # Its copies out and what it computes after their sends, on a busy stream, and on one that is free.
+        "out_need": out_need,
+        "out_free_need": out_free_need,
+        # The same for its writes.
+        "disk_need": disk_need,
+    }
+
+
+def _copied_back(tasks: Sequence[Task], sent: dict[int, Sent], rates: Rates) -> dict[str, float]:
+    """The numbers of a backward and its copies back."""
+    left = back_need = read_need = seconds = sum(task.seconds for task in tasks)
+    taken = read = 0
+    seen: set[int] = set()
+    for task in tasks:
+        for key in task.takes:
+            if key in sent and key not in seen:
+                seen.add(key)
+                taken += sent[key].nbytes
+                back_need = max(back_need, taken / rates.back + left)
+                if sent[key].on_disk:
+                    read += sent[key].nbytes
+                    read_need = max(read_need, read / rates.disk_read + left)
+        left -= task.seconds
+    return {
+        "backward_seconds": seconds,
+        # Bytes from any tier, and from the disk.
         "taken": taken,
         "from_disk": read,
+        # Its copies back, or its reads, and what it computes from their takes on.
+        "back_need": back_need,
+        "read_need": read_need,
     }
-    return in_seconds | in_bytes
 
 
 def _levels(tasks: Sequence[Task], sent: dict[int, Sent]) -> tuple[int, int]:
@@ -172,6 +181,8 @@ class _Row(NamedTuple):
     numbers: Numbers
     """For each of ``_LINES``, each option's number."""
     block: int | None
+    extra_bytes: int = 0
+    """Rise of the level in the block's backward, beyond that of its options."""
 
 
 class _Part(NamedTuple):
@@ -208,7 +219,10 @@ class CostModel:
         self.parts = [
             _Part(
                 outside(part.before, part.after),
-                [_Row(tables[id(problem.options[block])], block) for block in problem.blocks_of(number)],
+                [
+                    _Row(tables[id(problem.options[block])], block, problem.extra_of(block))
+                    for block in problem.blocks_of(number)
+                ],
                 [outside(part.middle), outside(part.late)],
             )
             for number, part in enumerate(problem.parts)
@@ -337,7 +351,7 @@ class _Recurrence:
                 self._read_free = self._read_free + at("from_disk") / read
                 self._on_disk = self._on_disk - at("to_disk")
             self._clock = functools.reduce(numpy.maximum, ends)
-            self._level = self._level + at(change) + self._shared.get(id(row), 0.0)
+            self._level = self._level + at(change) + self._shared.get(id(row), 0.0) + row.extra_bytes
             self._on_host = self._on_host - at("sent") + at("to_disk")
 
     def _at(self, row: _Row) -> Callable[[str], Numbers]:

@@ -257,6 +257,7 @@ def problem_with(
         options=tuple(options),
         rates=rates,
         budget=budget,
+        extra_bytes=tuple(call.backward_extra_bytes for call in profile.calls),
         lead=profile.lead_seconds,
     )
 

@@ -6,6 +6,10 @@ A block's input is the output of the block before it, and counts there: the bloc
 held. The *level* is the memory in use without offloaded storages, and without activations that blocks hold from their
 forward to their backward. It is measured while blocks hold only their inputs, which are offloaded.
 
+Calls of one kind differ in backward. The last block of a decoder makes the gradient of the encoder's output, and the
+others add to it. An output that several calls are given, as T5's position bias, is held up to the backward of the first
+of them. So each call has its own rise of the level, beyond the mean of its kind.
+
 NOTE [ One size tells a larger one ]
 
 One profile does not tell constants: all but parameters' bytes are taken to grow with the inputs. That is too much for
@@ -23,7 +27,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes
 
-SCHEMA = 10
+SCHEMA = 11
 
 
 class ReplayRule(enum.Enum):
@@ -206,6 +210,8 @@ class BlockCall(Record):
     """Name of the module."""
     kind: Count
     """Its place in :attr:`Profile.kinds`."""
+    backward_extra_bytes: int = 0
+    """Rise of the level in its backward, beyond that of its kind. See NOTE [ Counted bytes ]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +331,7 @@ def enlarged(profile: Profile, factor: float) -> Profile:
     return replace(
         profile,
         kinds=tuple(_grown(kind, factor) for kind in profile.kinds),
+        calls=tuple(_grown(call, factor) for call in profile.calls),
         before=before,
         middle=middle,
         late=late,

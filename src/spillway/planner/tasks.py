@@ -124,15 +124,19 @@ class Option:
     let_go_bytes: int = 0
     """Kept bytes that are freed at the end of the model's forward."""
 
-    def placed(self, prefix: str, by: int, twice: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    def placed(self, prefix: str, by: int, twice: int, extra: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.
 
-        The block before has counted ``twice`` bytes, too, from its forward's end to its backward's.
+        The block before has counted ``twice`` bytes, too, from its forward's end to its backward's. The level rises by
+        ``extra`` bytes more at the end of its backward.
         """
         forward, backward = ([task.shifted(prefix, by) for task in each] for each in (self.forward, self.backward))
         if twice:
             forward[-1] = replace(forward[-1], change_bytes=forward[-1].change_bytes - twice)
-            backward[-1] = replace(backward[-1], change_bytes=backward[-1].change_bytes + twice)
+        if twice or extra:
+            last = backward[-1]
+            peak = max(last.peak_bytes, last.change_bytes)
+            backward[-1] = replace(last, peak_bytes=peak, change_bytes=last.change_bytes + twice + extra)
         return tuple(forward), tuple(backward)
 
     @property
@@ -219,6 +223,8 @@ class Problem:
     rates: Rates
     budget: int
     """Most bytes that may be allocated on the GPU."""
+    extra_bytes: tuple[int, ...] = ()
+    """See :meth:`extra_of`. ``()``: 0 for each block."""
     host_budget: int | None = None
     disk_budget: int | None = None
     late: float = 1.0
@@ -248,7 +254,7 @@ class Problem:
                 by, twice = first[block] + turn.chunk * first[-1], counted_twice(before, option.input_bytes)
                 key = (block, chosen[block], by, twice)
                 if key not in self.placed:
-                    self.placed[key] = option.placed(f"{self.names[block]} ", by, twice)
+                    self.placed[key] = option.placed(f"{self.names[block]} ", by, twice, self.extra_of(block))
                 placed.append(self.placed[key])
                 before = option.output_bytes
                 let_go += option.let_go_bytes
@@ -262,6 +268,10 @@ class Problem:
             tasks += (task.later() for task in backward) if turn.part in had_backward else backward
             had_backward.add(turn.part)
         return Program(self.static_bytes, tuple(tasks), self.lead)
+
+    def extra_of(self, block: int) -> int:
+        """The rise of the level in a block's backward, beyond that of its options."""
+        return self.extra_bytes[block] if self.extra_bytes else 0
 
     def blocks_of(self, part: int) -> range:
         """Numbers of a part's blocks."""

@@ -17,7 +17,7 @@ end of the step. The shorter one of both steps counts: a CPU that has filled the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import astuple, replace
 
 import torch
@@ -80,15 +80,17 @@ def compile_profile(
     kinds = tuple(
         _kind(timed, weighed, probes[kind], numbers, end, min_bytes=min_bytes) for kind, numbers in numbers_of.items()
     )
-    place_of = {kind: place for place, kind in enumerate(numbers_of)}
-    calls = tuple(BlockCall(call.name, place_of[call.kind]) for call in timed.calls)
+    calls: dict[int, BlockCall] = {}
+    for place, (kind, numbers) in enumerate(numbers_of.items()):
+        for number, extra in _extra_changes(weighed, probes[kind], numbers, end, min_bytes):
+            calls[number] = BlockCall(timed.calls[number].name, place, extra)
     lead = host_lead(timed, weighed) if timed.has_host else 0.0
     middle, held_bytes = _middle(timed, weighed, len(calls) - 1)
     profile = Profile(
         model=model,
         device=str(device),
         kinds=kinds,
-        calls=calls,
+        calls=tuple(calls[number] for number in sorted(calls)),
         static_bytes=static_bytes,
         before=_outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0)),
         middle=middle,
@@ -202,11 +204,11 @@ def _times(timed: StepTrace, spans: list[list[Interval]]) -> float:
 def _kind(
     timed: StepTrace, weighed: StepTrace, probe: Probe, numbers: list[int], end: Place, *, min_bytes: int
 ) -> BlockProfile:
-    probe.read(frozenset().union(*(timed.calls[number].shared for number in numbers)))
+    probe.read(set().union(*(timed.calls[number].shared for number in numbers)))
     assert probe.operators is not None
     backward: list[list[Interval]] = []
     replays: list[list[Interval]] = []
-    peaks, changes, parts = [], [], []
+    peaks, parts = [], []
     for number in numbers:
         begin, until = _backward_of(number, end)
         # The replays of a second backward are outside, and do not count.
@@ -217,7 +219,6 @@ def _kind(
         if ran:
             replays.append(ran)
         peaks.append(max(weighed.peak(given, until) - weighed.level(given), 0))
-        changes.append(weighed.level(until) - weighed.level(begin))
         parts.append(_parts(weighed, probe, number, until))
     forward: list[list[Interval]] = [[(("forward", number), ("end", number))] for number in numbers]
     block = BlockProfile(
@@ -228,9 +229,8 @@ def _kind(
         forward_seconds=min(_times(timed, forward), sum(each.seconds for each in probe.operators)),
         backward_seconds=_times(timed, backward),
         backward_peak_bytes=int(statistics.median(peaks)),
-        # A mean, so that its sum is right: what is saved between two blocks is released in the second one's backward.
         # An input too small to be offloaded was released, as a plan counts for those that it keeps.
-        backward_change_bytes=sum(changes) // len(changes)
+        backward_change_bytes=_mean_change(weighed, numbers, end)
         + sum(value.nbytes for value in probe.values if value.is_input and value.nbytes < min_bytes),
         recompute_factor=1.0,
         backward_parts=_fullest(parts),
@@ -248,6 +248,30 @@ def _kind(
 
 def _backward_of(number: int, end: Place) -> Interval:
     return ("back", number), ("back", number - 1) if number else end
+
+
+def _change(weighed: StepTrace, number: int, end: Place) -> int:
+    begin, until = _backward_of(number, end)
+    return weighed.level(until) - weighed.level(begin)
+
+
+def _mean_change(weighed: StepTrace, numbers: list[int], end: Place) -> int:
+    return sum(_change(weighed, number, end) for number in numbers) // len(numbers)
+
+
+def _extra_changes(
+    weighed: StepTrace, probe: Probe, numbers: list[int], end: Place, min_bytes: int
+) -> Iterator[tuple[int, int]]:
+    """The rise of the level in the backward of each of a kind's calls, beyond their mean.
+
+    A tensor that calls share is released in the backward of the first that holds it. If they had offloaded it, it was
+    not counted.
+    """
+    mean = _mean_change(weighed, numbers, end)
+    for number in numbers:
+        released = weighed.calls[number].released.items()
+        offloaded = sum(nbytes for place, nbytes in released if place in probe.shared_inputs and nbytes >= min_bytes)
+        yield number, _change(weighed, number, end) - mean - offloaded
 
 
 def _gap(timed: StepTrace, weighed: StepTrace, numbers: list[int]) -> Outside | None:

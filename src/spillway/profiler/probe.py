@@ -62,6 +62,8 @@ class Probe(OperatorMode):
         """Known once the call has ended and :meth:`read` was called."""
         self.values: tuple[Value, ...] = ()
         self.saves_at: tuple[int, ...] = ()
+        self.shared_inputs: set[int] = set()
+        """Places of tensors that other blocks share, and that may be offloaded."""
         self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
 
     @property
@@ -131,7 +133,9 @@ class Probe(OperatorMode):
         """Make profiles of the operators. Other blocks share the tensors at these places. Waits for the device."""
         assert self._ended is not None
         calls, values = self._ended
-        others = {value for place in shared if place < len(self._inputs) for value in self._inputs[place]}
+        places = {place: self._inputs[place] for place in shared if place < len(self._inputs)}
+        others = {value for found in places.values() for value in found}
+        self.shared_inputs = {place for place, found in places.items() if any(values[each].is_input for each in found)}
         self.values = tuple(
             replace(value, is_input=False, saved_at=None, saved_last_at=None) if number in others else value
             for number, value in enumerate(values)

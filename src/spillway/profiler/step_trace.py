@@ -59,8 +59,10 @@ class CallTrace:
 
     name: str
     kind: Hashable
-    shared: frozenset[int]
+    shared: set[int] = field(default_factory=set)
     """Places of its tensors that an earlier call was given too."""
+    released: dict[int, int] = field(default_factory=dict)
+    """Bytes of its other tensors that were released before its backward had ended, by place."""
     own_seconds: float = math.inf
     """CPU seconds of the block's own code, without the code that checkpoints it."""
     cached_bytes: int = 0
@@ -202,6 +204,7 @@ class StepTracer:
         """Storages that backward was given and has not released yet, and their handles."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        """Storages that blocks were given."""
         self._closed = False
         self.thread = threading.current_thread()
         """The thread whose steps are traced."""
@@ -219,7 +222,8 @@ class StepTracer:
         """A block is called; gives the number of the call."""
         number = len(self._trace.calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._trace.calls.append(CallTrace(name, kind, self._shared(tensors)))
+        self._trace.calls.append(CallTrace(name, kind))
+        self._note_inputs(tensors, number)
         self._fall_behind("started")
         self._mark("forward", number)
         if number == 0:
@@ -305,6 +309,7 @@ class StepTracer:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self._inputs.clear()
 
     def _released(self, key: int, _: weakref.ref[object]) -> None:
         """An operator's backward has ended: autograd releases what it has saved for it."""
@@ -338,15 +343,24 @@ class StepTracer:
             trace.host[place] = trace.host.pop((what, number))
             trace.queued[place] = trace.queued.pop((what, number))
 
-    def _shared(self, tensors: list[torch.Tensor]) -> frozenset[int]:
-        shared = set()
+    def _note_inputs(self, tensors: list[torch.Tensor], number: int) -> None:
+        call, end = self._trace.calls[number], ("back", number - 1) if number else ("first", 0)
+
+        def released(key: int, place: int, nbytes: int, died: weakref.ref[torch.UntypedStorage]) -> None:
+            # There may be another object of the same number.
+            if self._inputs.get(key) is died:
+                del self._inputs[key]
+            if not self._closed and end not in self._trace.carried:
+                call.released[place] = nbytes
+
         for place, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
-            known = self._inputs.get(id(storage))
+            key = id(storage)
+            known = self._inputs.get(key)
             if known is not None and known() is storage:
-                shared.add(place)
-            self._inputs[id(storage)] = weakref.ref(storage)
-        return frozenset(shared)
+                call.shared.add(place)
+            else:
+                self._inputs[key] = weakref.ref(storage, partial(released, key, place, storage.nbytes()))
 
     def _mark_at_gradient(self, tensors: list[torch.Tensor], what: str, number: int) -> None:
         tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)

@@ -1,0 +1,336 @@
+"""The plans of a model within a budget: the first of a profile, and others when a step was too large or too slow."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from spillway.attaching.blocks import kinds_of
+from spillway.attaching.budget import BudgetTarget, Planner
+from spillway.attaching.ranks import ALONE
+from spillway.attaching.stages import Notes, Stage
+from spillway.errors import BudgetError
+from spillway.planner.planner import Point, parse_budget
+from spillway.profiler.meter import DeviceMemory
+from spillway.units import format_bytes
+
+if TYPE_CHECKING:
+    from spillway.attaching.collector import ProfileCollector
+    from spillway.planner.plan import Plan
+    from spillway.planner.profile import Profile
+    from spillway.profiler.step_trace import StepTrace
+
+MOST_APART = 16
+"""A second step above the budget within so many steps is an error, if there is no plan for less."""
+_EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
+_LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
+_MOST_UNJUDGED = 4
+"""Steps of a plan that are not judged, since they were learned from."""
+_GRAINS = 256
+"""A step's first bytes are rounded up to such a part of the budget."""
+_ROUNDING = 1000
+"""Up to such a part of the budget, a step of torch's own checkpointing may be above it because of cached blocks."""
+_CLOSE = 1.01
+"""If predicted times are this close, the plan of torch's own checkpointing is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rival:
+    """A validated plan, while torch's own checkpointing is timed beside it."""
+
+    plan: Plan
+    measured: Point
+    kinds: list[Hashable]
+    """Kinds of the called blocks."""
+    seconds: float
+    """From the start of the step to the end of the first block's backward."""
+
+
+def is_same(plan: Plan, other: Plan) -> bool:
+    """Whether two plans of one model do the same, whatever they predict."""
+    names = ("blocks", "window", "ahead", "optimizer_fraction")
+    return all(getattr(plan, name) == getattr(other, name) for name in names)
+
+
+class PlanSearch:
+    """Chooses the plan of the next step. See NOTE [ How a plan is found ] in ``controller.py``.
+
+    The budget is in bytes, or a share as a float, as for :func:`spillway.plan`. A plan that is given instead stays.
+    """
+
+    bears_a_step = True
+    """Whether one step above the budget is only noted, if there is no plan for less."""
+
+    def __init__(
+        self, planner: Planner, notes: Notes, *, budget: int | float | None = None, plan: Plan | None = None
+    ) -> None:
+        self.planner = planner
+        self.memory = DeviceMemory(planner.device)
+        self.notes = notes
+        self.plan = plan
+        """The latest plan."""
+        self.is_given = plan is not None
+        self.profile: Profile | None = None
+        """The profile that the plan was made of."""
+        self.measured: Point | None = None
+        """Peak and seconds of the validated step."""
+        self.target = BudgetTarget(budget) if isinstance(budget, int) else None
+        self.ranks = ALONE
+        self._share = budget if isinstance(budget, float) else None
+        self._profiled: Profile | None = None
+        """The profile before it was made to begin with more bytes."""
+        self._unjudged = 0
+        self._rival: Rival | None = None
+        self._has_tried_checkpointing = False
+        self._is_checkpointing_over = False
+        """Whether a step of torch's own checkpointing was above the budget."""
+        self._refused: int | None = None
+        """The least bytes at the start of a step for which no plan was found."""
+
+    @property
+    def plans(self) -> Sequence[Plan]:
+        """The latest plan of each collector."""
+        return [] if self.plan is None else [self.plan]
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that a step may have; ``None``: a share of a step that was not profiled yet."""
+        if self.is_given and self.plan is not None:
+            return self.plan.budget
+        return None if self.target is None else self.target.budget
+
+    @property
+    def known_target(self) -> BudgetTarget:
+        assert self.target is not None
+        return self.target
+
+    def restart(self) -> None:
+        """Another profile is made."""
+        self._is_checkpointing_over = False
+        self._refused = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Steps change: the next plan is for the whole budget, and may be compared again."""
+        self._forget_rival()
+        if self.target is not None:
+            self.target.reset()
+
+    def read_share(self, profile: Profile) -> None:
+        """A budget that is a share is known in bytes once there is a profile."""
+        if self._share is not None:
+            self.target = BudgetTarget(parse_budget(self._share, profile))
+
+    def plan_for(self, profile: Profile) -> None:
+        """Choose the first plan of a profile; raises as :meth:`replan`."""
+        self.profile = self._profiled = profile
+        self._is_checkpointing_over = False
+        self.replan()
+
+    def replan(self) -> None:
+        """Choose a plan for the profile and the target: that of torch's own checkpointing, unless another is faster.
+
+        Raises:
+            BudgetError: if there is none.
+        """
+        assert self.profile is not None
+        plan, target = None, self.known_target
+        checkpointing = None if target.corrections else self._checkpointing(self.profile)
+        try:
+            plan = self.planner.plan(self.profile, target.nbytes, self.ranks)
+        except BudgetError:
+            if checkpointing is None:
+                raise
+        if plan is None or (
+            checkpointing is not None and checkpointing.predicted_seconds <= _CLOSE * plan.predicted_seconds
+        ):
+            plan = checkpointing
+        assert plan is not None
+        self.plan = plan
+
+    def step_begins(self, collector: ProfileCollector) -> bool:
+        """Whether a step begins with so many more bytes than planned for that there is another plan."""
+        # Copies under way are not counted. The plan itself decides how much of an offloaded optimizer is on the device.
+        is_divided = collector.applied.optimizer is not None
+        known = None if is_divided else self.memory.level() - collector.tracing.carried()
+        levels = self.ranks.share("level", lambda: known)
+        level = max((each for each in levels if each is not None), default=0)
+        profile, plan, target = self.profile, self.plan, self.known_target
+        assert profile is not None
+        assert plan is not None
+        rise = level - profile.static_bytes
+        if None in levels or rise <= target.margin(plan.predicted_peak):
+            return False
+        # If levels keep rising or change a little, not every step has a plan of its own.
+        grain = max(target.budget // _GRAINS, 1)
+        more = -(-rise // grain) * grain
+        if self._refused is not None and level > self._refused - grain:
+            return False
+        self.profile = collector.risen(profile, more)
+        try:
+            self.replan()
+        except BudgetError:
+            # These bytes may go in time. If they do not, the step's peak tells.
+            self.profile, self._refused = profile, level
+            return False
+        assert collector.profile is not None
+        collector.profile = collector.risen(collector.profile, more)
+        self._forget_rival()
+        self.notes.append(
+            f"planned again for steps that begin with {format_bytes(level)}; the profiled one began with "
+            f"{format_bytes(profile.static_bytes)}"
+        )
+        return True
+
+    def validate(self, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
+        """A step with the plan is over: correct the plan, compare it, or accept it.
+
+        Returns the stage of the next step; ``None``: that is judged instead. Raises as :meth:`correct`.
+        """
+        ranks, target, rival = self.ranks, self.known_target, self._rival
+        self.measured = Point(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
+        is_over = peak > target.budget
+        is_close = ranks.alone and 0 < peak - target.budget <= target.budget // _ROUNDING
+        if is_close and self._is_latest(self._checkpointing(self._profiled)):
+            is_over = not self.memory.free_cached()
+        checkpointing = None if rival is not None or trace is None else self._checkpointing_beside()
+        if rival is not None and trace is not None:
+            kinds = kinds_of(trace)
+            learned = any(ranks.share("other", lambda: kinds != rival.kinds)) or learned
+        is_judged = is_over or checkpointing is not None or rival is not None
+        stage = Stage.ACTIVE
+        if learned and is_judged and self._unjudged < _MOST_UNJUDGED:
+            self._unjudged += 1
+            if is_over:
+                self.notes.once(_LEARNED)
+            return None
+        if rival is not None and (is_over or (not learned and self._is_slower(self._seconds_of(trace), rival))):
+            self._rival, self.measured, self._is_checkpointing_over = None, rival.measured, is_over
+            why = "took more than the budget" if is_over else "was no faster"
+            self.notes.append(f"torch's own checkpointing {why}: the plan before is active")
+            self.plan = rival.plan
+        elif is_over:
+            self.correct(peak)
+            # Ranks judge no step once a plan is active. So they judge one that is warm.
+            stage = Stage.VALIDATING if ranks.alone else Stage.WARMING_UP
+        elif checkpointing is not None:
+            assert self.plan is not None and trace is not None
+            self._has_tried_checkpointing = True
+            self._rival = Rival(self.plan, self.measured, kinds_of(trace), self._seconds_of(trace))
+            self.plan, stage = checkpointing, Stage.VALIDATING
+        else:
+            self._rival = None
+        self._unjudged = 0
+        return stage
+
+    def correct(self, peak: int) -> None:
+        """Choose another plan, since a step was above the budget: after two such plans, torch's own checkpointing.
+
+        Raises:
+            BudgetError: if no plan takes less. The latest one stays.
+        """
+        checkpointing = self._checkpointing(self._profiled)
+        if self._is_latest(checkpointing):
+            self._is_checkpointing_over = True
+            checkpointing = None
+            if not self.known_target.corrections:
+                # It may be predicted to take more than other plans may.
+                with suppress(BudgetError):
+                    self.replan()
+                    self.notes.append(f"torch's own checkpointing took {format_bytes(peak)}: another plan next")
+                    return
+        if checkpointing is None or not self.known_target.corrections:
+            self._forget_rival()
+            self.known_target.back_off(peak, self.replan, self.notes.append)
+        else:
+            self.notes.append(
+                f"a step of {format_bytes(peak)} where less was predicted: torch's own checkpointing next"
+            )
+            self.plan = checkpointing
+
+    def _is_slower(self, seconds: float, rival: Rival) -> bool:
+        """Whether the validated plan is slower than the one before: by one step of each, and by what they predict."""
+        assert self.plan is not None
+        return seconds * self.plan.predicted_seconds > rival.seconds * rival.plan.predicted_seconds
+
+    def _checkpointing_beside(self) -> Plan | None:
+        """The plan of torch's own checkpointing, if it is to be timed beside the plan."""
+        profile, plan = self.profile, self.plan
+        if self._has_tried_checkpointing or profile is None or plan is None or profile.kinds[0].host is None:
+            return None
+        if all(block.plain for block in plan.blocks):
+            # Nothing is faster.
+            return None
+        found = self._checkpointing(self._profiled)
+        return None if self._is_latest(found) else found
+
+    def _checkpointing(self, profile: Profile | None) -> Plan | None:
+        """The plan of torch's own checkpointing, if its predicted peak is within the whole budget."""
+        if profile is None or self._is_checkpointing_over:
+            return None
+        return self.planner.checkpointing_plan(profile, self.known_target.budget, self.ranks)
+
+    def _is_latest(self, plan: Plan | None) -> bool:
+        """Whether steps already run by this plan."""
+        return plan is not None and self.plan is not None and is_same(plan, self.plan)
+
+    def _seconds_of(self, trace: StepTrace | None) -> float:
+        """Seconds of the step's blocks on the slowest rank."""
+        assert trace is not None
+        return max(self.ranks.share("seconds", trace.blocks_seconds))
+
+    def _forget_rival(self) -> None:
+        """The next plan is another one, and may be compared again."""
+        self._rival = None
+        self._has_tried_checkpointing = False
+        self._unjudged = 0
+
+
+class PeakMonitor:
+    """Compares steps by an active plan with the budget of a search."""
+
+    def __init__(self, search: PlanSearch) -> None:
+        self.peak: int | None = None
+        """The step's peak, if something came after it that is no part of it."""
+        self._search = search
+        self._steps = 0
+        """Steps in which a plan was active."""
+        self._over_at: int | None = None
+        """The last of them that was above the budget."""
+
+    def step_ended(self, *, learned: bool) -> bool:
+        """A step with an active plan is over; whether the search has another plan, since it was above the budget.
+
+        Raises:
+            BudgetError: if it has none, and another step was above the budget a short time ago.
+        """
+        search, memory = self._search, self._search.memory
+        budget, notes = search.known_target.budget, search.notes
+        self._steps += 1
+        last = memory.peak()
+        peak, self.peak = last if self.peak is None else self.peak, None
+        if peak <= budget < last:
+            notes.once(_EVALUATED)
+            memory.reset_peak()
+        if learned:
+            memory.reset_peak()
+            if peak > budget:
+                notes.once(_LEARNED)
+        elif peak > budget and not search.ranks.alone:
+            notes.once(f"a step of this rank had a peak over the budget of {format_bytes(budget)}")
+        elif peak > budget:
+            notes.append(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(budget)}")
+            before, self._over_at = self._over_at, self._steps
+            try:
+                search.correct(peak)
+            except BudgetError:
+                memory.reset_peak()
+                if not search.bears_a_step or (before is not None and self._steps - before <= MOST_APART):
+                    raise
+                # Another such step need not come.
+                notes.append(f"no plan takes less, so this one stays: a second such step in {MOST_APART} is an error")
+            else:
+                return True
+        return False
