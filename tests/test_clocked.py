@@ -194,7 +194,7 @@ def test_of_another_plan_that_sends_as_many_all_is_learned_anew() -> None:
             ):
                 for number in range(4 * len(plans)):
                     if number == 4:
-                        attached._root.observer.collector.apply(second)
+                        attached._root.controller.collector.apply(second)
                     begin = backend.clock.now
                     loss(model(batch)).backward()
                 assert backend.clock.now - begin == pytest.approx(second.predicted_seconds, rel=0.01)

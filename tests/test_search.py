@@ -241,7 +241,7 @@ def test_if_checkpointing_takes_more_than_predicted_the_next_plan_is_for_the_sam
         monkeypatch.setattr(controlling, "_CLOSE", 1e9)
         while attached.stage != "active":
             assert all(map(torch.equal, one_step(model, batch), expected))
-        controller = attached._root.observer
+        controller = attached._root.controller
         assert isinstance(controller, PlanController)
         assert not is_checkpointing(controller)
         assert controller._target is not None and controller._target.nbytes == BudgetTarget(budget).nbytes
@@ -273,7 +273,7 @@ def test_checkpointing_may_be_above_the_budget_by_the_rounding_of_cached_blocks(
     budget = budget_of(spillway.profile(model, batch, session=session), 0.6) + MiB
     with attached_to(model, budget, session) as attached:
         assert len(search(model, batch, attached)) - 1 <= MOST_STEPS
-        controller = attached._root.observer
+        controller = attached._root.controller
         assert isinstance(controller, PlanController)
         assert controller._is_active(controller._checkpointing(controller._profiled)) is is_taken
         assert freed == [True] * is_taken
@@ -298,7 +298,7 @@ def test_on_an_accelerator_a_plan_is_timed_beside_torchs_checkpointing(
     with attached_to(model, budget, session) as attached:
         plans, stages = [], []
         while attached.stage != "active":
-            controller = attached._root.observer
+            controller = attached._root.controller
             assert isinstance(controller, PlanController)
             target = controller._target
             assert target is not None
@@ -332,7 +332,7 @@ def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_
     model, batch = deep()
     with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
         search(model, batch, attached)
-        controller = attached._root.observer
+        controller = attached._root.controller
         assert isinstance(controller, PlanController)
         first = controller.plan
         assert first is not None and all(block.recomputes and not block.operators for block in first.blocks)

@@ -28,12 +28,12 @@ from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, Learne
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
-from spillway.checkpointing.recorder import Observer
+from spillway.checkpointing.recorder import CallListener
 from spillway.checkpointing.replayable import Arguments, CallSetup, ReplayedFunction, module_of
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
-from spillway.saved_tensors.kept import see_again
+from spillway.saved_tensors.kept import restore_hooks
 from spillway.saved_tensors.scopes import current_scope, scope_of_hooks
 from spillway.session import Session
 from spillway.types import Decision
@@ -227,7 +227,7 @@ def _call_checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     session: Session | None,
-    observer: Observer | None = None,
+    listener: CallListener | None = None,
     around: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:
     """:func:`recompute` with its options as a value, with a profiler, and with a context around each replay."""
@@ -236,17 +236,17 @@ def _call_checkpointed(
     refuse_transforms()
     keep_out()
     arguments = Arguments(args, kwargs)
-    tensors = arguments.take()
+    tensors = arguments.pop_tensors()
 
-    def first() -> Any:
+    def forward() -> Any:
         return function(*args, **kwargs)
 
     session = session if session is not None else Session.default()
     if in_replay():
-        again = ReplayedFunction(function, arguments, around=around)
-        return _call_in_replay(how, again, session, first, tensors)
+        replayed = ReplayedFunction(function, arguments, around=around)
+        return _call_in_replay(how, replayed, session, forward, tensors)
     session.check_open()
-    see_again()
+    restore_hooks()
     planned, scope = how.choices.planned, current_scope(session)
     is_foreign, is_scoped = hooks_around()
     if how.drop_output and not is_scoped:
@@ -259,23 +259,23 @@ def _call_checkpointed(
     if partition is not None:
         partition.check(tensors, known)
     learned = _learned(known, function, tensors, arguments)
-    if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
+    if planned is not None and not (planned.recomputes or is_foreign) and listener is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
-            output, is_whole = PreservingCall(order, scope).run(first)
+            output, is_whole = PreservingCall(order, scope).run(forward)
             if not is_whole:
                 learned.differed(order.program, is_final=False)
             return output
-    again = ReplayedFunction(function, arguments, known.walk, around)
-    kept = again.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
+    replayed = ReplayedFunction(function, arguments, known.walk, around)
+    kept = replayed.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
-        scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")
-        return first()
+        scope.ledger.note(f"{replayed.label} {kept}. Its saved tensors are kept, not recomputed.")
+        return forward()
     is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
     setup = CallSetup(
-        again,
+        replayed,
         learned,
         scope,
         how.choices.inputs,
@@ -284,7 +284,7 @@ def _call_checkpointed(
         is_captured=is_captured,
         partition=partition,
     )
-    return _replayable(how, setup, observer, module_of(function)).run(first, tensors)
+    return _replayable(how, setup, listener, module_of(function)).run(forward, tensors)
 
 
 # Dynamo must leave it out, also if it traces the caller. The second entry takes less time, for callers that Dynamo does
@@ -294,19 +294,23 @@ call_checkpointed_untraced = untraced(_call_checkpointed)
 
 
 def _call_in_replay(
-    how: Recompute, again: ReplayedFunction, session: Session, first: Callable[[], Any], tensors: Sequence[torch.Tensor]
+    how: Recompute,
+    replayed: ReplayedFunction,
+    session: Session,
+    forward: Callable[[], Any],
+    tensors: Sequence[torch.Tensor],
 ) -> Any:
     """Run a function that an outer one calls in its replay, whose checks cover it."""
-    if again.state.why_kept() is not None:
-        return first()
+    if replayed.state.why_kept() is not None:
+        return forward()
     inputs = Decision.KEEP if how.choices.inputs is not None else None
     scope, learned = current_scope(session), LearnedCalls.trusted()
-    setup = CallSetup(again, learned, scope, inputs, how.preserve_rng_state)
-    return CheckpointedCall(setup, stops_early=how.early_stop).run(first, tensors)
+    setup = CallSetup(replayed, learned, scope, inputs, how.preserve_rng_state)
+    return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
 
 
 def _replayable(
-    how: Recompute, setup: CallSetup, observer: Observer | None, module: torch.nn.Module | None
+    how: Recompute, setup: CallSetup, listener: CallListener | None, module: torch.nn.Module | None
 ) -> CheckpointedCall:
     """The call with these options."""
     if setup.learned.varies:
@@ -315,14 +319,14 @@ def _replayable(
             f"is recomputed whole."
         )
     choices, planned = how.choices, how.choices.planned
-    records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
+    records = choices.preserves or listener is not None or (planned is not None and not planned.recomputes)
     return CheckpointedCall(
         setup,
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
         selection=Selection(choices, module) if records else None,
-        observer=observer,
+        listener=listener,
     )
 
 

@@ -188,7 +188,7 @@ def attach(
             root.streams = _stream(model, calls, streamed, device, session, min_bytes)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
         for call in (*calls, root):
-            call.take()
+            call.install()
         undo.pop_all()
     return attached
 

@@ -95,8 +95,8 @@ class Attached:
 
     def follow(self, observer: PlanController | ProfileCollector) -> None:
         """From the next call of the model on, an observer profiles it or finds a plan."""
-        self._root.observer = observer
-        observer.take([call for call in self._root.blocks if isinstance(call, BlockCall)])
+        self._root.controller = observer
+        observer.manage([call for call in self._root.blocks if isinstance(call, BlockCall)])
 
     def tell(self, on_error: Callable[[SpillwayError], None]) -> None:
         """Call a function with later errors, and let the model's call go on as if it were not attached.
@@ -160,7 +160,7 @@ class Attached:
         """
         plan = self.plan
         if what is None:
-            observer = self._root.observer
+            observer = self._root.controller
             found = () if observer is None else observer.losses
             losses = [f"the loss of {loss.kind} is computed in rows" for loss in found if loss.is_in_rows]
             plans = [] if plan is None else [str(plan) if self.missing is None else f"the plan before: {plan}"]
@@ -256,14 +256,14 @@ class Attached:
             return
         self._removed = True
         self._root.attached = None
-        if self._root.observer is not None:
-            self._root.observer.drop()
+        if self._root.controller is not None:
+            self._root.controller.drop()
         if self._root.streams is not None:
             self._root.streams.remove()
             self._root.streams = None
             for call in self._root.blocks:
                 call.streamed = None
-        strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
+        strangers = [call for call in (self._root, *self._root.blocks) if not call.uninstall()]
         if strangers:
             raise strangers[0].collision()
 

@@ -24,7 +24,7 @@ from spillway._torch import global_pre_hooks, has_global_hook, hooks_of, own_cal
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.checkpointing.blocks import Named
-from spillway.checkpointing.recorder import Observer
+from spillway.checkpointing.recorder import CallListener
 from spillway.errors import RecomputeError
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
@@ -105,7 +105,7 @@ class BlockCall(ModuleCall):
         """``None``: for now, it is not checkpointed."""
         self.collector: ProfileCollector | None = None
         """With a budget: sets ``how``, and traces each call."""
-        self.observer: Observer | None = None
+        self.listener: CallListener | None = None
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
         """Whether there are checkpointed blocks inside."""
@@ -153,7 +153,7 @@ class BlockCall(ModuleCall):
             return forward(*args, **kwargs)
         run = _Run(self, module, forward, how, self._traced.now)
         around = None if self.streamed is None else self.streamed.in_replay
-        return call_checkpointed_untraced(how, run, args, kwargs, self._session, self.observer, around)
+        return call_checkpointed_untraced(how, run, args, kwargs, self._session, self.listener, around)
 
 
 class _Run:

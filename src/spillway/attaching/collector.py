@@ -47,7 +47,7 @@ from spillway.planner.plan import BlockPlan, Plan
 from spillway.planner.profile import OptimizerProfile, Profile, Static, enlarged, risen
 from spillway.profiler.compile import compile_profile, queues, without_lead
 from spillway.profiler.meter import known_bytes
-from spillway.profiler.probe import CallObserver, Probe
+from spillway.profiler.probe import Probe, ProfilerListener
 from spillway.profiler.step_trace import StepTrace, StepTracer
 from spillway.recomputing import Recompute
 from spillway.runtime.mover import Mover
@@ -185,8 +185,8 @@ class ProfileCollector:
     def is_plain(self) -> bool:
         return self.plan is not None and all(block.plain for block in self.plan.blocks)
 
-    def take(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
-        """From now on, say how these blocks are called, by a plan if there is one."""
+    def manage(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
+        """From now on, decide how these blocks are called, by a plan if there is one."""
         self._blocks = blocks
         for block in blocks:
             block.collector = self
@@ -345,7 +345,7 @@ class ProfileCollector:
         self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Traced | None:
         """A block is called; gives the step's tracer and the number of the call, if it is traced."""
-        call.observer = None
+        call.listener = None
         tracer = self._tracer
         if tracer is None or tracer.thread is not threading.current_thread():
             return None
@@ -355,7 +355,7 @@ class ProfileCollector:
         probe = self._probe_of(kind) if is_recorded else None
         number = tracer.block_begins(call.name, kind, (args, kwargs))
         if is_recorded:
-            call.observer = CallObserver(probe, partial(tracer.asked, number), tracer.casts)
+            call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.casts)
         return tracer, number
 
     def _known(self) -> Static:

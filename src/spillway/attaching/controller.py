@@ -178,10 +178,10 @@ class PlanController:
     def spare_bytes(self) -> int:
         return self.plan.budget - self.plan.predicted_peak if self.is_plain and self.plan is not None else 0
 
-    def take(self, blocks: Sequence[BlockCall]) -> None:
+    def manage(self, blocks: Sequence[BlockCall]) -> None:
         if self.plan is None:
             refuse_nested([Named(call.name, module) for call in blocks if (module := call.module()) is not None])
-        self.collector.take(blocks, self.plan)
+        self.collector.manage(blocks, self.plan)
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         collector = self.collector

@@ -67,7 +67,7 @@ class ModelCall(ModuleCall):
         ]
         """The parent and the key of each block, as long as it is not wrapped."""
         self._here = _Here()
-        self.observer: PlanController | ProfileCollector | None = None
+        self.controller: PlanController | ProfileCollector | None = None
         """Finds a plan, or profiles."""
         self.streams: StreamedModel | None = None
         """Blocks whose parameters are on the device only during their calls."""
@@ -95,28 +95,30 @@ class ModelCall(ModuleCall):
             return self.plain(module, args, kwargs)
 
     def evaluates(self) -> None:
-        if self.observer is not None and not self._here.inside:
-            self.observer.evaluates()
+        if self.controller is not None and not self._here.inside:
+            self.controller.evaluates()
 
     def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Everything that may raise before the model runs."""
         self._check()
-        observer = self.observer
-        if observer is not None:
-            observer.begin(module, args, kwargs)
-            if observer.applied != self._applied:
-                self._applied = observer.applied
+        controller = self.controller
+        if controller is not None:
+            controller.begin(module, args, kwargs)
+            if controller.applied != self._applied:
+                self._applied = controller.applied
                 self.context.forget()
         self.passes += 1
         # If the user has opened a pass around this call, blocks belong to that.
-        if not (self._recomputes and hooks_around()[1]) and not (observer is not None and observer.is_plain):
+        if not (self._recomputes and hooks_around()[1]) and not (controller is not None and controller.is_plain):
             stack.enter_context(self.context)
         has_caches = self._recomputes and stack.enter_context(self._caches.off())
-        if observer is not None:
+        if controller is not None:
             if has_caches:
-                observer.notes.once("config.use_cache is switched off in training: gradients are those without a cache")
-            for loss in observer.losses:
-                stack.enter_context(loss.in_rows(observer.spare_bytes))
+                controller.notes.once(
+                    "config.use_cache is switched off in training: gradients are those without a cache"
+                )
+            for loss in controller.losses:
+                stack.enter_context(loss.in_rows(controller.spare_bytes))
         self._here.inside = True
         stack.callback(setattr, self._here, "inside", False)
 

@@ -86,7 +86,7 @@ class StageCollector(ProfileCollector):
     ) -> Traced | None:
         if self.is_turn:
             return super().block_begins(call, module, args, kwargs)
-        call.observer = None
+        call.listener = None
         return None
 
     def leave(self) -> None:

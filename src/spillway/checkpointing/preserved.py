@@ -169,7 +169,7 @@ class PreservedTensors:
         handed = set() if self.is_other else self.decisions.handed
         self._given = {value: handle for value, handle in self._given.items() if value in handed}
 
-    def take(self) -> dict[int, Handle] | None:
+    def pop_handles(self) -> dict[int, Handle] | None:
         """The handles for a partial replay, which are not held here any more; ``None`` if it is not possible."""
         given, self._given = self._given, {}
         if self.is_other or not self.decisions.leaves_out or not given.keys() >= self.decisions.handed:

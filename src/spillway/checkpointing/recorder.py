@@ -186,7 +186,7 @@ class Recorder(OperatorMode):
             operator.draws = None if is_own else _drawn(generator, state)
         operator.depends = not self._depends.isdisjoint(operator.reads)
         self._nodes.setdefault(node, len(self.operators))
-        new = self._take(operator, output)
+        new = self._note_outputs(operator, output)
         if operator.depends:
             self._depends.update(operator.makes, operator.writes)
         self.makers.update(dict.fromkeys(operator.makes, len(self.operators)))
@@ -205,7 +205,7 @@ class Recorder(OperatorMode):
                 self._depends.add(value)
         return value
 
-    def _take(self, operator: Operator, output: Any) -> list[torch.Tensor]:
+    def _note_outputs(self, operator: Operator, output: Any) -> list[torch.Tensor]:
         """Note the outputs of an operator. Returns the new tensors."""
         facts: OperatorFacts = operator.facts
         operator.single = not isinstance(output, (list, tuple))
@@ -306,8 +306,8 @@ def advance(generator: torch.Generator, count: int) -> None:
         generator.set_state(state)
 
 
-class Observer(Protocol):
-    """A profiler's view of a call. It changes nothing."""
+class CallListener(Protocol):
+    """A profiler that listens to one call. It changes nothing."""
 
     @property
     def wants_operators(self) -> bool:

@@ -52,10 +52,10 @@ class Arguments:
                 flat, spec = tree_flatten(value)
                 leaves += flat
                 self._makers.append((len(flat), partial(tree_unflatten, treespec=spec)))
-        self._taken: dict[int, torch.Tensor] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
         self._places: list[int] = []
         self._numbers: list[int] = []
-        """Index of each tensor among the taken ones: an argument may be passed several times."""
+        """Index of each tensor among them: an argument may be passed several times."""
         numbers: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             kind = type(leaf)
@@ -63,14 +63,14 @@ class Arguments:
             if kind not in _NUMBERS and (kind in PLAIN or isinstance(leaf, torch.Tensor)):
                 leaves[place] = None
                 self._places.append(place)
-                self._taken[id(leaf)] = leaf
+                self._tensors[id(leaf)] = leaf
                 self._numbers.append(numbers.setdefault(id(leaf), len(numbers)))
         self._leaves = leaves
 
-    def take(self) -> list[torch.Tensor]:
+    def pop_tensors(self) -> list[torch.Tensor]:
         """The tensors, each once. They are not held here any more."""
-        taken, self._taken = self._taken, {}
-        return list(taken.values())
+        tensors, self._tensors = self._tensors, {}
+        return list(tensors.values())
 
     def callables(self) -> list[Any]:
         return [leaf for leaf in self._leaves if callable(leaf)]
@@ -97,7 +97,7 @@ _NOTHING = nullcontext()
 
 
 class ReplayedFunction:
-    """Calls a function again, with the Python state of its first call."""
+    """The function as replays call it: with the Python state of its original forward."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class ReplayableCall:
         self._state, self._label = setup.function.state, setup.function.label
         learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
-        """Whether the call is learned from: see NOTE [ Learning ]. A profiler's observer is another matter."""
+        """Whether the call is learned from: see NOTE [ Learning ]. A profiler's listener is another matter."""
         self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._ambient = AmbientState.now()
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []

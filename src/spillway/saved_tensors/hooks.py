@@ -191,7 +191,7 @@ class ForwardScope:
         """A handle of a tensor whose decision was made elsewhere. See NOTE [ Inside a backward ]."""
         return KeptHandle(tensor) if in_backward() else self._pack(tensor, decision)
 
-    def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
+    def keep_known(self, tensor: torch.Tensor, nbytes: int) -> Handle:
         """Keep, in forward, a plain tensor that only its maker has seen, and that was counted as ``nbytes`` before.
 
         Its bytes are not registered, unless the maker returns it (:meth:`register_returned`).
@@ -204,7 +204,7 @@ class ForwardScope:
         return KeptHandle(tensor)
 
     def register_returned(self, handle: KeptHandle) -> None:
-        """Register a tensor of :meth:`keep_again` that is returned to other code, which may save it."""
+        """Register a tensor of :meth:`keep_known` that is returned to other code, which may save it."""
         storage = handle.alias.untyped_storage()
         handle.saved = KeptStorage(storage, *reach(handle.alias, storage.nbytes()))
         self._identity.add(storage, handle.saved)

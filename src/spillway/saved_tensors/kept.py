@@ -59,7 +59,7 @@ class Keeping:
             if scope.groups.current is None:
                 known[place] = scope.ledger.kept_bytes - before
             return handle
-        handle = scope.keep_again(tensor, nbytes)
+        handle = scope.keep_known(tensor, nbytes)
         if type(handle) is KeptHandle and handle.saved is None:
             self._kept.append(weakref.ref(handle))
         return handle
@@ -152,7 +152,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def see_again() -> None:
+def restore_hooks() -> None:
     """Called in code that needs the pass to see its tensors: puts hidden hooks back."""
     hidden = _here.hidden
     if hidden is not None:
