@@ -28,7 +28,6 @@ from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, Learne
 from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
-from spillway.checkpointing.recorder import CallListener
 from spillway.checkpointing.replayable import Arguments, CallSetup, ReplayedFunction, module_of
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
@@ -227,10 +226,13 @@ def _call_checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     session: Session | None,
-    listener: CallListener | None = None,
+    profiled: Callable[..., CheckpointedCall] | None = None,
     around: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:
-    """:func:`recompute` with its options as a value, with a profiler, and with a context around each replay."""
+    """:func:`recompute` with its options as a value, and with a context ``around`` each replay.
+
+    ``profiled`` makes a call that a profiler listens to.
+    """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
@@ -259,32 +261,17 @@ def _call_checkpointed(
     if partition is not None:
         partition.check(tensors, known)
     learned = _learned(known, function, tensors, arguments)
-    if planned is not None and not (planned.recomputes or is_foreign) and listener is None:
+    if planned is not None and not (planned.recomputes or is_foreign) and profiled is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
-            output, is_whole = PreservingCall(order, scope).run(forward)
-            if not is_whole:
-                learned.differed(order.program, is_final=False)
-            return output
+            return PreservingCall(order, scope, learned).run(forward)
     replayed = ReplayedFunction(function, arguments, known.walk, around)
     kept = replayed.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
     if kept is not None:
         scope.ledger.note(f"{replayed.label} {kept}. Its saved tensors are kept, not recomputed.")
         return forward()
-    is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
-    if is_captured:
-        learned.check_capture(draws=how.preserve_rng_state)
-    setup = CallSetup(
-        replayed,
-        learned,
-        scope,
-        how.choices.inputs,
-        draws=how.preserve_rng_state and not is_captured,
-        compares=how.verify == "always",
-        is_captured=is_captured,
-        partition=partition,
-    )
-    return _replayable(how, setup, listener, module_of(function)).run(forward, tensors)
+    setup = _setup(how, replayed, learned, scope, tensors, partition)
+    return _checkpointed_call(how, setup, profiled, module_of(function)).run(forward, tensors)
 
 
 # Dynamo must leave it out, also if it traces the caller. The second entry takes less time, for callers that Dynamo does
@@ -309,8 +296,34 @@ def _call_in_replay(
     return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
 
 
-def _replayable(
-    how: Recompute, setup: CallSetup, listener: CallListener | None, module: torch.nn.Module | None
+def _setup(
+    how: Recompute,
+    replayed: ReplayedFunction,
+    learned: LearnedCalls,
+    scope: ForwardScope,
+    tensors: Sequence[torch.Tensor],
+    partition: Partition | None,
+) -> CallSetup:
+    is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
+    if is_captured:
+        learned.check_capture(draws=how.preserve_rng_state)
+    return CallSetup(
+        replayed,
+        learned,
+        scope,
+        how.choices.inputs,
+        draws=how.preserve_rng_state and not is_captured,
+        compares=how.verify == "always",
+        is_captured=is_captured,
+        partition=partition,
+    )
+
+
+def _checkpointed_call(
+    how: Recompute,
+    setup: CallSetup,
+    profiled: Callable[..., CheckpointedCall] | None,
+    module: torch.nn.Module | None,
 ) -> CheckpointedCall:
     """The call with these options."""
     if setup.learned.varies:
@@ -319,14 +332,13 @@ def _replayable(
             f"is recomputed whole."
         )
     choices, planned = how.choices, how.choices.planned
-    records = choices.preserves or listener is not None or (planned is not None and not planned.recomputes)
-    return CheckpointedCall(
+    records = choices.preserves or profiled is not None or (planned is not None and not planned.recomputes)
+    return (CheckpointedCall if profiled is None else profiled)(
         setup,
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
         selection=Selection(choices, module) if records else None,
-        listener=listener,
     )
 
 

@@ -42,7 +42,7 @@ from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program, Selection
-from spillway.checkpointing.recorder import CallListener, Recorder, casts_leaf
+from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.replayable import CallSetup, ReplayableCall, replay_argument
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
@@ -65,7 +65,6 @@ class CheckpointedCall(ReplayableCall):
         checks: bool = False,
         drops_output: bool = False,
         selection: Selection | None = None,
-        listener: CallListener | None = None,
     ) -> None:
         super().__init__(setup)
         self._stops_early = stops_early
@@ -73,12 +72,9 @@ class CheckpointedCall(ReplayableCall):
         self._drops_output = drops_output
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
-        self.holds_values = listener is not None
+        self.holds_values = False
         """Whether slots ask the call each time that they are unpacked."""
         self._selection = selection
-        self._listener = listener
-        self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
-        """For the profiler: memory of casts of leaves."""
         self._shapes: tuple[Any, ...] = ()
         self._program: Program | None = None
         self._decisions: Decisions | None = None
@@ -128,13 +124,14 @@ class CheckpointedCall(ReplayableCall):
                 if self._preserved is not None:
                     self._preserved.forward_ended(output, len(self._metas))
                 self._forward_ended(output, tensors)
+        self._has_returned(output, tensors)
+        return output
+
+    def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         if self._preserved is not None and self._preserved.is_other and not self._keeps:
             self._learned.differed(self._preserved.decisions.program, is_final=False)
-        if self._listener is not None:
-            self._profile(self._listener)
         if self._drops_output and not self._keeps:
             self._add_output_slots(output, tensors)
-        return output
 
     def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         outside = storages_of([*tensors, *self._reached.tensors()])
@@ -147,7 +144,7 @@ class CheckpointedCall(ReplayableCall):
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
         leaving, escaping, looks = scope.waiting, self._learned.escaping, self._compares or self._is_observed
-        preserved, is_profiled = self._preserved, self._listener is not None
+        preserved = self._preserved
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
@@ -157,8 +154,6 @@ class CheckpointedCall(ReplayableCall):
                 metas.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))
             else:
                 metas.append(meta_of(tensor))
-            if is_profiled:
-                self._note_cast(tensor)
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
@@ -247,9 +242,6 @@ class CheckpointedCall(ReplayableCall):
             if version != -1 and version_of(value) != version:
                 check_version(value, version, value)
             slot.seen = _weak(value)
-            program = self._program
-            if self._listener is not None and program is not None and slot.number < len(program.saved):
-                self._listener.asked(program.saved[slot.number].place, value, slot)
             return value
 
     @untraced
@@ -419,36 +411,3 @@ class CheckpointedCall(ReplayableCall):
         if isinstance(mode, Recorder):
             mode.gave(output)
         del output
-
-    # For a profiler.
-
-    def _profile(self, listener: CallListener) -> None:
-        """Profile the call after forward. To measure operators, the function runs once more, and keeps nothing."""
-        for storage in self._casts.values():
-            if (cast := storage()) is not None:
-                listener.casts(cast)
-        self._casts.clear()
-        if not listener.wants_operators or self._is_captured:
-            return
-        assert self._selection is not None
-        # Cached casts of autocast would not be seen.
-        torch.clear_autocast_cache()
-        recorder = Recorder(self._selection)
-        collector = Collector(
-            *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
-            checks=False,
-            saves=recorder.saves,
-            holds=self._keeps,
-        )
-        self._run_into(collector, (), recorder, listener.watching(recorder))
-        self._replay_ended()
-        listener.ended(recorder)
-        self._program = recorder.program()
-        self._learned.record(self._shapes, self._program)
-        self._records = False
-
-    def _note_cast(self, tensor: torch.Tensor) -> None:
-        """Note a saved tensor that is the cast of a leaf, or a view of one."""
-        if is_strided(tensor) and casts_leaf(tensor):
-            storage = tensor.untyped_storage()
-            self._casts[storage_key(storage)] = _weak(storage)

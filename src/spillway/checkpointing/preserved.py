@@ -38,6 +38,7 @@ from spillway.saved_tensors.kept import Keeping
 from spillway.types import Decision
 
 if TYPE_CHECKING:
+    from spillway.checkpointing.learned import LearnedCalls
     from spillway.saved_tensors.hooks import ForwardScope
 
 _KEEP = Decision.KEEP
@@ -213,26 +214,29 @@ class SavingOrder:
 class PreservingCall:
     """One call. See NOTE [ Nothing is recomputed ]."""
 
-    def __init__(self, order: SavingOrder, scope: ForwardScope) -> None:
+    def __init__(self, order: SavingOrder, scope: ForwardScope, learned: LearnedCalls) -> None:
         self._order = order
         self._scope = scope
+        self._learned = learned
         self._keeping = Keeping(scope)
         self._rest = list(order.saved)
         """Saved tensors to come, as long as the call follows its program."""
         self._following = iter(self._rest)
         self._differs = False
 
-    def run(self, function: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run the function. Returns its output, and whether the call followed its program."""
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run the function, and return its output."""
         output = None
         try:
             with saved_tensors_hooks(self._packing(), unpack):
-                output = function()
+                output = forward()
         finally:
             self._keeping.end(output)
             with below_modes():
                 self._scope.flush()
-        return output, not self._differs and not length_hint(self._following)
+        if self._differs or length_hint(self._following):
+            self._learned.differed(self._order.program, is_final=False)
+        return output
 
     def _packing(self) -> Callable[[torch.Tensor], Handle]:
         follow, scope = self._following.__next__, self._scope

@@ -199,7 +199,7 @@ class Probe(OperatorMode):
 
 @dataclass(frozen=True, slots=True)
 class ProfilerListener:
-    """A :class:`~spillway.checkpointing.recorder.CallListener` of one call, with a probe if its operators are measured.
+    """A :class:`~spillway.checkpointing.profiled.CallListener` of one call, with a probe if its operators are measured.
 
     ``asked`` is called when backward is given a tensor that was saved after so many operators, with it and its handle.
     ``casts`` is called with each storage that a leaf was cast to.
