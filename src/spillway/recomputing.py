@@ -250,7 +250,8 @@ def _call_checkpointed(
     session.check_open()
     restore_hooks()
     planned, scope = how.choices.planned, current_scope(session)
-    is_foreign, is_scoped = hooks_around()
+    is_scoped = scope_of_hooks() is not None
+    is_foreign = not is_scoped and top_hooks(True) is not None
     if how.drop_output and not is_scoped:
         raise UsageError(
             "drop_output has no effect outside of a spillway.offload context, which sees the consumer save the output. "
@@ -270,8 +271,7 @@ def _call_checkpointed(
     if kept is not None:
         scope.ledger.note(f"{replayed.label} {kept}. Its saved tensors are kept, not recomputed.")
         return forward()
-    setup = _setup(how, replayed, learned, scope, tensors, partition)
-    return _checkpointed_call(how, setup, profiled, module_of(function)).run(forward, tensors)
+    return _checkpointed_call(how, replayed, learned, scope, tensors, partition, profiled).run(forward, tensors)
 
 
 # Dynamo must leave it out, also if it traces the caller. The second entry takes less time, for callers that Dynamo does
@@ -296,56 +296,43 @@ def _call_in_replay(
     return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
 
 
-def _setup(
+def _checkpointed_call(
     how: Recompute,
     replayed: ReplayedFunction,
     learned: LearnedCalls,
     scope: ForwardScope,
     tensors: Sequence[torch.Tensor],
     partition: Partition | None,
-) -> CallSetup:
-    is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
+    profiled: Callable[..., CheckpointedCall] | None,
+) -> CheckpointedCall:
+    """The call with these options."""
+    if learned.varies:
+        scope.ledger.note(
+            f"{replayed.label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it is "
+            f"recomputed whole."
+        )
+    is_captured = any(map(scope.devices.is_captured, {tensor.device for tensor in tensors}))
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
-    return CallSetup(
+    choices, planned = how.choices, how.choices.planned
+    setup = CallSetup(
         replayed,
         learned,
         scope,
-        how.choices.inputs,
+        choices.inputs,
         draws=how.preserve_rng_state and not is_captured,
         compares=how.verify == "always",
         is_captured=is_captured,
         partition=partition,
     )
-
-
-def _checkpointed_call(
-    how: Recompute,
-    setup: CallSetup,
-    profiled: Callable[..., CheckpointedCall] | None,
-    module: torch.nn.Module | None,
-) -> CheckpointedCall:
-    """The call with these options."""
-    if setup.learned.varies:
-        setup.scope.ledger.note(
-            f"{setup.function.label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it "
-            f"is recomputed whole."
-        )
-    choices, planned = how.choices, how.choices.planned
     records = choices.preserves or profiled is not None or (planned is not None and not planned.recomputes)
     return (CheckpointedCall if profiled is None else profiled)(
         setup,
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
-        selection=Selection(choices, module) if records else None,
+        selection=Selection(choices, replayed.module) if records else None,
     )
-
-
-def hooks_around() -> tuple[bool, bool]:
-    """Whether the innermost saved-tensor hooks are those of other code, and whether they are Spillway's."""
-    is_ours = scope_of_hooks() is not None
-    return not is_ours and top_hooks(True) is not None, is_ours
 
 
 def _learned(

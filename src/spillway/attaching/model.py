@@ -27,8 +27,8 @@ from spillway.checkpointing.blocks import Named
 from spillway.errors import UsageError
 from spillway.offloading import offload
 from spillway.parameters.streamed import StreamedModel
-from spillway.recomputing import hooks_around
 from spillway.saved_tensors.order import LearnedOrders
+from spillway.saved_tensors.scopes import scope_of_hooks
 from spillway.session import Session
 
 if TYPE_CHECKING:
@@ -109,7 +109,9 @@ class ModelCall(ModuleCall):
                 self.context.forget()
         self.passes += 1
         # If the user has opened a pass around this call, blocks belong to that.
-        if not (self._recomputes and hooks_around()[1]) and not (controller is not None and controller.is_plain):
+        if not (self._recomputes and scope_of_hooks() is not None) and not (
+            controller is not None and controller.is_plain
+        ):
             stack.enter_context(self.context)
         has_caches = self._recomputes and stack.enter_context(self._caches.off())
         if controller is not None:

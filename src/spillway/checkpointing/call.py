@@ -139,7 +139,7 @@ class CheckpointedCall(ReplayableCall):
             if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots), index, tensor)
                 self._slots.append(_weak(slot))
-                self._scope.can_recompute(tensor, slot)
+                self._scope.outputs.set(tensor, slot)
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
@@ -289,7 +289,7 @@ class CheckpointedCall(ReplayableCall):
             handle = given.get(value)
             return None if handle is None else handle.unpack()
 
-        poisons = decisions.is_new or any(map(self._scope.poisons, self._devices))
+        poisons = decisions.is_new or any(map(self._scope.devices.poisons, self._devices))
         mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
         collector: Collector | None = None
         try:

@@ -109,28 +109,16 @@ class ReplayedFunction:
         self.around = nullcontext if around is None else around
         """A context for each replay: the function's parameters are on the device inside."""
         self.state = PythonState(function, arguments.objects(), memory)
-        module = module_of(function)
+        self.module = module = module_of(function)
         self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
         """Name of the function in errors."""
         self._function, self._arguments = function, arguments
-        self._keeps_state = False
+        self.keeps_state = False
+        """Whether replays run on the current Python state."""
 
     def reachable_now(self) -> list[torch.Tensor]:
         """The tensors that the function can reach now, besides tensors among its arguments."""
         return [tensor for _, tensor in PythonState(self._function, self._arguments.objects()).reachable()]
-
-    @contextmanager
-    def on_current_state(self) -> Iterator[bool]:
-        """A context in which the function keeps the current Python state. Yields whether that state is another one.
-
-        A function may prepare itself in its first call, as quantized layers do. Spillway copies only a part of the
-        state that it then changes, and cannot go back.
-        """
-        self._keeps_state = True
-        try:
-            yield self.state.changes
-        finally:
-            self._keeps_state = False
 
     def __call__(
         self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING, is_stateless: bool = False
@@ -140,7 +128,7 @@ class ReplayedFunction:
         ``is_stateless``: it was not seen to change that state.
         """
         args, kwargs = self._arguments.put(tensors)
-        if self._keeps_state:
+        if self.keeps_state:
             with within:
                 return self._function(*args, **kwargs)
         with self.state.in_force(is_stateless=is_stateless), within:
@@ -319,18 +307,21 @@ class ReplayableCall:
     # Backward.
 
     def _on_current_state(self, replay: Callable[[], Result]) -> Result | None:
-        """Replay on the Python state of now, for functions that prepare themselves in their first call.
+        """Replay on the current Python state; ``None`` if that is the state of forward, and would give the same.
 
-        ``None`` if that is the state of forward, where another replay would give the same.
+        A function may prepare itself in its first call, as quantized layers do. Spillway copies only a part of the
+        state that it then changes, and cannot go back.
         """
-        with self._function.on_current_state() as is_another:
-            if not is_another:
-                return None
-            try:
-                return replay()
-            except Exception as error:
-                # On another state than that of forward, anything may be missing.
-                raise difference_error(self._label) from error
+        if not self._state.changes:
+            return None
+        self._function.keeps_state = True
+        try:
+            return replay()
+        except Exception as error:
+            # On another state than that of forward, anything may be missing.
+            raise difference_error(self._label) from error
+        finally:
+            self._function.keeps_state = False
 
     def _unpack_inputs(self) -> list[torch.Tensor]:
         """The tensors among the arguments. A replay unpacks them once, though it may run the function more often.

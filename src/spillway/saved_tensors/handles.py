@@ -23,13 +23,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from spillway._torch import base_of, disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
-from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed
+from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed, reach
+
+if TYPE_CHECKING:
+    from spillway.runtime.device import Runtime
 
 
 class Handle(Protocol):
@@ -111,6 +114,16 @@ class OffloadedHandle(TrackedHandle):
         self._traversals = 0
         super().__init__(tensor, nothing)
         carry_attributes(tensor, self._tracker)
+
+    def for_alias(self, tensor: torch.Tensor, runtime: Runtime) -> OffloadedHandle | None:
+        """A handle of the same bytes, for a tensor that is known to see them as they were saved.
+
+        ``None`` if the two cannot share an entry. An entry of another session is not shared.
+        """
+        saved = self.saved
+        if not saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())) or saved.mover is not runtime.mover:
+            return None
+        return OffloadedHandle(tensor, saved, runtime.nothing) if saved.mover.adopt(saved, same_content=True) else None
 
     def unpack(self) -> torch.Tensor:
         self._check()
