@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +24,7 @@ from spillway.attaching.block import BlockCall
 from spillway.attaching.call import REFUSALS, ModuleCall
 from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
 from spillway.checkpointing.blocks import Named
-from spillway.errors import UsageError
+from spillway.errors import SpillwayError, UsageError
 from spillway.offloading import offload
 from spillway.parameters.streamed import StreamedModel
 from spillway.saved_tensors.order import LearnedOrders
@@ -32,6 +32,7 @@ from spillway.saved_tensors.scopes import scope_of_hooks
 from spillway.session import Session
 
 if TYPE_CHECKING:
+    from spillway.attaching.attached import Attached
     from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
 
@@ -71,12 +72,32 @@ class ModelCall(ModuleCall):
         """Finds a plan, or profiles."""
         self.streams: StreamedModel | None = None
         """Blocks whose parameters are on the device only during their calls."""
-        self.attached: object = None
+        self.attached: Attached | None = None
         """The user's handle, while the model is attached."""
         self.passes = 0
         """Calls in training so far."""
         self._applied = 0
         """Plans that were applied when the last of them began."""
+
+    @staticmethod
+    def of(model: Module) -> ModelCall:
+        """The call of an attached model."""
+        call = model.__dict__[PLACE]
+        assert isinstance(call, ModelCall)
+        return call
+
+    def hand_to(self, controller: PlanController | ProfileCollector) -> None:
+        """From the next call on, a controller profiles the model, or finds a plan for it."""
+        self.controller = controller
+        controller.manage([call for call in self.blocks if isinstance(call, BlockCall)])
+
+    def hand_errors_to(self, on_error: Callable[[SpillwayError], None]) -> None:
+        """Call a function with later errors, and let calls go on as if the model were not attached.
+
+        The function may raise: its error is then the call's.
+        """
+        for call in (self, *self.blocks):
+            call.on_error = on_error
 
     def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.streams is None or self._here.inside:

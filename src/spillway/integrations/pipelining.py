@@ -28,7 +28,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from spillway._torch import exec_group
 from spillway.attaching import Attached, attach
-from spillway.attaching.model import ModelPass
+from spillway.attaching.model import ModelCall, ModelPass
 from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import offload
@@ -172,7 +172,7 @@ def offload_stages(
                 attached = attach(stage.submod, policy=recompute, blocks=blocks, min_bytes=min_bytes, session=session)
             calls.append(_StageCalls(stage, functools.partial(context, stage), attached, rank, part))
             if attached is not None and rank is not None:
-                attached.follow(collectors[part])
+                ModelCall.of(stage.submod).hand_to(collectors[part])
             calls[-1].install()
         undo.pop_all()
     return offloaded
