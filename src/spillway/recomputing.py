@@ -25,7 +25,6 @@ from spillway._torch import (
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import shapes_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
-from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.replayable import Arguments, CallSetup, ReplayedFunction, module_of
@@ -41,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from spillway.checkpointing.partition import Partition
     from spillway.saved_tensors.hooks import ForwardScope
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -99,8 +99,12 @@ class Recompute:
                     )
         if self.check_partition and self.partition_inputs is None:
             raise UsageError("check_partition has no effect without partition_inputs, its group. Set both, or none.")
-        group = self.partition_inputs
-        partition = None if group is None else Partition(group, always_checks=self.check_partition)
+        partition = None
+        if self.partition_inputs is not None:
+            # Only for ranks that share inputs.
+            from spillway.checkpointing.partition import Partition
+
+            partition = Partition(self.partition_inputs, always_checks=self.check_partition)
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "partition", partition)
 

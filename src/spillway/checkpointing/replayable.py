@@ -14,7 +14,6 @@ from spillway._torch import top_hooks, tree_flatten, tree_unflatten, version_of
 from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
 from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.learned import LearnedCalls
-from spillway.checkpointing.partition import PartHandle, Partition
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.python_walk import WalkMemory
 from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
@@ -24,6 +23,7 @@ from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.types import Decision
 
 if TYPE_CHECKING:
+    from spillway.checkpointing.partition import Partition
     from spillway.saved_tensors.hooks import ForwardScope
 
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -274,7 +274,7 @@ class ReplayableCall:
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
             if self._partition is not None and self._partition.splits(tensor):
-                part = PartHandle(tensor, self._partition, pack, back, torch.empty(0, device=tensor.device))
+                part = self._partition.handle_of_part(tensor, pack, back)
                 self._tensors.append((part, unpack, tensor.requires_grad, False))
             else:
                 handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)

@@ -38,12 +38,7 @@ class PassDevice:
 class PassDevices(dict[torch.device, PassDevice]):
     """The devices of one pass. Each is set up when it is first looked up.
 
-    Args:
-        session: has their runtimes.
-        learned: the orders of earlier passes.
-        predictor_of: the predictor of a device's next pass.
-        tier: of :attr:`Decision.OFFLOAD`.
-        window, on_backward, tag: as :class:`~spillway.saved_tensors.order.AccessOrder` takes them.
+    ``learned`` has the orders of earlier passes, and ``predictor_of`` gives the predictor of a device's next pass.
     """
 
     def __init__(
@@ -58,13 +53,8 @@ class PassDevices(dict[torch.device, PassDevice]):
         tag: str | None,
     ) -> None:
         super().__init__()
-        self._session = session
-        self._learned = learned
-        self._predictor_of = predictor_of
-        self._tier = tier
-        self._window = window
-        self._on_backward = on_backward
-        self._tag = tag
+        self._session, self._learned, self._predictor_of = session, learned, predictor_of
+        self._tier, self._window, self._on_backward, self._tag = tier, window, on_backward, tag
         self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
         """Shape, dtype and device of the first tensor: they tell which earlier pass this one is like."""
         self._turn = 0
