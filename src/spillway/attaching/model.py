@@ -92,10 +92,7 @@ class ModelCall(ModuleCall):
         controller.manage([call for call in self.blocks if isinstance(call, BlockCall)])
 
     def hand_errors_to(self, on_error: Callable[[SpillwayError], None]) -> None:
-        """Call a function with later errors, and let calls go on as if the model were not attached.
-
-        The function may raise: its error is then the call's.
-        """
+        """Call a function with later errors, which may raise its own. Otherwise calls go on as if not attached."""
         for call in (self, *self.blocks):
             call.on_error = on_error
 

@@ -32,7 +32,7 @@ from spillway._torch import dispatch_modes, next_node, node_number
 from spillway.checkpointing.program import Decisions, Input, Preserved, Program, lies_within
 from spillway.checkpointing.selectors import Planned
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
-from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, unpack
+from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, alias_handle, unpack
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
 from spillway.types import Decision
@@ -125,7 +125,7 @@ class PreservedTensors:
         if tensor.storage_offset() - known[0].offset != how.start or not lies_within(ViewRecipe.of(tensor), known[0]):
             return None
         with below_modes():
-            return self._alias_of(handle, tensor)
+            return alias_handle(handle, tensor, self._scope.session)
 
     def _pack_made(self, tensor: torch.Tensor, how: Preserved) -> Handle | None:
         value, whole = how.value, how.whole
@@ -147,14 +147,7 @@ class PreservedTensors:
                 self._given[value] = handle
             elif self._memory[value]() is not storage:
                 return None
-            return self._alias_of(handle, tensor)
-
-    def _alias_of(self, handle: Any, tensor: torch.Tensor) -> Handle:
-        """A handle of a tensor within the one that ``handle`` stands for."""
-        alias = None
-        if isinstance(handle, OffloadedHandle):
-            alias = handle.for_alias(tensor, self._scope.session.runtime(tensor.device))
-        return KeptHandle(tensor) if alias is None else alias
+            return alias_handle(handle, tensor, self._scope.session)
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
         """Whether the call did not make the tensor, which took the place of another one of the same shape."""

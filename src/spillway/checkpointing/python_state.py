@@ -17,9 +17,8 @@ It also has the function's closure cells, the globals that its code names (and t
 and the states of random generators: those of ``random`` and NumPy, and those among the function's objects. Objects of
 torch's own classes are never opened: they hold the state of hooks, streams and process groups.
 
-Iterators and files cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
-Neither is one with a layer that makes its parameters in this call (:attr:`PythonState.is_lazy`), or that writes them
-(:attr:`PythonState.writes_parameters`).
+Iterators and files cannot be copied. A function that has one is not recomputed (:meth:`PythonState.why_kept`). Neither
+is one with a layer that makes its parameters in this call, or that writes them.
 
 Other state (C extensions) is not seen. There the checks of the replay decide: equal values,
 or a :class:`~spillway.errors.RecomputeError`.

@@ -32,7 +32,7 @@ from spillway.errors import InplaceError
 from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed, reach
 
 if TYPE_CHECKING:
-    from spillway.runtime.device import Runtime
+    from spillway.session import Session
 
 
 class Handle(Protocol):
@@ -115,16 +115,6 @@ class OffloadedHandle(TrackedHandle):
         super().__init__(tensor, nothing)
         carry_attributes(tensor, self._tracker)
 
-    def for_alias(self, tensor: torch.Tensor, runtime: Runtime) -> OffloadedHandle | None:
-        """A handle of the same bytes, for a tensor that is known to see them as they were saved.
-
-        ``None`` if the two cannot share an entry. An entry of another session is not shared.
-        """
-        saved = self.saved
-        if not saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())) or saved.mover is not runtime.mover:
-            return None
-        return OffloadedHandle(tensor, saved, runtime.nothing) if saved.mover.adopt(saved, same_content=True) else None
-
     def unpack(self) -> torch.Tensor:
         self._check()
         if torch.is_inference_mode_enabled():
@@ -189,6 +179,16 @@ class PartsHandle:
     def is_intact(self) -> bool:
         owner = self._owner()
         return owner is None or version_of(owner) == self._version
+
+
+def alias_handle(handle: object, tensor: torch.Tensor, session: Session) -> Handle:
+    """A handle of a tensor that sees the bytes of another one as they were saved. They share an entry if they can."""
+    if isinstance(handle, OffloadedHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
+        # Another pass of this session may have made the other one. An entry of another session is not shared.
+        runtime = session.runtime(tensor.device)
+        if handle.saved.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
+            return OffloadedHandle(tensor, handle.saved, runtime.nothing)
+    return KeptHandle(tensor)
 
 
 unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")
