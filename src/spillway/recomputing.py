@@ -271,9 +271,11 @@ def _call_checkpointed(
         if order is not None:
             return PreservingCall(order, scope, learned).run(forward)
     replayed = ReplayedFunction(function, arguments, known.walk, around)
-    kept = replayed.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
-    if kept is not None:
-        scope.ledger.note(f"{replayed.label} {kept}. Its saved tensors are kept, not recomputed.")
+    why_kept = replayed.state.why_kept()
+    if why_kept is None and learned.takes_gradients:
+        why_kept = "takes a gradient of what it computes"
+    if why_kept is not None:
+        scope.ledger.note(f"{replayed.label} {why_kept}. Its saved tensors are kept, not recomputed.")
         return forward()
     return _checkpointed_call(how, replayed, learned, scope, tensors, partition, profiled).run(forward, tensors)
 

@@ -216,7 +216,7 @@ class ProfileCollector:
     def drop(self) -> None:
         """Measure nothing any more, and give the session its in-flight limit back."""
         self._cut = None
-        tracer = self._take_tracer()
+        tracer = self._pop_tracer()
         if tracer is not None:
             tracer.close()
         self._probes.clear()
@@ -277,13 +277,13 @@ class ProfileCollector:
         self.plan = self.profile = self._weighed = None
         self._new_kinds = self._waited = 0
         self.is_rough = self.is_waiting = False
-        self.take_least()
+        self.use_least_memory()
         if self.optimizer is not None:
             self.optimizer.divide(1.0)
         if self.applied and not self.session.closed:
             self._mover.claim(self, None)
 
-    def take_least(self) -> None:
+    def use_least_memory(self) -> None:
         """From the next call on, blocks take the least memory."""
         for block in self._blocks:
             block.how = None if self.is_left_alone else LEAST
@@ -428,7 +428,7 @@ class ProfileCollector:
         return kinds_of(self._weighed) == kinds_of(trace)
 
     def _finish(self) -> StepTrace | None:
-        tracer = self._take_tracer()
+        tracer = self._pop_tracer()
         if tracer is None:
             return None
         self.idle_steps = 0 if tracer.has_backward else self.idle_steps + 1
@@ -438,7 +438,7 @@ class ProfileCollector:
         tracer.close()
         return None
 
-    def _take_tracer(self) -> StepTracer | None:
+    def _pop_tracer(self) -> StepTracer | None:
         tracer, self._tracer = self._tracer, None
         if tracer is not None and not self.session.closed:
             self._mover.stop_listening(tracer.moves)

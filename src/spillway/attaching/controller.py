@@ -277,7 +277,7 @@ class PlanController:
         self._forget_rival()
         self._enter(Stage.WARMING_UP)
         for each in self.collectors:
-            each.take_least()
+            each.use_least_memory()
 
     def _plan_first(self) -> None:
         """The first plan of a profile: for the largest inputs that came while it was made, if there is one for them."""

@@ -108,7 +108,7 @@ class StageCollector(ProfileCollector):
             return False
         self._missed = 0 if trace is not None else self._missed + 1
         self.is_left_alone = self._missed >= _MOST_MISSED
-        self.take_least()
+        self.use_least_memory()
         return self.is_left_alone
 
     def restart(self) -> None:
@@ -172,11 +172,11 @@ class PipelinePlanController(PlanController):
         if Turn(part, chunk) in self._turns:
             self._schedule_step_ended()
         is_first = not any(turn.part == part for turn in self._turns)
-        self._take_turn(Turn(part, chunk))
+        self._begin_turn(Turn(part, chunk))
         self.stages[part].is_turn = is_first and self.stages[part].is_sought
 
     def backward_begins(self, part: int, chunk: int) -> None:
-        self._take_turn(Turn(part, chunk, is_backward=True))
+        self._begin_turn(Turn(part, chunk, is_backward=True))
         if self._is_profiled(part, chunk):
             self.stages[part].come_back()
 
@@ -202,7 +202,7 @@ class PipelinePlanController(PlanController):
         """The stages that are not left alone."""
         return [stage for stage in self.stages if not stage.is_left_alone]
 
-    def _take_turn(self, turn: Turn) -> None:
+    def _begin_turn(self, turn: Turn) -> None:
         for stage in self.stages:
             if stage.is_turn:
                 stage.leave()
