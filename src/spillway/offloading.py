@@ -23,7 +23,7 @@ from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.groups import Group, Groups, check_name
 from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
-from spillway.saved_tensors.kept import see_again
+from spillway.saved_tensors.kept import restore_hooks
 from spillway.saved_tensors.locator import Locator
 from spillway.saved_tensors.order import LearnedOrders
 from spillway.saved_tensors.scopes import entered_scopes, within_scope
@@ -298,7 +298,7 @@ def _mark(tensor: torch.Tensor, session: Session | None, *, offload: bool) -> No
         raise UsageError(f"got {tensor!r}, expected a tensor")
     session = session if session is not None else Session.default()
     session.check_open()
-    see_again()
+    restore_hooks()
     session.of(SavedState).marks.set(tensor, offload)
 
 
@@ -342,7 +342,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         if current is None or not current.session.enabled:
             self._local.entered.append(None)
             return self
-        see_again()
+        restore_hooks()
         self._local.entered.append((current, current.groups.start(self._name), list(self._to_release)))
         return self
 

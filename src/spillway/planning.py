@@ -18,6 +18,7 @@ from spillway.attaching.blocks import tensors_of
 from spillway.attaching.budget import allowed
 from spillway.attaching.collector import ProfileCollector
 from spillway.attaching.meta_profile import is_on_meta, profile_on_meta
+from spillway.attaching.model import ModelCall
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
@@ -130,8 +131,8 @@ def profile(
             f"an element, needs hardware=... with it."
         )
     collector = ProfileCollector(model, session, stepped=optimizer)
-    with _restored(model, batch), attach(model, blocks=blocks, session=session) as attached:
-        attached.follow(collector)
+    with _restored(model, batch), attach(model, blocks=blocks, session=session):
+        ModelCall.of(model).hand_to(collector)
         for _ in range(_MOST_STEPS):
             _scalar(_call(model, batch), loss).backward()  # type: ignore[no-untyped-call]
             model.zero_grad(set_to_none=True)

@@ -25,15 +25,13 @@ from spillway._torch import (
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import shapes_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
-from spillway.checkpointing.partition import Partition
 from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.program import Selection
-from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.replayable import Arguments, CallSetup, ReplayedFunction, module_of
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
-from spillway.saved_tensors.kept import see_again
+from spillway.saved_tensors.kept import restore_hooks
 from spillway.saved_tensors.scopes import current_scope, scope_of_hooks
 from spillway.session import Session
 from spillway.types import Decision
@@ -42,6 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from spillway.checkpointing.partition import Partition
     from spillway.saved_tensors.hooks import ForwardScope
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -100,8 +99,12 @@ class Recompute:
                     )
         if self.check_partition and self.partition_inputs is None:
             raise UsageError("check_partition has no effect without partition_inputs, its group. Set both, or none.")
-        group = self.partition_inputs
-        partition = None if group is None else Partition(group, always_checks=self.check_partition)
+        partition = None
+        if self.partition_inputs is not None:
+            # Only for ranks that share inputs.
+            from spillway.checkpointing.partition import Partition
+
+            partition = Partition(self.partition_inputs, always_checks=self.check_partition)
         object.__setattr__(self, "choices", choices)
         object.__setattr__(self, "partition", partition)
 
@@ -227,28 +230,32 @@ def _call_checkpointed(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     session: Session | None,
-    observer: Observer | None = None,
+    profiled: Callable[..., CheckpointedCall] | None = None,
     around: Callable[[], AbstractContextManager[None]] | None = None,
 ) -> Any:
-    """:func:`recompute` with its options as a value, with a profiler, and with a context around each replay."""
+    """:func:`recompute` with its options as a value, and with a context ``around`` each replay.
+
+    ``profiled`` makes a call that a profiler listens to.
+    """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
     keep_out()
     arguments = Arguments(args, kwargs)
-    tensors = arguments.take()
+    tensors = arguments.pop_tensors()
 
-    def first() -> Any:
+    def forward() -> Any:
         return function(*args, **kwargs)
 
     session = session if session is not None else Session.default()
     if in_replay():
-        again = ReplayedFunction(function, arguments, around=around)
-        return _call_in_replay(how, again, session, first, tensors)
+        replayed = ReplayedFunction(function, arguments, around=around)
+        return _call_in_replay(how, replayed, session, forward, tensors)
     session.check_open()
-    see_again()
+    restore_hooks()
     planned, scope = how.choices.planned, current_scope(session)
-    is_foreign, is_scoped = hooks_around()
+    is_scoped = scope_of_hooks() is not None
+    is_foreign = not is_scoped and top_hooks(True) is not None
     if how.drop_output and not is_scoped:
         raise UsageError(
             "drop_output has no effect outside of a spillway.offload context, which sees the consumer save the output. "
@@ -259,32 +266,18 @@ def _call_checkpointed(
     if partition is not None:
         partition.check(tensors, known)
     learned = _learned(known, function, tensors, arguments)
-    if planned is not None and not (planned.recomputes or is_foreign) and observer is None:
+    if planned is not None and not (planned.recomputes or is_foreign) and profiled is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
-            output, is_whole = PreservingCall(order, scope).run(first)
-            if not is_whole:
-                learned.differed(order.program, is_final=False)
-            return output
-    again = ReplayedFunction(function, arguments, known.walk, around)
-    kept = again.state.why_kept() or ("takes a gradient of what it computes" if learned.takes_gradients else None)
-    if kept is not None:
-        scope.ledger.note(f"{again.label} {kept}. Its saved tensors are kept, not recomputed.")
-        return first()
-    is_captured = any(map(scope.is_captured, {tensor.device for tensor in tensors}))
-    if is_captured:
-        learned.check_capture(draws=how.preserve_rng_state)
-    setup = CallSetup(
-        again,
-        learned,
-        scope,
-        how.choices.inputs,
-        draws=how.preserve_rng_state and not is_captured,
-        compares=how.verify == "always",
-        is_captured=is_captured,
-        partition=partition,
-    )
-    return _replayable(how, setup, observer, module_of(function)).run(first, tensors)
+            return PreservingCall(order, scope, learned).run(forward)
+    replayed = ReplayedFunction(function, arguments, known.walk, around)
+    why_kept = replayed.state.why_kept()
+    if why_kept is None and learned.takes_gradients:
+        why_kept = "takes a gradient of what it computes"
+    if why_kept is not None:
+        scope.ledger.note(f"{replayed.label} {why_kept}. Its saved tensors are kept, not recomputed.")
+        return forward()
+    return _checkpointed_call(how, replayed, learned, scope, tensors, partition, profiled).run(forward, tensors)
 
 
 # Dynamo must leave it out, also if it traces the caller. The second entry takes less time, for callers that Dynamo does
@@ -294,42 +287,58 @@ call_checkpointed_untraced = untraced(_call_checkpointed)
 
 
 def _call_in_replay(
-    how: Recompute, again: ReplayedFunction, session: Session, first: Callable[[], Any], tensors: Sequence[torch.Tensor]
+    how: Recompute,
+    replayed: ReplayedFunction,
+    session: Session,
+    forward: Callable[[], Any],
+    tensors: Sequence[torch.Tensor],
 ) -> Any:
     """Run a function that an outer one calls in its replay, whose checks cover it."""
-    if again.state.why_kept() is not None:
-        return first()
+    if replayed.state.why_kept() is not None:
+        return forward()
     inputs = Decision.KEEP if how.choices.inputs is not None else None
     scope, learned = current_scope(session), LearnedCalls.trusted()
-    setup = CallSetup(again, learned, scope, inputs, how.preserve_rng_state)
-    return CheckpointedCall(setup, stops_early=how.early_stop).run(first, tensors)
+    setup = CallSetup(replayed, learned, scope, inputs, how.preserve_rng_state)
+    return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
 
 
-def _replayable(
-    how: Recompute, setup: CallSetup, observer: Observer | None, module: torch.nn.Module | None
+def _checkpointed_call(
+    how: Recompute,
+    replayed: ReplayedFunction,
+    learned: LearnedCalls,
+    scope: ForwardScope,
+    tensors: Sequence[torch.Tensor],
+    partition: Partition | None,
+    profiled: Callable[..., CheckpointedCall] | None,
 ) -> CheckpointedCall:
     """The call with these options."""
-    if setup.learned.varies:
-        setup.scope.ledger.note(
-            f"{setup.function.label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it "
-            f"is recomputed whole."
+    if learned.varies:
+        scope.ledger.note(
+            f"{replayed.label} saves other tensors in each call. Nothing that it saves is kept or offloaded: it is "
+            f"recomputed whole."
         )
+    is_captured = any(map(scope.devices.is_captured, {tensor.device for tensor in tensors}))
+    if is_captured:
+        learned.check_capture(draws=how.preserve_rng_state)
     choices, planned = how.choices, how.choices.planned
-    records = choices.preserves or observer is not None or (planned is not None and not planned.recomputes)
-    return CheckpointedCall(
+    setup = CallSetup(
+        replayed,
+        learned,
+        scope,
+        choices.inputs,
+        draws=how.preserve_rng_state and not is_captured,
+        compares=how.verify == "always",
+        is_captured=is_captured,
+        partition=partition,
+    )
+    records = choices.preserves or profiled is not None or (planned is not None and not planned.recomputes)
+    return (CheckpointedCall if profiled is None else profiled)(
         setup,
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
-        selection=Selection(choices, module) if records else None,
-        observer=observer,
+        selection=Selection(choices, replayed.module) if records else None,
     )
-
-
-def hooks_around() -> tuple[bool, bool]:
-    """Whether the innermost saved-tensor hooks are those of other code, and whether they are Spillway's."""
-    is_ours = scope_of_hooks() is not None
-    return not is_ours and top_hooks(True) is not None, is_ours
 
 
 def _learned(

@@ -340,16 +340,16 @@ def test_h14_attaching_that_is_interrupted_anywhere_leaves_nothing(calls: int, m
     model.body[0].__dict__[PLACE] = None
     before = contents(model)
     taken: list[object] = []
-    take = ModuleCall.take
+    install = ModuleCall.install
 
     def interrupted(call: ModuleCall) -> None:
         if len(taken) == calls:
             raise KeyboardInterrupt
         taken.append(call)
-        take(call)
+        install(call)
 
     with monkeypatch.context() as patched:
-        patched.setattr(ModuleCall, "take", interrupted)
+        patched.setattr(ModuleCall, "install", interrupted)
         failing(KeyboardInterrupt, lambda: spillway.attach(model, blocks=Block))
     assert len(taken) == calls
     assert contents(model) == before
@@ -383,7 +383,7 @@ def test_calls_that_come_while_attaching_and_removing_are_right(monkeypatch: pyt
     model, x = Model(), small_batch()
     plain = step(model, x)
     turns: list[str] = []
-    take, give_back = ModuleCall.take, ModuleCall.give_back
+    install, uninstall = ModuleCall.install, ModuleCall.uninstall
 
     def between(name: str, change: Callable[[ModuleCall], Any]) -> Callable[[ModuleCall], Any]:
         def run(call: ModuleCall) -> Any:
@@ -395,11 +395,11 @@ def test_calls_that_come_while_attaching_and_removing_are_right(monkeypatch: pyt
 
         return run
 
-    monkeypatch.setattr(ModuleCall, "take", between("take", take))
-    monkeypatch.setattr(ModuleCall, "give_back", between("give back", give_back))
+    monkeypatch.setattr(ModuleCall, "install", between("install", install))
+    monkeypatch.setattr(ModuleCall, "uninstall", between("uninstall", uninstall))
     attached = spillway.attach(model)
     attached.remove()
-    assert turns == ["take"] * 4 + ["give back"] * 4
+    assert turns == ["install"] * 4 + ["uninstall"] * 4
 
 
 def test_a_call_that_is_under_way_may_outlive_remove() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,13 +14,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.learned import LearnedFunctions
+from spillway.checkpointing.profiled import ProfiledCall
 from spillway.checkpointing.program import Decisions
-from spillway.checkpointing.recorder import Observer
 from spillway.checkpointing.schema import facts_of
 from spillway.checkpointing.selectors import full_name
 from spillway.planner.profile import BlockCall, BlockProfile, OperatorProfile, Outside, Profile, ReplayRule, Value
-from spillway.profiler.probe import CallObserver, Probe
+from spillway.profiler.probe import Probe, ProfilerListener
 from spillway.recomputing import Recompute, call_checkpointed
 from spillway.saved_tensors.handles import in_replay
 from spillway.types import Decision
@@ -145,18 +147,18 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
 
 
 def output_of(
-    module: nn.Module, how: Recompute, session: spillway.Session, observer: Observer | None = None
+    module: nn.Module, how: Recompute, session: spillway.Session, made_by: Callable[..., CheckpointedCall] | None = None
 ) -> torch.Tensor:
     """What a checkpointed call of a module gives."""
-    output: torch.Tensor = call_checkpointed(how, module, (inputs(),), {}, session, observer)
+    output: torch.Tensor = call_checkpointed(how, module, (inputs(),), {}, session, made_by)
     return output
 
 
 def profiled(module: nn.Module, session: spillway.Session) -> BlockProfile:
     """What a probe says of one call of a module."""
     probe = Probe(torch.device("cpu"))
-    watched = CallObserver(probe, lambda *_: None, lambda *_: None)
-    output_of(module, Recompute(), session, watched).float().square().sum().backward()
+    listener = ProfilerListener(probe, lambda *_: None, lambda *_: None)
+    output_of(module, Recompute(), session, partial(ProfiledCall, listener)).float().square().sum().backward()
     probe.read(())
     assert probe.operators is not None
     return BlockProfile("block", probe.operators, probe.values, 1.0, 2.0, 4096, 1.0, 512)

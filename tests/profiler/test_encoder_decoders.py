@@ -15,6 +15,7 @@ import spillway
 from allocations import ExactMeter, count_exactly
 from budgets import budget_of, hardware
 from spillway.attaching.collector import ProfileCollector
+from spillway.attaching.model import ModelCall
 from spillway.planner.planner import make_checkpointing_plan
 
 transformers = pytest.importorskip("transformers")
@@ -71,7 +72,7 @@ def test_peaks_of_an_encoder_decoder_are_predicted_to_a_few_thousandths(
     model, batch = t5()
     collector = ProfileCollector(model, session, min_bytes)
     with spillway.attach(model, session=session, min_bytes=min_bytes) as attached:
-        attached.follow(collector)
+        ModelCall.of(model).hand_to(collector)
         while collector.profile is None:
             step(model, batch)
             collector.finish()

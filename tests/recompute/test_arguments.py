@@ -42,8 +42,8 @@ def test_they_are_what_they_were_with_other_tensors(args: tuple[Any, ...], kwarg
         return a is b if isinstance(a, torch.Tensor) else a == b
 
     arguments = Arguments(args, kwargs)
-    taken = arguments.take()
+    taken = arguments.pop_tensors()
     assert len({id(each) for each in taken}) == len(taken)
-    assert arguments.take() == []
+    assert arguments.pop_tensors() == []
     others = [each + 1 for each in taken]
     assert same(arguments.put(others), (swapped(args), swapped(kwargs)))

@@ -146,41 +146,25 @@ def attach(
     if is_planned:
         check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
     check_limits(limits, optimizer, is_planned=is_planned, is_streamed=stream is not None)
-    modules = [Named("", model), *walk(model)]
-    refuse_modules(modules)
+    refuse_modules([Named("", model), *walk(model)])
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
     if rules is not None and not isinstance(rules, Groups):
         raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
     streamed = _streamed_blocks(model, stream, device)
     how = policy if policy is not None else Recompute() if rules is None else Offload()
-    calls: list[ModuleCall]
-    if isinstance(how, Recompute):
-        refuse_checkpointing(modules)
-        found = find_blocks(model, blocks)
-        taken = found[: max(len(found) - keep_last, 0)][:first][::every]
-        refuse_unmatched(how.choices.patterns, taken, model)
-        calls = [BlockCall(each, how, session, taken) for each in taken]
-    else:
-        check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
-        taken = find_blocks(model, blocks)[-keep_last:] if keep_last else []
-        calls = [ModuleCall(each, keeps=True) for each in taken]
+    calls = _block_calls(model, how, session, blocks, every=every, first=first, keep_last=keep_last)
     if rules is not None:
-        taken = [*taken, *_group(model, calls, rules)]
-    taken = [*taken, *_call_all(calls, streamed)]
+        _name_groups(model, calls, rules)
+    for each in streamed:
+        calls.setdefault(each.name, ModuleCall(each))
+    taken = [Named(name, module) for name, call in calls.items() if (module := call.module()) is not None]
     around = above(model, taken)
     for each in (Named("", model), *taken):
         refuse_class(each)
     refuse_compiled(around)
-    context = ModelPass(
-        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
-        policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
-        groups=None if rules is None else replace(rules, patterns={}),
-        min_bytes=min_bytes,
-        tag=f"attached {type(model).__name__}",
-        session=session,
-    )
+    context = _pass_of(model, how, rules, min_bytes, session)
     controller = _controller(model, session, min_bytes, optimizer, budget, plan, **limits) if is_planned else None
-    root = ModelCall(model, calls, around, context, recomputes=isinstance(how, Recompute))
+    root = ModelCall(model, list(calls.values()), around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
     skip_call(ModuleCall.__call__)
     with ExitStack() as undo:
@@ -188,27 +172,56 @@ def attach(
         if streamed:
             root.streams = _stream(model, calls, streamed, device, session, min_bytes, optimizer)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
-        for call in (*calls, root):
-            call.take()
+        for call in (*calls.values(), root):
+            call.install()
         undo.pop_all()
     return attached
 
 
-def _group(model: Module, calls: list[ModuleCall], groups: Groups) -> list[Named]:
-    """Name the modules that are groups. Gives those that are not attached already, whose calls are added."""
-    known = {call.name: call for call in calls}
-    added: list[Named] = []
+def _block_calls(
+    model: Module,
+    how: Recompute | Policy,
+    session: Session | None,
+    blocks: Blocks | None,
+    *,
+    every: int,
+    first: int | None,
+    keep_last: int,
+) -> dict[str, ModuleCall]:
+    """The calls of the blocks that are recomputed, or of the last ones, that a policy does not offload, by names."""
+    if not isinstance(how, Recompute):
+        check_policy(how, blocks, every=every, first=first, keep_last=keep_last)
+        last = find_blocks(model, blocks)[-keep_last:] if keep_last else []
+        return {each.name: ModuleCall(each, keeps=True) for each in last}
+    refuse_checkpointing([Named("", model), *walk(model)])
+    found = find_blocks(model, blocks)
+    taken = found[: max(len(found) - keep_last, 0)][:first][::every]
+    refuse_unmatched(how.choices.patterns, taken, model)
+    return {each.name: BlockCall(each, how, session, taken) for each in taken}
+
+
+def _name_groups(model: Module, calls: dict[str, ModuleCall], groups: Groups) -> None:
+    """Name the modules that are groups, and add the calls of those that are no blocks."""
     for name, patterns in groups.patterns.items():
         for each in find_blocks(model, [patterns] if isinstance(patterns, str) else list(patterns)):
-            call = known.get(each.name)
-            if call is None:
-                call = known[each.name] = ModuleCall(each)
-                calls.append(call)
-                added.append(each)
+            call = calls.setdefault(each.name, ModuleCall(each))
             if call.group is not None:
                 raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
             call.group = name
-    return added
+
+
+def _pass_of(
+    model: Module, how: Recompute | Policy, rules: Groups | None, min_bytes: int | str | None, session: Session | None
+) -> ModelPass:
+    """The pass around the model's calls."""
+    return ModelPass(
+        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
+        policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
+        groups=None if rules is None else replace(rules, patterns={}),
+        min_bytes=min_bytes,
+        tag=f"attached {type(model).__name__}",
+        session=session,
+    )
 
 
 def _streamed_blocks(model: Module, stream: Blocks | None, device: torch.device | str | None) -> list[Named]:
@@ -224,17 +237,9 @@ def _streamed_blocks(model: Module, stream: Blocks | None, device: torch.device 
     return found
 
 
-def _call_all(calls: list[ModuleCall], blocks: Sequence[Named]) -> list[Named]:
-    """Add the calls of blocks that are not attached already; gives these blocks."""
-    known = {call.name for call in calls}
-    added = [each for each in blocks if each.name not in known]
-    calls += [ModuleCall(each) for each in added]
-    return added
-
-
 def _stream(
     model: Module,
-    calls: Sequence[ModuleCall],
+    calls: Mapping[str, ModuleCall],
     blocks: Sequence[Named],
     device: torch.device | str | None,
     session: Session | None,
@@ -251,9 +256,8 @@ def _stream(
     least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
     pairs = [(each.name, each.module) for each in blocks]
     streams = StreamedModel(pairs, model, where, Session.default() if session is None else session, least, optimizer)
-    by_name = {call.name: call for call in calls}
     for block in streams.blocks:
-        by_name[block.name].streamed = block
+        calls[block.name].streamed = block
     return streams
 
 

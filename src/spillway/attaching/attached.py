@@ -13,14 +13,13 @@ from torch.nn import Module
 from spillway._torch import PLACE
 from spillway.attaching.block import BlockCall
 from spillway.attaching.model import ModelCall
-from spillway.errors import SpillwayError, UsageError, printable
+from spillway.errors import UsageError, printable
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.types import StepStats
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
-    from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
     from spillway.planner.plan import Plan
     from spillway.planner.planner import Point
@@ -54,8 +53,7 @@ def attached_to(model: Module) -> Attached | None:
     """
     call = model.__dict__.get(PLACE)
     # A shallow copy has the call in its dictionary, and is not attached.
-    attached = call.attached if isinstance(call, ModelCall) and call.module() is model else None
-    return attached if isinstance(attached, Attached) else None
+    return call.attached if isinstance(call, ModelCall) and call.module() is model else None
 
 
 class Attached:
@@ -77,7 +75,7 @@ class Attached:
         self._removed = False
         root.attached = self
         if controller is not None:
-            self.follow(controller)
+            root.hand_to(controller)
 
     @property
     def blocks(self) -> tuple[str, ...]:
@@ -93,19 +91,6 @@ class Attached:
     def passes(self) -> int:
         """How often the model was called in training since it was attached."""
         return self._root.passes
-
-    def follow(self, controller: PlanController | ProfileCollector) -> None:
-        """From the next call of the model on, a controller profiles it or finds a plan."""
-        self._root.controller = controller
-        controller.take([call for call in self._root.blocks if isinstance(call, BlockCall)])
-
-    def tell(self, on_error: Callable[[SpillwayError], None]) -> None:
-        """Call a function with later errors, and let the model's call go on as if it were not attached.
-
-        The function may raise: its error is then the call's.
-        """
-        for call in (self._root, *self._root.blocks):
-            call.on_error = on_error
 
     @property
     def plan(self) -> Plan | None:
@@ -161,8 +146,7 @@ class Attached:
         """
         plan = self.plan
         if what is None:
-            controller = self._root.controller
-            found = () if controller is None else controller.losses
+            found = () if self._root.controller is None else self._root.controller.losses
             losses = [f"the loss of {loss.kind} is computed in rows" for loss in found if loss.is_in_rows]
             plans = [] if plan is None else [str(plan) if self.missing is None else f"the plan before: {plan}"]
             return "\n".join([self._state(), *plans, *map(printable, [*losses, *self.notes])])
@@ -264,7 +248,7 @@ class Attached:
             self._root.streams = None
             for call in self._root.blocks:
                 call.streamed = None
-        strangers = [call for call in (self._root, *self._root.blocks) if not call.give_back()]
+        strangers = [call for call in (self._root, *self._root.blocks) if not call.uninstall()]
         if strangers:
             raise strangers[0].collision()
 

@@ -14,6 +14,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from spillway._torch import global_pre_hooks, has_global_hook, hooks_of, own_cal
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.checkpointing.blocks import Named
-from spillway.checkpointing.recorder import Observer
+from spillway.checkpointing.profiled import CallListener, ProfiledCall
 from spillway.errors import RecomputeError
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
@@ -105,7 +106,8 @@ class BlockCall(ModuleCall):
         """``None``: for now, it is not checkpointed."""
         self.tracing: BlockTracing | None = None
         """Traces each call, for a profile or a plan."""
-        self.observer: Observer | None = None
+        self.listener: CallListener | None = None
+        """With it, calls are profiled."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)
         """Whether there are checkpointed blocks inside."""
@@ -153,7 +155,8 @@ class BlockCall(ModuleCall):
             return forward(*args, **kwargs)
         run = _Run(self, module, forward, how, self._traced.now)
         around = None if self.streamed is None else self.streamed.in_replay
-        return call_checkpointed_untraced(how, run, args, kwargs, self._session, self.observer, around)
+        profiled = None if self.listener is None else partial(ProfiledCall, self.listener)
+        return call_checkpointed_untraced(how, run, args, kwargs, self._session, profiled, around)
 
 
 class _Run:

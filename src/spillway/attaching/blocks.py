@@ -20,7 +20,7 @@ from spillway.errors import UsageError
 from spillway.planner.plan import BlockPlan, Plan
 from spillway.planner.profile import OptimizerProfile
 from spillway.profiler.compile import queues
-from spillway.profiler.probe import CallObserver, Probe
+from spillway.profiler.probe import ProfilerListener, Probe
 from spillway.profiler.step_trace import StepTrace, StepTracer
 from spillway.recomputing import Recompute
 from spillway.runtime.mover import Mover
@@ -123,7 +123,7 @@ class BlockTracing:
         self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Traced | None:
         """A block is called; gives the step's tracer and the number of the call, if it is traced."""
-        call.observer = None
+        call.listener = None
         tracer = self.tracer
         if tracer is None or self.is_paused or not self._is_here(tracer):
             return None
@@ -133,7 +133,7 @@ class BlockTracing:
         probe = self._probe_of(kind) if is_recorded else None
         number = tracer.block_begins(call.name, kind, (args, kwargs))
         if is_recorded:
-            call.observer = CallObserver(probe, partial(tracer.asked, number), tracer.casts)
+            call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.casts)
         return tracer, number
 
     def _probe_of(self, kind: Hashable) -> Probe | None:
@@ -205,7 +205,7 @@ class AppliedPlan:
         modules = [module for block in self._blocks if (module := block.module()) is not None]
         return sum(call.learned_from for each in modules for call in learned.of(weakref.ref(each)).calls.values())
 
-    def take(self, blocks: Sequence[BlockCall]) -> None:
+    def manage(self, blocks: Sequence[BlockCall]) -> None:
         """From now on, trace these blocks, and say how they are called."""
         self._blocks = blocks
         for block in blocks:

@@ -130,13 +130,13 @@ class ModuleCall:
         """The call without Spillway."""
         return (own_call(module) if self.before is None else self.before)(*args, **kwargs)
 
-    def take(self) -> None:
+    def install(self) -> None:
         """Attach it to the module."""
         module = self.module()
         assert module is not None
         module.__dict__[PLACE] = self
 
-    def give_back(self) -> bool:
+    def uninstall(self) -> bool:
         """Detach it; ``False`` if another call was put there meanwhile."""
         self.removed = True
         module = self.module()

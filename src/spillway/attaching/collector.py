@@ -106,9 +106,9 @@ class ProfileCollector:
     def is_plain(self) -> bool:
         return self.applied.is_plain
 
-    def take(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
+    def manage(self, blocks: Sequence[BlockCall], plan: Plan | None = None) -> None:
         """From now on, say how these blocks are called, by a plan if there is one."""
-        self.applied.take(blocks)
+        self.applied.manage(blocks)
         if plan is None:
             self.restart()
         else:

@@ -116,11 +116,11 @@ class PlanController:
         plan = self.search.plan
         return plan.budget - plan.predicted_peak if self.is_plain and plan is not None else 0
 
-    def take(self, blocks: Sequence[BlockCall]) -> None:
+    def manage(self, blocks: Sequence[BlockCall]) -> None:
         plan = self.search.plan
         if plan is None:
             refuse_nested([Named(call.name, module) for call in blocks if (module := call.module()) is not None])
-        self.collector.take(blocks, plan)
+        self.collector.manage(blocks, plan)
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         collector, search = self.collector, self.search

@@ -43,7 +43,7 @@ from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile
 from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, state_sizes, without_values
 from spillway.profiler.meter import ClockMeter
-from spillway.profiler.probe import CallObserver, Probe
+from spillway.profiler.probe import Probe, ProfilerListener
 from spillway.profiler.step_trace import StepTracer
 from spillway.profiler.target_kernels import first_attention, kernels_of, standing_workspace
 from spillway.runtime.bytes import over
@@ -193,8 +193,8 @@ class MetaProfiler:
             meter = ClockMeter(lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
             probe = self._probes[kind] = Probe(META, meter=meter)
         call = _BlockCall(self._device, tensors)
-        observer = CallObserver(probe, partial(self._tracer.asked, number), self._tracer.casts)
-        output = call.run(forward, args, kwargs, observer)
+        listener = ProfilerListener(probe, partial(self._tracer.asked, number), self._tracer.casts)
+        output = call.run(forward, args, kwargs, listener)
         self._tracer.block_ended(number, output)
         trained = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
         if trained:
@@ -227,22 +227,22 @@ class _BlockCall:
                 device.offload(storage)
         self._released: weakref.WeakSet[_Released] = weakref.WeakSet()
         self._recorder: Recorder | None = None
-        self._observer: CallObserver | None = None
+        self._listener: ProfilerListener | None = None
 
     def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], observer: CallObserver
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], listener: ProfilerListener
     ) -> Any:
         with saved_tensors_hooks(self._pack, _unpack):
-            if not observer.wants_operators:
+            if not listener.wants_operators:
                 return forward(*args, **kwargs)
-            self._recorder, self._observer = recorder, _ = Recorder(Selection(Choices(), None)), observer
+            self._recorder, self._listener = recorder, _ = Recorder(Selection(Choices(), None)), listener
             recorder.begin(tensors_of(args, kwargs))
-            with recorder, observer.watching(recorder):
+            with recorder, listener.watching(recorder):
                 output = forward(*args, **kwargs)
         with disable_dispatch():
             recorder.gave(output)
-        observer.ended(recorder)
-        self._recorder = self._observer = None
+        listener.ended(recorder)
+        self._recorder = self._listener = None
         return output
 
     def reload(self) -> None:
@@ -261,8 +261,8 @@ class _BlockCall:
                 # An output must not hold its own node.
                 return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
             tell = None
-            if self._recorder is not None and self._observer is not None and number not in self.inputs:
-                tell = partial(self._observer.asked, len(self._recorder.operators))
+            if self._recorder is not None and self._listener is not None and number not in self.inputs:
+                tell = partial(self._listener.asked, len(self._recorder.operators))
             found = _Released(self, tensor, number, tell)
         self._released.add(found)
         return found

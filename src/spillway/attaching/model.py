@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -24,14 +24,15 @@ from spillway.attaching.block import BlockCall
 from spillway.attaching.call import REFUSALS, ModuleCall
 from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
 from spillway.checkpointing.blocks import Named
-from spillway.errors import UsageError
+from spillway.errors import SpillwayError, UsageError
 from spillway.offloading import offload
 from spillway.parameters.streamed import StreamedModel
-from spillway.recomputing import hooks_around
 from spillway.saved_tensors.order import LearnedOrders
+from spillway.saved_tensors.scopes import scope_of_hooks
 from spillway.session import Session
 
 if TYPE_CHECKING:
+    from spillway.attaching.attached import Attached
     from spillway.attaching.collector import ProfileCollector
     from spillway.attaching.controller import PlanController
 
@@ -72,12 +73,29 @@ class ModelCall(ModuleCall):
         """Finds a plan, or profiles."""
         self.streams: StreamedModel | None = None
         """Blocks whose parameters are on the device only during their calls."""
-        self.attached: object = None
+        self.attached: Attached | None = None
         """The user's handle, while the model is attached."""
         self.passes = 0
         """Calls in training so far."""
         self._applied = 0
         """Plans that were applied when the last of them began."""
+
+    @staticmethod
+    def of(model: Module) -> ModelCall:
+        """The call of an attached model."""
+        call = model.__dict__[PLACE]
+        assert isinstance(call, ModelCall)
+        return call
+
+    def hand_to(self, controller: PlanController | ProfileCollector) -> None:
+        """From the next call on, a controller profiles the model, or finds a plan for it."""
+        self.controller = controller
+        controller.manage([call for call in self.blocks if isinstance(call, BlockCall)])
+
+    def hand_errors_to(self, on_error: Callable[[SpillwayError], None]) -> None:
+        """Call a function with later errors, which may raise its own. Otherwise calls go on as if not attached."""
+        for call in (self, *self.blocks):
+            call.on_error = on_error
 
     def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.streams is None or self._here.inside:
@@ -110,7 +128,9 @@ class ModelCall(ModuleCall):
                 self.context.forget()
         self.passes += 1
         # If the user has opened a pass around this call, blocks belong to that.
-        if not (self._recomputes and hooks_around()[1]) and not (controller is not None and controller.is_plain):
+        if not (self._recomputes and scope_of_hooks() is not None) and not (
+            controller is not None and controller.is_plain
+        ):
             stack.enter_context(self.context)
         has_caches = self._recomputes and stack.enter_context(self._caches.off())
         if controller is not None:

@@ -191,11 +191,11 @@ class PipelinePlanController(PlanController):
         if Turn(part, chunk) in self._turns:
             self._schedule_step_ended()
         is_first = not any(turn.part == part for turn in self._turns)
-        self._take_turn(Turn(part, chunk))
+        self._begin_turn(Turn(part, chunk))
         self.stages[part].tracing.is_paused = not (is_first and self.stages[part].is_sought)
 
     def backward_begins(self, part: int, chunk: int) -> None:
-        self._take_turn(Turn(part, chunk, is_backward=True))
+        self._begin_turn(Turn(part, chunk, is_backward=True))
         if self._is_profiled(part, chunk):
             self.stages[part].come_back()
 
@@ -215,7 +215,7 @@ class PipelinePlanController(PlanController):
         if self._stage not in PROFILING:
             self._outgrow(stage, before, now)
 
-    def _take_turn(self, turn: Turn) -> None:
+    def _begin_turn(self, turn: Turn) -> None:
         for stage in self.stages:
             if not stage.tracing.is_paused:
                 stage.leave()

@@ -42,7 +42,7 @@ from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program, Selection
-from spillway.checkpointing.recorder import Observer, Recorder, casts_leaf
+from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.replayable import CallSetup, ReplayableCall, replay_argument
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
@@ -65,7 +65,6 @@ class CheckpointedCall(ReplayableCall):
         checks: bool = False,
         drops_output: bool = False,
         selection: Selection | None = None,
-        observer: Observer | None = None,
     ) -> None:
         super().__init__(setup)
         self._stops_early = stops_early
@@ -73,12 +72,9 @@ class CheckpointedCall(ReplayableCall):
         self._drops_output = drops_output
         self._keeps = False
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
-        self.holds_values = observer is not None
+        self.holds_values = False
         """Whether slots ask the call each time that they are unpacked."""
         self._selection = selection
-        self._observer = observer
-        self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
-        """For the profiler: memory of casts of leaves."""
         self._shapes: tuple[Any, ...] = ()
         self._program: Program | None = None
         self._decisions: Decisions | None = None
@@ -128,13 +124,14 @@ class CheckpointedCall(ReplayableCall):
                 if self._preserved is not None:
                     self._preserved.forward_ended(output, len(self._metas))
                 self._forward_ended(output, tensors)
+        self._has_returned(output, tensors)
+        return output
+
+    def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         if self._preserved is not None and self._preserved.is_other and not self._keeps:
             self._learned.differed(self._preserved.decisions.program, is_final=False)
-        if self._observer is not None:
-            self._profile(self._observer)
         if self._drops_output and not self._keeps:
             self._add_output_slots(output, tensors)
-        return output
 
     def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         outside = storages_of([*tensors, *self._reached.tensors()])
@@ -142,12 +139,12 @@ class CheckpointedCall(ReplayableCall):
             if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots), index, tensor)
                 self._slots.append(_weak(slot))
-                self._scope.can_recompute(tensor, slot)
+                self._scope.outputs.set(tensor, slot)
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
         leaving, escaping, looks = scope.waiting, self._learned.escaping, self._compares or self._is_observed
-        preserved, is_profiled = self._preserved, self._observer is not None
+        preserved = self._preserved
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
@@ -157,12 +154,10 @@ class CheckpointedCall(ReplayableCall):
                 metas.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))
             else:
                 metas.append(meta_of(tensor))
-            if is_profiled:
-                self._note_cast(tensor)
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
-                        self._fingerprints.take(next_node())
+                        self._fingerprints.compute(next_node())
                 handle = preserved.pack(tensor, number)
                 if handle is not None:
                     slots.append(lambda: None)
@@ -196,7 +191,7 @@ class CheckpointedCall(ReplayableCall):
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
         with below_modes(tensor):
-            self._fingerprints.take(next_node())
+            self._fingerprints.compute(next_node())
             if self._is_observed or number in self._learned.escaping:
                 slot.track(tensor)
             if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
@@ -247,9 +242,6 @@ class CheckpointedCall(ReplayableCall):
             if version != -1 and version_of(value) != version:
                 check_version(value, version, value)
             slot.seen = _weak(value)
-            program = self._program
-            if self._observer is not None and program is not None and slot.number < len(program.saved):
-                self._observer.asked(program.saved[slot.number].place, value, slot)
             return value
 
     @untraced
@@ -259,20 +251,20 @@ class CheckpointedCall(ReplayableCall):
         if self._is_observed or self._records or (self._decisions is not None and self._decisions.is_new):
             self._learned.learned_from += 1
         if self._is_running:
-            self._fingerprints.take()
+            self._fingerprints.compute()
         collector = None if self._is_running else self._replay_by_program(compares)
         if collector is None:
-            collector = self._run_again(compares)
+            collector = self._replay_once(compares)
         if compares and not collector.is_same():
-            again = self._on_current_state(lambda: self._run_again(compares))
-            if again is None or not again.is_same():
+            second = self._on_current_state(lambda: self._replay_once(compares))
+            if second is None or not second.is_same():
                 raise collector.error()
-            collector = again
+            collector = second
         collector.raise_if_other()
         if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
         self._scope.ledger.recomputed_bytes += self._learned.recomputed_bytes(self._metas, collector)
-        values = collector.take()
+        values = collector.pop_values()
         for number, value in values.items():
             slot = self._slots[number]()
             if slot is not None:
@@ -289,7 +281,7 @@ class CheckpointedCall(ReplayableCall):
         # A program does not say which operators an output needs that must be recomputed.
         if preserved is None or any(isinstance(slot, OutputSlot) and slot.is_dropped() for slot in slots):
             return None
-        decisions, given = preserved.decisions, preserved.take()
+        decisions, given = preserved.decisions, preserved.pop_handles()
         if given is None:
             return None
 
@@ -297,11 +289,11 @@ class CheckpointedCall(ReplayableCall):
             handle = given.get(value)
             return None if handle is None else handle.unpack()
 
-        poisons = decisions.is_new or any(map(self._scope.poisons, self._devices))
+        poisons = decisions.is_new or any(map(self._scope.devices.poisons, self._devices))
         mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
         collector: Collector | None = None
         try:
-            collector = self._run_again(compares, mode)
+            collector = self._replay_once(compares, mode)
         except Exception:
             # The function may have raised another error after ours.
             if mode.differs is None:
@@ -325,7 +317,7 @@ class CheckpointedCall(ReplayableCall):
         selection, learned = self._selection, self._learned
         assert selection is not None
         recorder = Recorder(selection)
-        collector = self._run_again(True, recorder)
+        collector = self._replay_once(True, recorder)
         if not collector.is_same():
             learned.record(self._shapes, Program(opaque="it gives other values under a dispatch mode"))
             return None
@@ -336,8 +328,8 @@ class CheckpointedCall(ReplayableCall):
             self._scope.ledger.note_unused(decisions.unused)
         return collector
 
-    def _run_again(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
-        """Run the function again, under a mode if there is one, and collect the tensors that it saves."""
+    def _replay_once(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
+        """Replay the function, under a mode if there is one, and collect the tensors that it saves."""
         slots = [slot for each in self._slots if (slot := each()) is not None]
         outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
         wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
@@ -419,36 +411,3 @@ class CheckpointedCall(ReplayableCall):
         if isinstance(mode, Recorder):
             mode.gave(output)
         del output
-
-    # For a profiler.
-
-    def _profile(self, observer: Observer) -> None:
-        """Profile the call after forward. To measure operators, the function runs once more, and keeps nothing."""
-        for storage in self._casts.values():
-            if (cast := storage()) is not None:
-                observer.casts(cast)
-        self._casts.clear()
-        if not observer.wants_operators or self._is_captured:
-            return
-        assert self._selection is not None
-        # Cached casts of autocast would not be seen.
-        torch.clear_autocast_cache()
-        recorder = Recorder(self._selection)
-        collector = Collector(
-            *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
-            checks=False,
-            saves=recorder.saves,
-            holds=self._keeps,
-        )
-        self._run_into(collector, (), recorder, observer.watching(recorder))
-        self._replay_ended()
-        observer.ended(recorder)
-        self._program = recorder.program()
-        self._learned.record(self._shapes, self._program)
-        self._records = False
-
-    def _note_cast(self, tensor: torch.Tensor) -> None:
-        """Note a saved tensor that is the cast of a leaf, or a view of one."""
-        if is_strided(tensor) and casts_leaf(tensor):
-            storage = tensor.untyped_storage()
-            self._casts[storage_key(storage)] = _weak(storage)

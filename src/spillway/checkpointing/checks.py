@@ -117,8 +117,8 @@ class Fingerprints:
     def add(self, number: int, tensor: torch.Tensor, node: int) -> None:
         self._pending.append((number, tensor, node))
 
-    def take(self, node: int | None = None) -> None:
-        """Take fingerprints of tensors that operators before this node have saved; ``None``: of all."""
+    def compute(self, node: int | None = None) -> None:
+        """Compute the fingerprints of tensors that operators before this node have saved; ``None``: of all."""
         while self._pending and (node is None or self._pending[0][2] < node):
             number, tensor, saved_by = self._pending.pop(0)
             found = fingerprint_of(tensor)
@@ -126,11 +126,11 @@ class Fingerprints:
                 self.found[number], self._nodes[number] = found, saved_by
 
     def end(self, output: Any, first: int) -> None:
-        """Take all, and drop those of memory that a kernel leaves unwritten in part, for nodes from the first one on.
+        """Compute all. Drop those of memory that a kernel leaves unwritten in part, for nodes from the first one on.
 
         ``ctc_loss`` saves its table of probabilities, and fills the part for the lengths of its inputs.
         """
-        self.take()
+        self.compute()
         unwritten: set[int] = set()
         seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         while rest:

@@ -69,7 +69,7 @@ class Collector:
         """Saved tensors of the replay's graph, by numbers. The graph has only the numbers, and may be kept."""
         self._late: dict[int, torch.Tensor] = {}
         self._values: dict[int, tuple[torch.Tensor, int]] = {}
-        self._taken = Fingerprints()
+        self._replayed = Fingerprints()
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Fingerprints of outputs, and those of forward."""
         self._node = self._last = -1
@@ -154,9 +154,9 @@ class Collector:
             alias = alias_of(tensor)
             self._held.append(alias if self.refuse_unpack is None or number in self.wanted else None)
             if self.fingerprints is not None:
-                self._taken.take(node)
+                self._replayed.compute(node)
                 if number in self.fingerprints:
-                    self._taken.add(number, alias, node)
+                    self._replayed.add(number, alias, node)
             if number in self.wanted:
                 if (
                     self.changed
@@ -224,7 +224,7 @@ class Collector:
         """Take the fingerprints that are still to be compared."""
         if self.fingerprints is not None:
             with below_modes():
-                self._taken.take()
+                self._replayed.compute()
 
     def end(self) -> None:
         """The replay has ended, or has failed."""
@@ -234,7 +234,7 @@ class Collector:
         self._held.clear()
         self._saving.clear()
 
-    def take(self) -> dict[int, tuple[torch.Tensor, int]]:
+    def pop_values(self) -> dict[int, tuple[torch.Tensor, int]]:
         """The wanted tensors, by numbers. They are not held here any more."""
         values, self._values = self._values, {}
         self._there = ()
@@ -246,7 +246,7 @@ class Collector:
         if self.other:
             return False
         before = self.fingerprints or {}
-        pairs = [*((before[number], found) for number, found in self._taken.found.items()), *self._pairs]
+        pairs = [*((before[number], found) for number, found in self._replayed.found.items()), *self._pairs]
         with below_modes():
             # Reading a number from a GPU waits for it: once for each GPU.
             differ: dict[torch.device, list[torch.Tensor]] = {}

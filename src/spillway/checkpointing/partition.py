@@ -91,6 +91,12 @@ class Partition:
             )
         known.ranks_agreed = True
 
+    def handle_of_part(
+        self, tensor: torch.Tensor, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> PartHandle:
+        """A handle of an input, of which this rank keeps its part, by these hooks."""
+        return PartHandle(tensor, self, pack(self.part_of(tensor)), unpack)
+
     def part_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """The part of an input that this rank keeps: a copy, in one dimension."""
         chunk = self._chunk(tensor.numel())
@@ -122,23 +128,17 @@ class Partition:
 
 
 class PartHandle(TrackedHandle):
-    """Stands for an input of which this rank keeps a part."""
+    """Stands for an input of which this rank keeps a part, which is ``packed``."""
 
     __slots__ = ("_packed", "_partition", "_phase", "_unpack")
 
     def __init__(
-        self,
-        tensor: torch.Tensor,
-        partition: Partition,
-        pack: Callable[[torch.Tensor], Any],
-        unpack: Callable[[Any], torch.Tensor],
-        nothing: torch.Tensor,
+        self, tensor: torch.Tensor, partition: Partition, packed: Any, unpack: Callable[[Any], torch.Tensor]
     ) -> None:
-        super().__init__(tensor, nothing)
+        super().__init__(tensor, torch.empty(0, device=tensor.device))
         self._partition = partition
-        self._unpack = unpack
+        self._packed, self._unpack = packed, unpack
         self._phase = tensor.data_ptr() % ALIGNMENT
-        self._packed = pack(partition.part_of(tensor))
 
     def unpack(self) -> torch.Tensor:
         self._check()

@@ -32,12 +32,13 @@ from spillway._torch import dispatch_modes, next_node, node_number
 from spillway.checkpointing.program import Decisions, Input, Preserved, Program, lies_within
 from spillway.checkpointing.selectors import Planned
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
-from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, unpack
+from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, alias_handle, unpack
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
 from spillway.types import Decision
 
 if TYPE_CHECKING:
+    from spillway.checkpointing.learned import LearnedCalls
     from spillway.saved_tensors.hooks import ForwardScope
 
 _KEEP = Decision.KEEP
@@ -124,7 +125,7 @@ class PreservedTensors:
         if tensor.storage_offset() - known[0].offset != how.start or not lies_within(ViewRecipe.of(tensor), known[0]):
             return None
         with below_modes():
-            return self._scope.twin(handle, tensor) or KeptHandle(tensor)
+            return alias_handle(handle, tensor, self._scope.session)
 
     def _pack_made(self, tensor: torch.Tensor, how: Preserved) -> Handle | None:
         value, whole = how.value, how.whole
@@ -146,7 +147,7 @@ class PreservedTensors:
                 self._given[value] = handle
             elif self._memory[value]() is not storage:
                 return None
-            return self._scope.twin(handle, tensor) or KeptHandle(tensor)
+            return alias_handle(handle, tensor, self._scope.session)
 
     def _is_outside(self, tensor: torch.Tensor) -> bool:
         """Whether the call did not make the tensor, which took the place of another one of the same shape."""
@@ -169,7 +170,7 @@ class PreservedTensors:
         handed = set() if self.is_other else self.decisions.handed
         self._given = {value: handle for value, handle in self._given.items() if value in handed}
 
-    def take(self) -> dict[int, Handle] | None:
+    def pop_handles(self) -> dict[int, Handle] | None:
         """The handles for a partial replay, which are not held here any more; ``None`` if it is not possible."""
         given, self._given = self._given, {}
         if self.is_other or not self.decisions.leaves_out or not given.keys() >= self.decisions.handed:
@@ -213,26 +214,29 @@ class SavingOrder:
 class PreservingCall:
     """One call. See NOTE [ Nothing is recomputed ]."""
 
-    def __init__(self, order: SavingOrder, scope: ForwardScope) -> None:
+    def __init__(self, order: SavingOrder, scope: ForwardScope, learned: LearnedCalls) -> None:
         self._order = order
         self._scope = scope
+        self._learned = learned
         self._keeping = Keeping(scope)
         self._rest = list(order.saved)
         """Saved tensors to come, as long as the call follows its program."""
         self._following = iter(self._rest)
         self._differs = False
 
-    def run(self, function: Callable[[], Any]) -> tuple[Any, bool]:
-        """Run the function. Returns its output, and whether the call followed its program."""
+    def run(self, forward: Callable[[], Any]) -> Any:
+        """Run the function, and return its output."""
         output = None
         try:
             with saved_tensors_hooks(self._packing(), unpack):
-                output = function()
+                output = forward()
         finally:
             self._keeping.end(output)
             with below_modes():
                 self._scope.flush()
-        return output, not self._differs and not length_hint(self._following)
+        if self._differs or length_hint(self._following):
+            self._learned.differed(self._order.program, is_final=False)
+        return output
 
     def _packing(self) -> Callable[[torch.Tensor], Handle]:
         follow, scope = self._following.__next__, self._scope

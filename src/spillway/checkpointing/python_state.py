@@ -17,9 +17,8 @@ It also has the function's closure cells, the globals that its code names (and t
 and the states of random generators: those of ``random`` and NumPy, and those among the function's objects. Objects of
 torch's own classes are never opened: they hold the state of hooks, streams and process groups.
 
-Iterators and files cannot be copied. A function that has one is not recomputed: :attr:`PythonState.has_iterators`.
-Neither is one with a layer that makes its parameters in this call (:attr:`PythonState.is_lazy`), or that writes them
-(:attr:`PythonState.writes_parameters`).
+Iterators and files cannot be copied. A function that has one is not recomputed (:meth:`PythonState.why_kept`). Neither
+is one with a layer that makes its parameters in this call, or that writes them.
 
 Other state (C extensions) is not seen. There the checks of the replay decide: equal values,
 or a :class:`~spillway.errors.RecomputeError`.
@@ -90,7 +89,7 @@ class PythonState:
                 if memory is not None and not walk.generators:
                     memory.keep(roots, walk, own.content)
             own.walk.generators += generators
-            self._copies = [own.take()]
+            self._copies = [own.copy_rest()]
             if own.walk.classes:
                 self._copies.append(_part_of(own.walk.classes))
             self._copies += [_part_of([each]) for each in own.walk.objects]
@@ -132,7 +131,7 @@ class PythonState:
                     if not is_stateless:
                         before.append(each)
                 else:
-                    before.append(_Copy(each.walk, is_first=False).take())
+                    before.append(_Copy(each.walk, is_first=False).copy_rest())
                     each.put_back()
         try:
             yield
@@ -160,7 +159,7 @@ class _Copy:
         self._items = [thing for _, thing in walk.items]
         self.content = self._now()
 
-    def take(self) -> _Copy:
+    def copy_rest(self) -> _Copy:
         """Copy what is no value in a container."""
         walk = self.walk
         self._others = [(kind, thing, kind.copy(thing, content)) for kind, thing, content in walk.others]
@@ -288,7 +287,7 @@ def _part_of(entries: Sequence[Entry]) -> _Copy:
     key = tuple([each for value, _, depth, _ in entries for each in (id(value), id(type(value)), depth)])
     part = _parts.get(key)
     if part is None or not part.is_current():
-        part = _parts[key] = _Copy(Walk((), entries)).take()
+        part = _parts[key] = _Copy(Walk((), entries)).copy_rest()
     return part
 
 

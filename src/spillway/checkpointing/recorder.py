@@ -25,8 +25,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -52,8 +51,6 @@ from spillway.saved_tensors.locator import Locator
 from spillway.types import Decision
 
 _NUMBERS = (int, float, bool, complex, type(None))
-_VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
-"""Views of a cast weight that a matrix product may save."""
 _OFFSET = 8
 """Bytes of a generator's state before its offset, on devices whose generators have one."""
 
@@ -186,7 +183,7 @@ class Recorder(OperatorMode):
             operator.draws = None if is_own else _drawn(generator, state)
         operator.depends = not self._depends.isdisjoint(operator.reads)
         self._nodes.setdefault(node, len(self.operators))
-        new = self._take(operator, output)
+        new = self._note_outputs(operator, output)
         if operator.depends:
             self._depends.update(operator.makes, operator.writes)
         self.makers.update(dict.fromkeys(operator.makes, len(self.operators)))
@@ -205,7 +202,7 @@ class Recorder(OperatorMode):
                 self._depends.add(value)
         return value
 
-    def _take(self, operator: Operator, output: Any) -> list[torch.Tensor]:
+    def _note_outputs(self, operator: Operator, output: Any) -> list[torch.Tensor]:
         """Note the outputs of an operator. Returns the new tensors."""
         facts: OperatorFacts = operator.facts
         operator.single = not isinstance(output, (list, tuple))
@@ -278,14 +275,6 @@ def is_cast(args: tuple[Any, ...]) -> bool:
     return bool(tensor.requires_grad and tensor.is_leaf and base_of(tensor) is None)
 
 
-def casts_leaf(tensor: torch.Tensor) -> bool:
-    """Whether a saved tensor is a cast of a leaf, or a view of one."""
-    node: Any = tensor.grad_fn
-    while node is not None and node.name() in _VIEWS:
-        node = node.next_functions[0][0]
-    return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")
-
-
 def _drawn(generator: torch.Generator, before: torch.Tensor) -> int | None:
     """How far a generator has advanced; ``None`` if that is unknown, or cannot be repeated without drawing."""
     with disable_modes():
@@ -304,26 +293,6 @@ def advance(generator: torch.Generator, count: int) -> None:
         state = generator.get_state()
         state[_OFFSET:].view(torch.int64).add_(count)
         generator.set_state(state)
-
-
-class Observer(Protocol):
-    """A profiler's view of a call. It changes nothing."""
-
-    @property
-    def wants_operators(self) -> bool:
-        """Whether to measure the call's operators. Then the function runs once more after its forward."""
-
-    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
-        """A context around that run, inside the mode that records it."""
-
-    def ended(self, recorder: Recorder) -> None:
-        """That run has ended."""
-
-    def casts(self, storage: torch.UntypedStorage) -> None:
-        """Take memory of a cast of a leaf in forward, which is still alive."""
-
-    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """Backward unpacks a tensor that was saved after so many operators, by a handle that autograd holds."""
 
 
 _LABEL = "FSDP::"

@@ -14,7 +14,6 @@ from spillway._torch import top_hooks, tree_flatten, tree_unflatten, version_of
 from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
 from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.learned import LearnedCalls
-from spillway.checkpointing.partition import PartHandle, Partition
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.python_walk import WalkMemory
 from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
@@ -24,6 +23,7 @@ from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.types import Decision
 
 if TYPE_CHECKING:
+    from spillway.checkpointing.partition import Partition
     from spillway.saved_tensors.hooks import ForwardScope
 
 _NUMBERS = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device))
@@ -52,10 +52,10 @@ class Arguments:
                 flat, spec = tree_flatten(value)
                 leaves += flat
                 self._makers.append((len(flat), partial(tree_unflatten, treespec=spec)))
-        self._taken: dict[int, torch.Tensor] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
         self._places: list[int] = []
         self._numbers: list[int] = []
-        """Index of each tensor among the taken ones: an argument may be passed several times."""
+        """Index of each tensor among them: an argument may be passed several times."""
         numbers: dict[int, int] = {}
         for place, leaf in enumerate(leaves):
             kind = type(leaf)
@@ -63,14 +63,14 @@ class Arguments:
             if kind not in _NUMBERS and (kind in PLAIN or isinstance(leaf, torch.Tensor)):
                 leaves[place] = None
                 self._places.append(place)
-                self._taken[id(leaf)] = leaf
+                self._tensors[id(leaf)] = leaf
                 self._numbers.append(numbers.setdefault(id(leaf), len(numbers)))
         self._leaves = leaves
 
-    def take(self) -> list[torch.Tensor]:
+    def pop_tensors(self) -> list[torch.Tensor]:
         """The tensors, each once. They are not held here any more."""
-        taken, self._taken = self._taken, {}
-        return list(taken.values())
+        tensors, self._tensors = self._tensors, {}
+        return list(tensors.values())
 
     def callables(self) -> list[Any]:
         return [leaf for leaf in self._leaves if callable(leaf)]
@@ -97,7 +97,7 @@ _NOTHING = nullcontext()
 
 
 class ReplayedFunction:
-    """Calls a function again, with the Python state of its first call."""
+    """The function as replays call it: with the Python state of its original forward."""
 
     def __init__(
         self,
@@ -109,28 +109,16 @@ class ReplayedFunction:
         self.around = nullcontext if around is None else around
         """A context for each replay: the function's parameters are on the device inside."""
         self.state = PythonState(function, arguments.objects(), memory)
-        module = module_of(function)
+        self.module = module = module_of(function)
         self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
         """Name of the function in errors."""
         self._function, self._arguments = function, arguments
-        self._keeps_state = False
+        self.keeps_state = False
+        """Whether replays run on the current Python state."""
 
     def reachable_now(self) -> list[torch.Tensor]:
         """The tensors that the function can reach now, besides tensors among its arguments."""
         return [tensor for _, tensor in PythonState(self._function, self._arguments.objects()).reachable()]
-
-    @contextmanager
-    def on_current_state(self) -> Iterator[bool]:
-        """A context in which the function keeps the current Python state. Yields whether that state is another one.
-
-        A function may prepare itself in its first call, as quantized layers do. Spillway copies only a part of the
-        state that it then changes, and cannot go back.
-        """
-        self._keeps_state = True
-        try:
-            yield self.state.changes
-        finally:
-            self._keeps_state = False
 
     def __call__(
         self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING, is_stateless: bool = False
@@ -140,7 +128,7 @@ class ReplayedFunction:
         ``is_stateless``: it was not seen to change that state.
         """
         args, kwargs = self._arguments.put(tensors)
-        if self._keeps_state:
+        if self.keeps_state:
             with within:
                 return self._function(*args, **kwargs)
         with self.state.in_force(is_stateless=is_stateless), within:
@@ -199,7 +187,7 @@ class ReplayableCall:
         self._state, self._label = setup.function.state, setup.function.label
         learned, is_captured = setup.learned, setup.is_captured
         self._is_observed = learned.begins() and not is_captured
-        """Whether the call is learned from: see NOTE [ Learning ]. A profiler's observer is another matter."""
+        """Whether the call is learned from: see NOTE [ Learning ]. A profiler's listener is another matter."""
         self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
         self._ambient = AmbientState.now()
         self._states: list[tuple[torch.Generator, torch.Tensor]] = []
@@ -286,7 +274,7 @@ class ReplayableCall:
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
             if self._partition is not None and self._partition.splits(tensor):
-                part = PartHandle(tensor, self._partition, pack, back, torch.empty(0, device=tensor.device))
+                part = self._partition.handle_of_part(tensor, pack, back)
                 self._tensors.append((part, unpack, tensor.requires_grad, False))
             else:
                 handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
@@ -319,18 +307,21 @@ class ReplayableCall:
     # Backward.
 
     def _on_current_state(self, replay: Callable[[], Result]) -> Result | None:
-        """Replay on the Python state of now, for functions that prepare themselves in their first call.
+        """Replay on the current Python state; ``None`` if that is the state of forward, and would give the same.
 
-        ``None`` if that is the state of forward, where another replay would give the same.
+        A function may prepare itself in its first call, as quantized layers do. Spillway copies only a part of the
+        state that it then changes, and cannot go back.
         """
-        with self._function.on_current_state() as is_another:
-            if not is_another:
-                return None
-            try:
-                return replay()
-            except Exception as error:
-                # On another state than that of forward, anything may be missing.
-                raise difference_error(self._label) from error
+        if not self._state.changes:
+            return None
+        self._function.keeps_state = True
+        try:
+            return replay()
+        except Exception as error:
+            # On another state than that of forward, anything may be missing.
+            raise difference_error(self._label) from error
+        finally:
+            self._function.keeps_state = False
 
     def _unpack_inputs(self) -> list[torch.Tensor]:
         """The tensors among the arguments. A replay unpacks them once, though it may run the function more often.

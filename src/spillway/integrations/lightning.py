@@ -103,7 +103,7 @@ class SpillwayCallback(Callback):
         for each in wanted:
             self._calls.setdefault(id(each.module), FirstCall(each, partial(self._called, each.name)))
         for call in self._calls.values():
-            call.take()
+            call.install()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -132,7 +132,7 @@ class SpillwayCallback(Callback):
             for attached in self.attached.values():
                 every.callback(attached.remove)
             for call in self._calls.values():
-                every.callback(call.give_back)
+                every.callback(call.uninstall)
 
     def _called(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """A module is called in training. Returns whether it is attached now."""
@@ -146,11 +146,11 @@ class SpillwayCallback(Callback):
                 f"the training_step of {self._kind} calls {first!r} and {name!r}, but a budget or a plan is for one "
                 f"model; say SpillwayCallback(model={first!r}, ...), or call both in the forward of one module"
             )
-        self._give_back(module)
+        self._uninstall(module)
         self.attached[name] = self._options.attach(module)
         if not name:
             self._calls[id(module)] = _Bypass(module, self._forward)
-            self._calls[id(module)].take()
+            self._calls[id(module)].install()
         return True
 
     def _is_wanted(self, name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -164,7 +164,7 @@ class SpillwayCallback(Callback):
         except UsageError as error:
             # The error itself would hold the arguments of the call.
             self._refused[name] = str(error)
-            self._calls.pop(id(module)).give_back()
+            self._calls.pop(id(module)).uninstall()
             return False
         return True
 
@@ -185,13 +185,13 @@ class SpillwayCallback(Callback):
             f"blocks into a module's forward, say blocks=..., or give an offload policy, which needs no blocks{why}"
         )
 
-    def _give_back(self, module: Module) -> None:
+    def _uninstall(self, module: Module) -> None:
         """Restore a module, the modules in it, and those around it."""
         inside = {id(each) for each in module.modules()}
         for key, call in list(self._calls.items()):
             other = call.module()
             if other is None or key in inside or any(each is module for each in other.modules()):
-                call.give_back()
+                call.uninstall()
                 del self._calls[key]
 
 

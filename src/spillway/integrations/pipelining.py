@@ -28,7 +28,7 @@ from torch.utils.checkpoint import GraphExecGroup
 
 from spillway._torch import exec_group
 from spillway.attaching import Attached, attach
-from spillway.attaching.model import ModelPass
+from spillway.attaching.model import ModelCall, ModelPass
 from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.offloading import offload
@@ -160,8 +160,8 @@ def offload_stages(
                 attached = attach(stage.submod, policy=recompute, blocks=blocks, min_bytes=min_bytes, session=session)
             calls.append(_StageCalls(stage, functools.partial(context, stage), attached, rank, part))
             if attached is not None and rank is not None:
-                attached.follow(collectors[part])
-            calls[-1].take()
+                ModelCall.of(stage.submod).hand_to(collectors[part])
+            calls[-1].install()
         undo.pop_all()
     return offloaded
 
@@ -248,7 +248,7 @@ class OffloadedStages:
         """
         with ExitStack() as all_of_them:
             for call in self._calls:
-                all_of_them.callback(call.give_back)
+                all_of_them.callback(call.uninstall)
             if self._rank is not None:
                 all_of_them.callback(self._rank.drop)
 
@@ -296,14 +296,14 @@ class _StageCalls:
         self._methods: dict[str, Callable[..., Any]] = {}
         self._removed = False
 
-    def take(self) -> None:
+    def install(self) -> None:
         """Replace the stage's methods."""
         own = self.stage.__dict__
         self._before = {name: own[name] for name in self._ours if name in own}
         self._methods = {name: getattr(self.stage, name) for name in self._ours}
         own.update(self._ours)
 
-    def give_back(self) -> None:
+    def uninstall(self) -> None:
         """Restore the stage. If its methods were replaced again, ours stay below and pass calls on."""
         if self._removed:
             return

@@ -76,10 +76,10 @@ class SpillwayAC(ActivationCheckpointing):  # type: ignore[misc, unused-ignore]
                 f"another model, use spillway.attach(model, blocks=...)"
             )
         first = FirstCall(Named("", model), lambda model, args, kwargs: self._attach(first, model))
-        first.take()
+        first.install()
 
     def _attach(self, first: FirstCall, model: Module) -> bool:
-        first.give_back()
+        first.uninstall()
         self.attached = self._options.attach(model)
         return True
 

@@ -202,8 +202,8 @@ class Probe(OperatorMode):
 
 
 @dataclass(frozen=True, slots=True)
-class CallObserver:
-    """An :class:`~spillway.checkpointing.recorder.Observer` of one call, with a probe if its operators are measured.
+class ProfilerListener:
+    """A :class:`~spillway.checkpointing.profiled.CallListener` of one call, with a probe if its operators are measured.
 
     ``asked`` is called when backward is given a tensor that was saved after so many operators, with it and its handle.
     ``casts`` is called with each storage that a leaf was cast to.

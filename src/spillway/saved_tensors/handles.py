@@ -23,13 +23,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from spillway._torch import base_of, disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
-from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed
+from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed, reach
+
+if TYPE_CHECKING:
+    from spillway.session import Session
 
 
 class Handle(Protocol):
@@ -176,6 +179,16 @@ class PartsHandle:
     def is_intact(self) -> bool:
         owner = self._owner()
         return owner is None or version_of(owner) == self._version
+
+
+def alias_handle(handle: object, tensor: torch.Tensor, session: Session) -> Handle:
+    """A handle of a tensor that sees the bytes of another one as they were saved. They share an entry if they can."""
+    if isinstance(handle, OffloadedHandle) and handle.saved.reaches(*reach(tensor, tensor.untyped_storage().nbytes())):
+        # Another pass of this session may have made the other one. An entry of another session is not shared.
+        runtime = session.runtime(tensor.device)
+        if handle.saved.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
+            return OffloadedHandle(tensor, handle.saved, runtime.nothing)
+    return KeptHandle(tensor)
 
 
 unpack: Callable[[Handle], torch.Tensor] = operator.methodcaller("unpack")

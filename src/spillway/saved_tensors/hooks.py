@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -37,6 +36,7 @@ from spillway._torch import (
 from spillway.policies import Policy
 from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.decide import Decider, Locator
+from spillway.saved_tensors.devices import PassDevice, PassDevices
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, PartsHandle
 from spillway.saved_tensors.identity import (
@@ -50,17 +50,15 @@ from spillway.saved_tensors.identity import (
     streamed_entry,
     why_unmovable,
 )
-from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, offload_benefit
+from spillway.saved_tensors.order import LearnedOrders, NextPassPredictor
 from spillway.session import MIN_BYTES, Session
 from spillway.types import Decision
 
 if TYPE_CHECKING:
-    from spillway.runtime.device import Runtime
     from spillway.runtime.tiers import Tier
 
 # A member of an enum costs a search of its class each time that it is named.
-_KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
-_TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
+_KEEP = Decision.KEEP
 
 
 class ForwardScope:
@@ -93,19 +91,16 @@ class ForwardScope:
         self.tag = tag
         self.ledger = ByteCounters()
         self.session = session
-        self._state = state = session.of(SavedState)
-        self._identity, self._marks, self._outputs = state.identity, state.marks, state.outputs
-        self._learned = learned
-        self._tier = tier
+        state = session.of(SavedState)
+        self.identity, self.outputs, self._marks = state.identity, state.outputs, state.marks
         self._locator = locator
         self._may_be_disabled = may_be_disabled
-        self._on_backward = on_backward
-        self._window = window
-        self._signature: tuple[torch.Size, torch.dtype, torch.device] | None = None
-        self._turn = 0
-        """See :meth:`~spillway.saved_tensors.order.NextPassPredictor.turn`."""
         self._gathered: Gathered | None = None
-        self._devices: dict[torch.device, _Device] = {}
+        self.devices = PassDevices(
+            session, learned, state.predictor, tier=tier, window=window, on_backward=on_backward, tag=tag
+        )
+        self._has_begun = False
+        """Whether a tensor was saved that is decided about."""
         self.groups = PassGroups(groups, self.ledger, window)
         self.decider = Decider(policy, self.groups, self._marks, min_bytes=min_bytes, tag=tag, locator=locator)
         self.waiting = Waiting(window)
@@ -115,57 +110,20 @@ class ForwardScope:
         """Whether backward has come to a checkpointed block of the pass."""
 
     @property
-    def was_asked(self) -> bool:
-        """Whether backward has asked for a saved tensor."""
-        return self.was_recomputed or any(device.order.was_asked for device in self._devices.values())
-
-    @property
-    def was_dropped(self) -> bool:
-        """Whether the graph is gone before backward asked for any offloaded tensor."""
-        for device in self._devices.values():
-            # After this, dead handles are known to be dead.
-            device.runtime.mover.read_notes()
-        orders = [device.order for device in self._devices.values() if not device.order.is_empty]
-        return bool(orders) and all(order.was_dropped for order in orders)
-
-    @property
-    def is_elsewhere(self) -> bool:
-        """Whether a capture has begun or ended since the pass began."""
-        return any(self.session.runtime(device) is not each.runtime for device, each in self._devices.items())
-
-    @property
     def keeps_the_rest(self) -> bool:
         """Whether every tensor without an explicit decision is kept, and no registry needs to see it."""
-        return self.decider.keeps_all and not (self._outputs.any or self._marks.any)
+        return self.decider.keeps_all and not (self.outputs.any or self._marks.any)
 
-    def known(self, tensor: torch.Tensor) -> Known | None:
-        """The record of a tensor's bytes, if they were saved and a handle of them is alive."""
-        if why_unmovable(tensor) is not None:
-            return None
-        storage = tensor.untyped_storage()
-        return self._identity.find(storage, *reach(tensor, storage.nbytes()))
-
-    def can_recompute(self, tensor: torch.Tensor, output: Output) -> None:
-        """The tensor, an output of a checkpointed block, need not be saved: ``output`` packs it instead."""
-        self._outputs.set(tensor, output)
+    @property
+    def registers_all(self) -> bool:
+        """Whether tensors that are kept must be registered, also those that only their maker has seen."""
+        return not self._has_begun or self._marks.any or self.outputs.any or self.groups.current is not None
 
     def count_kept(self, nbytes: int) -> None:
         group = self.groups.current
         ledger = self.ledger if group is None else group.ledger
         ledger.saved_bytes += nbytes
         ledger.kept_bytes += nbytes
-
-    def poisons(self, device: torch.device) -> bool:
-        """Whether the device's backend checks reads of unwritten memory."""
-        return device.type != "meta" and self.session.runtime(device).backend.poisons
-
-    def is_captured(self, device: torch.device) -> bool:
-        """Whether the device's work is being captured into a graph."""
-        if device.type == "meta":
-            return False
-        known = self._devices.get(device)
-        runtime = self.session.runtime(device) if known is None else known.runtime
-        return runtime.backend.is_capturing()
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         if in_backward():
@@ -191,24 +149,6 @@ class ForwardScope:
         """A handle of a tensor whose decision was made elsewhere. See NOTE [ Inside a backward ]."""
         return KeptHandle(tensor) if in_backward() else self._pack(tensor, decision)
 
-    def keep_again(self, tensor: torch.Tensor, nbytes: int) -> Handle:
-        """Keep, in forward, a plain tensor that only its maker has seen, and that was counted as ``nbytes`` before.
-
-        Its bytes are not registered, unless the maker returns it (:meth:`register_returned`).
-        """
-        if self._signature is None or self._marks.any or self._outputs.any or self.groups.current is not None:
-            return self.save(tensor, _KEEP)
-        if nbytes:
-            self.decider.pass_over()
-            self.count_kept(nbytes)
-        return KeptHandle(tensor)
-
-    def register_returned(self, handle: KeptHandle) -> None:
-        """Register a tensor of :meth:`keep_again` that is returned to other code, which may save it."""
-        storage = handle.alias.untyped_storage()
-        handle.saved = KeptStorage(storage, *reach(handle.alias, storage.nbytes()))
-        self._identity.add(storage, handle.saved)
-
     def keep_parameter(self, tensor: torch.Tensor) -> Handle:
         """A handle of a parameter, of a view of one, or of another tensor that stays in memory anyway.
 
@@ -217,31 +157,15 @@ class ForwardScope:
         entry = streamed_entry(tensor)
         if entry is None:
             return KeptHandle(tensor)
-        device = self._devices.get(tensor.device)
-        if device is None:
-            device = self._meet(tensor)
+        device = self.devices[tensor.device]
         handle = self._share(tensor, tensor.untyped_storage(), entry, device)
         if handle is None:
             return KeptHandle(tensor)
         # Before the first other tensor it is not known which order this pass follows.
-        if entry.order is None and self._signature is not None:
+        if entry.order is None and self._has_begun:
             entry.order = device.order
             entry.place = device.order.add(entry.reference, entry.nbytes)
         return handle
-
-    def twin(self, handle: object, tensor: torch.Tensor) -> Handle | None:
-        """A second handle of the bytes that ``handle`` has, for a tensor that is known to see them as they were saved.
-
-        ``None`` if the two cannot share an entry.
-        """
-        if isinstance(handle, OffloadedHandle) and handle.saved.reaches(
-            *reach(tensor, tensor.untyped_storage().nbytes())
-        ):
-            # Another pass of this session may have made the first one. One of another session is not shared.
-            runtime = self.session.runtime(tensor.device)
-            if handle.saved.mover is runtime.mover and runtime.mover.adopt(handle.saved, same_content=True):
-                return OffloadedHandle(tensor, handle.saved, runtime.nothing)
-        return None
 
     def _pack(self, tensor: torch.Tensor, decision: Decision | None = None) -> Handle:
         if is_parameter(tensor):
@@ -271,44 +195,44 @@ class ForwardScope:
 
     def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, decision: Decision | None) -> Handle:
         """A handle of a plain tensor: of a dropped output, of bytes that are registered, or of new ones."""
-        output = self._outputs.get(storage) if self._outputs.any else None
+        output = self.outputs.get(storage) if self.outputs.any else None
         dropped = None if output is None else output.pack(tensor, torch.empty(0, device=tensor.device))
         if dropped is not None:
             return dropped
-        device = self._devices.get(tensor.device)
-        if device is None:
-            device = self._meet(tensor)
+        device = self.devices[tensor.device]
         start, nbytes = reach(tensor, storage.nbytes())
-        known = self._identity.find(storage, start, nbytes)
+        known = self.identity.find(storage, start, nbytes)
         handle = None if known is None else self._share(tensor, storage, known, device)
         if handle is not None:
             return handle
-        if self._signature is None:
-            self._begin(tensor, device)
-        runtime, group = device.runtime, self.groups.current
+        if not self._has_begun:
+            self._begin(tensor)
+        group = self.groups.current
         decision = self.decider(tensor, storage, nbytes, decision, group) if self.session.enabled else _KEEP
-        tier = self._tier_for(decision, device)
+        tier = None if decision is _KEEP else self._tier_of(decision, device)
         # Bytes at an address that the allocator would not give cannot be restored exactly.
-        if tier is None or storage.data_ptr() % runtime.backend.alignment:
-            return self._keep(tensor, storage, start, nbytes)
+        if tier is None or storage.data_ptr() % device.runtime.backend.alignment:
+            self.count_kept(nbytes)
+            kept = KeptStorage(storage, start, nbytes)
+            self.identity.add(storage, kept)
+            return KeptHandle(tensor, kept)
         if self._is_sharded(tensor, storage):
             return KeptHandle(tensor)
-        ledger = self.ledger if group is None else group.ledger
+        ledger, waiting = (self.ledger, self.waiting) if group is None else (group.ledger, group.waiting)
+        mover, order = device.runtime.mover, device.order
         ledger.saved_bytes += nbytes
-        saved = SavedStorage(tensor, storage, start, nbytes, next(runtime.mover.numbers), ledger)
+        saved = SavedStorage(tensor, storage, start, nbytes, next(mover.numbers), ledger)
         # Before another thread can find it.
-        runtime.mover.see(saved)
-        self._identity.add(storage, saved)
+        mover.see(saved)
+        self.identity.add(storage, saved)
         self.decider.offloaded_bytes += nbytes
-        handle = OffloadedHandle(tensor, saved, runtime.nothing)
-        order = saved.order = device.order
-        saved.place = order.add(saved.reference, nbytes)
-        waiting = self.waiting if group is None else group.waiting
+        handle = OffloadedHandle(tensor, saved, device.runtime.nothing)
+        saved.order, saved.place = order, order.add(saved.reference, nbytes)
         waiting.add(saved, tier, defer=order.in_tail(saved.place))
         return handle
 
     def _share(
-        self, tensor: torch.Tensor, storage: torch.UntypedStorage, known: Known, device: _Device
+        self, tensor: torch.Tensor, storage: torch.UntypedStorage, known: Known, device: PassDevice
     ) -> Handle | None:
         """A handle of bytes that another saved tensor has registered, if they may be shared."""
         if isinstance(known, KeptStorage):
@@ -317,50 +241,27 @@ class ForwardScope:
             return None
         return OffloadedHandle(tensor, known, device.runtime.nothing)
 
-    def _keep(self, tensor: torch.Tensor, storage: torch.UntypedStorage, start: int, nbytes: int) -> Handle:
-        """Keep bytes that were not saved before, and register them."""
-        self.count_kept(nbytes)
-        staying = KeptStorage(storage, start, nbytes)
-        self._identity.add(storage, staying)
-        return KeptHandle(tensor, staying)
+    def _begin(self, first: torch.Tensor) -> None:
+        """The first tensor tells which earlier pass this one is like."""
+        self._has_begun = True
+        previous = self.devices.begin(first)
+        if previous is not None:
+            self.decider.total_bytes = previous.total_bytes or None
+            self.groups.learn(previous.groups)
+
+    def _tier_of(self, decision: Decision, device: PassDevice) -> Tier | None:
+        """The tier of a decision to offload; ``None`` if that would free nothing."""
+        tier = device.tier_of(decision)
+        if device.runtime.backend.unified and tier is device.runtime.tier("host"):
+            self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
+            return None
+        return tier
 
     def _is_sharded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Whether it is an alias of a sharded parameter."""
         if self._gathered is None:
             self._gathered = Gathered()
         return self._gathered.holds(storage) or is_local_part(tensor)
-
-    def _tier_for(self, decision: Decision, device: _Device) -> Tier | None:
-        """The tier to offload to; ``None`` to keep."""
-        if decision is _KEEP:
-            return None
-        tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
-        if device.runtime.backend.unified and tier is device.runtime.tier("host"):
-            self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
-            return None
-        return tier
-
-    def _meet(self, tensor: torch.Tensor) -> _Device:
-        """Set up a device for the first tensor on it."""
-        runtime = self.session.runtime(tensor.device)
-        order = AccessOrder(window=runtime.mover.window, on_backward=self._on_backward)
-        device = self._devices[tensor.device] = _Device(runtime, runtime.tier(self._tier), order)
-        return device
-
-    def _begin(self, tensor: torch.Tensor, device: _Device) -> None:
-        """Take over the learned order of an earlier pass, which the first tensor of this one tells."""
-        self._signature = (tensor.shape, tensor.dtype, tensor.device)
-        # After this, dead handles are known to be dead.
-        device.runtime.mover.read_notes()
-        predictor = self._state.predictor(tensor.device)
-        self._turn = predictor.turn()
-        previous, alike = self._learned.recall(self._signature, self._turn)
-        if previous is not None:
-            self.decider.total_bytes = previous.total_bytes or None
-            self.groups.learn(previous.groups)
-        device.order = AccessOrder(
-            previous, alike, device.runtime.mover.limit(self._window), self._on_backward, predictor, self.tag
-        )
 
     def flush(self) -> None:
         """Offload the waiting tensors outside of groups: every operator that saved one has returned."""
@@ -376,30 +277,8 @@ class ForwardScope:
             self.groups.abandon()
             return
         self.waiting.send()
-        for each in self._devices.values():
-            each.runtime.join()
-        if self._signature is not None:
-            # Tensors on other devices than the first one's have no learned order.
-            device = self._signature[2]
-            order = self._devices[device].order
-            order.total_bytes = self.ledger.total().saved_bytes
-            order.groups = self.groups.past()
-            if self._may_be_disabled:
-                backends = [each.runtime.backend for each in self._devices.values()]
-                order.benefit = offload_benefit(order.total_bytes, backends)
-            self._learned.keep(self._signature, self._turn, order)
-            if not order.was_asked:
-                self._state.predictor(device).add(order)
-
-
-@dataclass(slots=True, eq=False)
-class _Device:
-    """The state of a pass on one device."""
-
-    runtime: Runtime
-    tier: Tier
-    """The tier of :attr:`Decision.OFFLOAD`."""
-    order: AccessOrder
+        total, groups = self.ledger.total().saved_bytes, self.groups.past()
+        self.devices.end(total, groups, may_be_disabled=self._may_be_disabled)
 
 
 class Output(Protocol):

@@ -120,6 +120,13 @@ class Identity:
                 return saved
         return None
 
+    def known(self, tensor: torch.Tensor) -> Known | None:
+        """The record of a tensor's bytes, if they were saved and a handle of them is alive."""
+        if why_unmovable(tensor) is not None:
+            return None
+        storage = tensor.untyped_storage()
+        return self.find(storage, *reach(tensor, storage.nbytes()))
+
     def add(self, storage: torch.UntypedStorage, saved: Known) -> None:
         key = storage_key(storage)
         # Other parts of the same storage stay registered.

@@ -32,7 +32,7 @@ import torch
 
 from spillway._torch import Hooks, is_alias_of, pop_hooks, push_hooks, top_hooks, tree_leaves, why_hooks_are_disabled
 from spillway.saved_tensors.handles import Handle, KeptHandle
-from spillway.saved_tensors.identity import SavedStorage
+from spillway.saved_tensors.identity import KeptStorage, SavedStorage, reach
 from spillway.saved_tensors.scopes import scope_of_hooks
 from spillway.types import Decision
 
@@ -59,7 +59,13 @@ class Keeping:
             if scope.groups.current is None:
                 known[place] = scope.ledger.kept_bytes - before
             return handle
-        handle = scope.keep_again(tensor, nbytes)
+        if scope.registers_all:
+            handle = scope.save(tensor, Decision.KEEP)
+        else:
+            handle = KeptHandle(tensor)
+            if nbytes:
+                scope.decider.pass_over()
+                scope.count_kept(nbytes)
         if type(handle) is KeptHandle and handle.saved is None:
             self._kept.append(weakref.ref(handle))
         return handle
@@ -75,7 +81,9 @@ class Keeping:
             for handle in kept:
                 # An object that is no tensor may hold any of them.
                 if type(leaf) is not torch.Tensor or is_alias_of(leaf, handle.alias):
-                    self._scope.register_returned(handle)
+                    storage = handle.alias.untyped_storage()
+                    handle.saved = KeptStorage(storage, *reach(handle.alias, storage.nbytes()))
+                    self._scope.identity.add(storage, handle.saved)
 
 
 class PassthroughBlock:
@@ -94,7 +102,7 @@ class PassthroughBlock:
         if self._nbytes is None:
             return self._run_seen(scope, function, args, kwargs)
         given = (each for each in (*args, *kwargs.values()) if type(each) is torch.Tensor and each.requires_grad)
-        if any(isinstance(scope.known(each), SavedStorage) for each in given):
+        if any(isinstance(scope.identity.known(each), SavedStorage) for each in given):
             return function(*args, **kwargs)
         pop_hooks()
         if top_hooks(True) is not None:
@@ -119,7 +127,7 @@ class PassthroughBlock:
         output = function(*args, **kwargs)
         self._nbytes = scope.ledger.total().kept_bytes - before
         given = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
-        self._is_seen = any(scope.known(each) is not None for each in given)
+        self._is_seen = any(scope.identity.known(each) is not None for each in given)
         return output
 
 
@@ -152,7 +160,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-def see_again() -> None:
+def restore_hooks() -> None:
     """Called in code that needs the pass to see its tensors: puts hidden hooks back."""
     hidden = _here.hidden
     if hidden is not None:

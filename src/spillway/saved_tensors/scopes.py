@@ -65,10 +65,12 @@ def current_scope(session: Session) -> ForwardScope:
         if entered is not None and entered.session is session:
             return entered
     unscoped: ForwardScope | None = getattr(session.unscoped, "scope", None)
-    if unscoped is not None and (unscoped.is_elsewhere or unscoped.was_asked or unscoped.was_dropped):
-        # If a capture has begun or ended, waiting tensors stay on the device.
-        unscoped.end(completed=not unscoped.is_elsewhere)
-        unscoped = None
+    if unscoped is not None:
+        devices = unscoped.devices
+        if devices.are_elsewhere or unscoped.was_recomputed or devices.were_asked or devices.were_dropped:
+            # If a capture has begun or ended, waiting tensors stay on the device.
+            unscoped.end(completed=not devices.are_elsewhere)
+            unscoped = None
     if unscoped is None:
         unscoped = session.unscoped.scope = spillway.saved_tensors.unscoped_scope(session)
     return unscoped

@@ -18,6 +18,7 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, attach
 from spillway.attaching.collector import ProfileCollector
+from spillway.attaching.model import ModelCall
 from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.cli.running.options import RunOptions
 from spillway.cli.running.result import result_of, wrapped
@@ -194,7 +195,7 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> None:
     def attach_collector(model: Module) -> tuple[Attached, str]:
         collector = _EndingCollector(model, None)
         attached = attach(model)
-        attached.follow(collector)
+        ModelCall.of(model).hand_to(collector)
         collectors.append(collector)
         return attached, "profile"
 

@@ -63,6 +63,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from spillway._torch import call_code, in_backward, own_call
 from spillway.attaching import Attached
 from spillway.attaching.call import PLACE, ModuleCall, is_attached, is_compiled_around, is_traced
+from spillway.attaching.model import ModelCall
 from spillway.checkpointing.blocks import built_in, find_blocks, is_compiled
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
@@ -272,7 +273,7 @@ class ModelRegistry:
             return False
         notes = [f"attached again: {self._refusals[model]}"] if model in self._refusals else []
         managed = ManagedModel(type(model).__name__, weakref.ref(model), blocks, attached, way, notes)
-        attached.tell(lambda error: self._refused(managed, error))
+        ModelCall.of(model).hand_errors_to(lambda error: self._refused(managed, error))
         self.managed.append(managed)
         self._know(model, Role.PASSED)
         return True

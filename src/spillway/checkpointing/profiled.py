@@ -1,0 +1,108 @@
+"""A checkpointed call that a profiler listens to."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from spillway._torch import storage_key
+from spillway.checkpointing.call import CheckpointedCall
+from spillway.checkpointing.collector import Collector
+from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.replayable import CallSetup
+from spillway.checkpointing.slots import SavedSlot
+from spillway.checkpointing.tensors import is_strided
+from spillway.saved_tensors.handles import Handle
+
+_VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
+"""Views of a cast weight that a matrix product may save."""
+
+
+class CallListener(Protocol):
+    """A profiler that listens to one call. It changes nothing."""
+
+    @property
+    def wants_operators(self) -> bool:
+        """Whether to measure the call's operators. Then the function runs once more after its forward."""
+
+    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
+        """A context around that run, inside the mode that records it."""
+
+    def ended(self, recorder: Recorder) -> None:
+        """That run has ended."""
+
+    def casts(self, storage: torch.UntypedStorage) -> None:
+        """Take memory of a cast of a leaf in forward, which is still alive."""
+
+    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
+        """Backward unpacks a tensor that was saved after so many operators, by a handle that autograd holds."""
+
+
+class ProfiledCall(CheckpointedCall):
+    """One call that tells a listener of its casts, its operators and the requests of backward."""
+
+    def __init__(self, listener: CallListener, setup: CallSetup, **options: Any) -> None:
+        super().__init__(setup, **options)
+        self.holds_values = True
+        self._listener = listener
+        self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
+        """Memory of casts of leaves that forward saved."""
+
+    def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
+        pack_unprofiled = super()._packing()
+
+        def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
+            if is_strided(tensor) and casts_leaf(tensor):
+                storage = tensor.untyped_storage()
+                self._casts[storage_key(storage)] = weakref.ref(storage)
+            return pack_unprofiled(tensor)
+
+        return pack
+
+    def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
+        super()._has_returned(output, tensors)
+        for storage in self._casts.values():
+            if (cast := storage()) is not None:
+                self._listener.casts(cast)
+        self._casts.clear()
+        if self._listener.wants_operators and not self._is_captured:
+            self._measure_operators()
+
+    def _measure_operators(self) -> None:
+        """Run the function once more after its forward, and keep nothing of it."""
+        assert self._selection is not None
+        # Cached casts of autocast would not be seen.
+        torch.clear_autocast_cache()
+        recorder = Recorder(self._selection)
+        collector = Collector(
+            *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
+            checks=False,
+            saves=recorder.saves,
+            holds=self._keeps,
+        )
+        self._run_into(collector, (), recorder, self._listener.watching(recorder))
+        self._replay_ended()
+        self._listener.ended(recorder)
+        self._program = recorder.program()
+        self._learned.record(self._shapes, self._program)
+        self._records = False
+
+    def value_of(self, slot: SavedSlot) -> torch.Tensor:
+        with self._lock:
+            seen = None if slot.seen is None else slot.seen()
+            value, program = super().value_of(slot), self._program
+            if value is not seen and program is not None and slot.number < len(program.saved):
+                self._listener.asked(program.saved[slot.number].place, value, slot)
+            return value
+
+
+def casts_leaf(tensor: torch.Tensor) -> bool:
+    """Whether a saved tensor is a cast of a leaf, or a view of one."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in _VIEWS:
+        node = node.next_functions[0][0]
+    return node is not None and node.name() == "ToCopyBackward0" and hasattr(node.next_functions[0][0], "variable")
