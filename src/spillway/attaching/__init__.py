@@ -104,8 +104,9 @@ def attach(
         first: recompute only so many of the first blocks. ``None``: all.
         keep_last: leave out so many of the last blocks, which backward needs first.
         stream: blocks, as for ``blocks``, whose frozen parameters are in CPU memory, and on the device only during
-            their calls: in forward, in evaluation, and for backward. Their other parameters stay on the device.
-            Between calls, frozen parameters are CPU tensors, which may be read, written and saved.
+            their calls: in forward, in evaluation, and for backward. So are trainable ones that ``optimizer`` steps.
+            Others stay on the device. Between calls, streamed parameters are CPU tensors, which may be read, written
+            and saved.
         device: with ``stream``: where the model computes. All that is not streamed is moved there. ``None``: where the
             model's first parameter is.
         min_bytes: do not offload smaller tensors, nor stream smaller parameters. Bytes, or a size like ``"4MiB"``.
@@ -121,7 +122,8 @@ def attach(
             ``None``: all but ``"disk"`` for an accelerator, all but ``"host"`` for the CPU.
         optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
             much of it is stepped on the CPU
-            (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`).
+            (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`). With ``stream``: the
+            :class:`~spillway.OffloadedOptimizer` of the trainable parameters in these blocks.
         session: ``None``: the default one.
 
     Returns:

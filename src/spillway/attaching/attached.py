@@ -84,7 +84,7 @@ class Attached:
 
     @property
     def streamed(self) -> tuple[str, ...]:
-        """Names of the blocks whose frozen parameters are streamed."""
+        """Names of the blocks whose parameters are streamed."""
         return () if self._root.streams is None else tuple(block.name for block in self._root.streams.blocks)
 
     @property

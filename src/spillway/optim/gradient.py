@@ -93,8 +93,10 @@ class DeviceContext:
     closed: bool = False
     accumulates: bool = False
     """Whether a second gradient ever arrived before a step."""
-    norms: set[float] = field(default_factory=set)
-    """Orders of norms that were asked for. From then on they are taken on the GPU, before the offload."""
+    norms: set[float] = field(default_factory=lambda: {2.0})
+    """Orders of norms that are taken on the GPU, before the offload: in the first step that of ``clip_grad_norm_``."""
+    asked: set[float] = field(default_factory=set)
+    """Orders of norms that were asked for."""
     expected: int = 0
     """How many gradients of a parameter arrived in the last accumulation step."""
     gradients: weakref.WeakSet[Gradient] = field(default_factory=weakref.WeakSet)
@@ -118,7 +120,7 @@ class DeviceContext:
         self.stepper.close()
         if not lost:
             self.transfers.settle()
-        self.forget_factor()
+        self._factor = None
         self._additions.clear()
         self.closed = True
 
@@ -134,9 +136,10 @@ class DeviceContext:
             last = self._factor = (value, version, Factor(operation, value, self.transfers))
         return last[2]
 
-    def forget_factor(self) -> None:
-        """A step has ended: the next tensor is another factor."""
+    def end_step(self) -> None:
+        """A step has ended: the next tensor is another factor, and norms are taken if they were asked for."""
         self._factor = None
+        self.norms = set(self.asked)
 
     def last_task(self) -> TaskEnd:
         """The end of all tasks that were given to the worker thread."""
@@ -366,6 +369,7 @@ class Gradient:
         """Its norm in the type of the step; a tensor without dimensions, on the GPU."""
         self.context.check()
         if order > 0:
+            self.context.asked.add(order)
             self.context.norms.add(order)
         if self._has_device_norm(order):
             norm = self.norms[order]

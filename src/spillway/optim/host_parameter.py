@@ -21,7 +21,7 @@ values out. So a block's next copy of the home has to come after the step:
 * The user reads the home on the CPU. So ``step()``, ``synchronize()`` and state dicts block until it is written.
 
 A step needs no wait for a block's copies that are under way: the gradient comes after all copies that it was computed
-with, and a prefetched copy that nobody used is dropped. A step raises the parameter's version. So a copy from before it
+with, and a prefetched copy that was not used is dropped. A step raises the parameter's version. So a copy from before it
 is never used after it: a saved parameter raises an error, and a block that was fetched ahead is fetched once more.
 """
 

@@ -100,7 +100,7 @@ class StepCost:
         self.kept.clear()
         for context in contexts:
             context.transfers.settle()
-            context.forget_factor()
+            context.end_step()
             self._counts.append(context.transfers.take_counts())
             self._reserved += context.transfers.arena.reserved_bytes
 

@@ -206,7 +206,7 @@ class StreamedParameter:
         return end
 
     def is_written(self) -> None:
-        """A step writes the home. What the block computes with is of before."""
+        """A step writes the home. A copy on the device is of before."""
         self._stepped = version_of(self.own())
 
     @contextmanager

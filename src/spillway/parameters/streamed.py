@@ -138,7 +138,7 @@ class StreamedBlock:
         for use in self._here:
             parameter, entry = use.parameter, use.entry
             if parameter.gradients is not None and torch.is_grad_enabled() and not (is_replay or in_backward()):
-                # A call in backward is a replay of somebody's.
+                # A call in backward is a replay: its graph is not gone through.
                 parameter.gradients.uses += 1
             storage, use.round = model.mover.take(entry, -1)
             entry.origin = weakref.ref(storage)
