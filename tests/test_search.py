@@ -7,8 +7,9 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from itertools import pairwise
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from allocations import NoMemory, count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search
 from spillway import BudgetError, Session
 from spillway.attaching import search as searching
-from spillway.attaching import stages
+from spillway.attaching import stages, timer
 from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.ranks import RankGroup
 from spillway.attaching.search import PlanSearch, Rival, is_same
 from spillway.attaching.stages import Stage
+from spillway.attaching.timer import PlanTimer
 from spillway.planner.plan import ANY_RATES, uniform_program
 from spillway.planner.planner import Point
 from spillway.planner.profile import HostTimes
@@ -335,6 +337,83 @@ def test_on_an_accelerator_a_plan_is_timed_beside_torchs_checkpointing(
         for _ in range(3):
             assert all(map(torch.equal, one_step(model, batch), expected))
         assert attached.stage == "active"
+
+
+def runs_as_torch_does(found: PlanSearch) -> bool:
+    """Whether the latest plan is that of torch's own checkpointing."""
+    assert found.plan is not None
+    return all(block.recomputes and not block.operators for block in found.plan.blocks)
+
+
+@contextmanager
+def timed_in_turn(
+    session: Session, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float], *, chosen: int
+) -> Iterator[tuple[Any, nn.Module, Any]]:
+    """A model with an active plan. ``seconds`` of a step by it and by torch's checkpointing; a step chose one."""
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    taken = iter([1.0, 2.0] if chosen == 0 else [2.0, 1.0])
+    monkeypatch.setattr(StepTrace, "blocks_seconds", lambda self: next(taken))
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    budget = budget_of(spillway.profile(model, batch, session=session), 0.6) + MiB
+    clock = [0.0]
+    monkeypatch.setattr(PlanTimer, "_now", lambda self: clock[0])
+    with attached_to(model, budget, session) as attached:
+        search(model, batch, attached)
+        found = attached._search
+        assert found is not None and found.timer is not None
+
+        def passes(*_: object) -> None:
+            clock[0] += seconds[runs_as_torch_does(found)]
+
+        model.register_forward_hook(passes)
+        yield attached, model, batch
+
+
+@pytest.mark.parametrize("chosen", [0, 1], ids=["a plan is active", "checkpointing is active"])
+@pytest.mark.parametrize("seconds", [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0)], ids=str)
+def test_two_plans_are_timed_in_turn_while_one_is_active(
+    seconds: tuple[float, float], chosen: int, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = one_step(NAMED["mlp"].model(), NAMED["mlp"].batch())
+    with timed_in_turn(session, monkeypatch, seconds, chosen=chosen) as (attached, model, batch):
+        found = attached._search
+        plans = []
+        for _ in range(24):
+            assert all(map(torch.equal, one_step(model, batch), expected))
+            assert attached.stage == "active"
+            plans.append(runs_as_torch_does(found))
+        first = plans[0]
+        runs = [each for each, _ in groupby(plans)]
+        faster = first if seconds[0] == seconds[1] else seconds[1] < seconds[0]
+        # The last run is by the plan that was not active at first.
+        assert runs == [first, not first, first, not first] + [first] * (faster is first)
+        # The search ends with the first step of the first run. A step whose replays are compared begins a run again.
+        assert all(len(list(each)) >= 3 for _, each in groupby(plans[:12]))
+        assert found.timer is None and plans[-4:] == [faster] * 4
+        assert [note for note in attached.notes if "in turn took" in note]
+        assert attached.measured.peak_bytes <= found.budget
+
+
+def test_steps_of_another_size_are_not_compared(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    with timed_in_turn(session, monkeypatch, (1.0, 1.0), chosen=0) as (attached, model, batch):
+        found = attached._search
+        smaller = batch[: len(batch) // 2]
+        for number in range(timer._MOST + 1):
+            one_step(model, smaller if number % 3 == 2 else batch)
+            assert not runs_as_torch_does(found)
+        assert found.timer is None
+        assert not [note for note in attached.notes if "in turn took" in note]
+
+
+def test_a_step_above_the_budget_ends_the_comparison(session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    with timed_in_turn(session, monkeypatch, (1.0, 1.0), chosen=0) as (attached, model, batch):
+        found = attached._search
+        one_step(model, batch)
+        with monkeypatch.context() as patch:
+            patch.setattr(found.memory, "peak", lambda: found.budget + 1)
+            one_step(model, batch)
+        assert found.timer is None
 
 
 def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_again(

@@ -21,9 +21,10 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
     little more than its peak after steps with blocks of other sizes. On one GPU it is not refused for a thousandth of
     the budget, but cached blocks are freed. Later steps must keep to the budget.
 ``ACTIVE``
-    Only the device's peak and the inputs' sizes are measured. If a step is above the budget and there is no plan for
-    less, it is noted; a second one soon after it is an error. One of several ranks only notes it. Larger inputs take
-    the least memory once, and then have a plan for the profile, enlarged.
+    Only the device's peak and the inputs' sizes are measured. The first steps also time the plan and torch's own
+    checkpointing in turn, if both are within the budget: NOTE [ Two plans in turn ] in ``timer.py``. If a step is above
+    the budget and there is no plan for less, it is noted; a second one soon after it is an error. One of several ranks
+    only notes it. Larger inputs take the least memory once, and then have a plan for the profile, enlarged.
 
 So a search takes five steps, and six if checkpointing is timed or the plan is corrected once. Each stage is a line
 in the log ``spillway.attach``.
@@ -82,6 +83,8 @@ class PlanController:
             # Not in the middle of a step.
             _ = search.planner.hardware
         self._was_called = False
+        self._last_inputs = 0
+        """Bytes of the last step's inputs."""
         self._inputs = 0
         """Bytes of the largest inputs that the plan is for."""
         self._has_outgrown = False
@@ -138,7 +141,8 @@ class PlanController:
                 f"{_MOST_IDLE} calls of the model had no backward before the next one, so nothing was profiled: a "
                 f"pipeline's stages have their budget by offload_stages(budget=...)"
             )
-        nbytes = self._see_inputs(tensor_bytes(args, kwargs))
+        self._last_inputs = tensor_bytes(args, kwargs)
+        nbytes = self._see_inputs(self._last_inputs)
         if collector.device.type == "cpu":
             # Freed memory of reloaded tensors is kept for more of them. Until then it counts as activations.
             collector.tracing.session.trim(collector.device)
@@ -168,13 +172,16 @@ class PlanController:
 
     def _enter(self, stage: Stage) -> None:
         """The next step has this stage, and the latest plan."""
-        for each, plan in zip(self._planned, self.search.plans, strict=True):
-            if plan is not each.applied.plan:
-                each.applied.apply(plan)
+        self._apply()
         self._stage = stage
         stage.log(self.collector.model)
         if stage is Stage.ACTIVE:
             self.search.memory.reset_peak()
+
+    def _apply(self) -> None:
+        for each, plan in zip(self._planned, self.search.plans, strict=True):
+            if plan is not each.applied.plan:
+                each.applied.apply(plan)
 
     def _meet(self, model: Module) -> None:
         """Find the ranks that train the model together. It may be wrapped later than it is first called."""
@@ -206,8 +213,13 @@ class PlanController:
 
     def _check(self) -> None:
         """A step with an active plan is over. A plan that was given stays, whatever comes."""
-        if self.search.target is not None and self.monitor.step_ended(learned=self._has_learned()):
+        if self.search.target is None:
+            return
+        learned = self._has_learned()
+        if self.monitor.step_ended(learned=learned):
             self._enter(Stage.WARMING_UP)
+        elif self.search.step_ended(self._last_inputs, learned=learned):
+            self._apply()
 
     def _check_level(self) -> None:
         """Plan again before a step that begins with more bytes than planned for, if it would be above the budget."""

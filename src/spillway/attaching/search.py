@@ -11,10 +11,11 @@ from spillway.attaching.blocks import kinds_of
 from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.ranks import ALONE
 from spillway.attaching.stages import Notes, Stage
+from spillway.attaching.timer import PlanTimer
 from spillway.errors import BudgetError
 from spillway.planner.planner import Point, parse_budget
 from spillway.profiler.meter import DeviceMemory
-from spillway.units import format_bytes
+from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from spillway.attaching.collector import ProfileCollector
@@ -83,6 +84,8 @@ class PlanSearch:
         """The profile before it was made to begin with more bytes."""
         self._unjudged = 0
         self._rival: Rival | None = None
+        self.timer: PlanTimer | None = None
+        """Compares the active plan with another one."""
         self._has_tried_checkpointing = False
         self._is_checkpointing_over = False
         """Whether a step of torch's own checkpointing was above the budget."""
@@ -207,6 +210,8 @@ class PlanSearch:
                 self.notes.once(_LEARNED)
             return None
         if rival is not None and (is_over or (not learned and self._is_slower(self._seconds_of(trace), rival))):
+            if not is_over:
+                self._time_in_turn((rival.plan, rival.measured), (self.plan, self.measured))
             self._rival, self.measured, self._is_checkpointing_over = None, rival.measured, is_over
             why = "took more than the budget" if is_over else "was no faster"
             self.notes.append(f"torch's own checkpointing {why}: the plan before is active")
@@ -221,6 +226,8 @@ class PlanSearch:
             self._rival = Rival(self.plan, self.measured, kinds_of(trace), self._seconds_of(trace))
             self.plan, stage = checkpointing, Stage.VALIDATING
         else:
+            if rival is not None:
+                self._time_in_turn((self.plan, self.measured), (rival.plan, rival.measured))
             self._rival = None
         self._unjudged = 0
         return stage
@@ -231,6 +238,7 @@ class PlanSearch:
         Raises:
             BudgetError: if no plan takes less. The latest one stays.
         """
+        self.timer = None
         checkpointing = self._checkpointing(self._profiled)
         if self._is_latest(checkpointing):
             self._is_checkpointing_over = True
@@ -249,6 +257,26 @@ class PlanSearch:
                 f"a step of {format_bytes(peak)} where less was predicted: torch's own checkpointing next"
             )
             self.plan = checkpointing
+
+    def step_ended(self, inputs: int, *, learned: bool) -> bool:
+        """A step by the active plan is over, and was within the budget; whether the next one has another plan."""
+        timer = self.timer
+        if timer is None:
+            return False
+        timer.step_ended(inputs, learned=learned)
+        if timer.is_done:
+            self.timer = None
+        if timer.seconds is not None:
+            first, second = (format_seconds(each) for each in timer.seconds)
+            self.notes.append(f"steps by two plans in turn took {first} and {second}: the faster one is active")
+        before = self.plan
+        self.plan, self.measured = timer.chosen
+        return self.plan is not before
+
+    def _time_in_turn(self, active: tuple[Plan | None, Point], other: tuple[Plan | None, Point]) -> None:
+        """Time both plans from the next step on. Ranks would have to agree on each turn: they do not."""
+        if self.ranks.alone and active[0] is not None and other[0] is not None:
+            self.timer = PlanTimer(((active[0], active[1]), (other[0], other[1])), self.planner.device)
 
     def _is_slower(self, seconds: float, rival: Rival) -> bool:
         """Whether the validated plan is slower than the one before: by one step of each, and by what they predict."""
@@ -283,7 +311,7 @@ class PlanSearch:
 
     def _forget_rival(self) -> None:
         """The next plan is another one, and may be compared again."""
-        self._rival = None
+        self._rival = self.timer = None
         self._has_tried_checkpointing = False
         self._unjudged = 0
 

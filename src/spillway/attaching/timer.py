@@ -1,0 +1,79 @@
+"""Times steps of two plans in turn, and says which is faster.
+
+NOTE [ Two plans in turn ]
+
+Two plans within the budget, one of them torch's own checkpointing, are compared by one step of each before one of them
+becomes active. If kernels are short, the CPU sets the time of a step, and other programs use the CPU, too: one step of
+each says little then. So both go on in turn while the plan is active: some steps by one plan, some by the other, twice.
+Each plan counts with the faster of its two runs. All of these are steps of training within the budget, with the same
+bits.
+
+The first step of a run learns the order of tensors, and is not timed. A run begins and ends with a synchronisation, so
+that the CPU's lead does not count. A run in which inputs have another size, or replays are compared, begins again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from spillway.planner.plan import Plan
+    from spillway.planner.planner import Point
+
+_FIRST = 1
+"""Steps of a run that are not timed."""
+_TIMED = 3
+"""Steps that are."""
+_RUNS = 4
+_MOST = 64
+"""Steps after which the comparison ends without a result."""
+
+
+class PlanTimer:
+    """Gives the plan of the next step. See NOTE [ Two plans in turn ].
+
+    Args:
+        plans: each with what was measured of its step; the active one first.
+        device: where the model is.
+    """
+
+    def __init__(self, plans: tuple[tuple[Plan, Point], tuple[Plan, Point]], device: torch.device) -> None:
+        self.chosen = plans[0]
+        """The plan of the next step."""
+        self.is_done = False
+        self.seconds: tuple[float, float] | None = None
+        """Seconds of a step by each plan, if it is done."""
+        self._plans = plans
+        self._device = device
+        self._runs: list[float] = []
+        self._steps = self._of_run = 0
+        self._begin = 0.0
+        self._inputs: int | None = None
+
+    def step_ended(self, inputs: int, *, learned: bool) -> None:
+        """A step by the plan is over. ``inputs``: bytes of its inputs."""
+        self._steps += 1
+        self.is_done = self._steps == _MOST
+        if learned or self._inputs not in (None, inputs):
+            self._of_run = 0
+            return
+        self._inputs = inputs
+        self._of_run += 1
+        if self._of_run == _FIRST:
+            self._begin = self._now()
+        elif self._of_run == _FIRST + _TIMED:
+            self._runs.append((self._now() - self._begin) / _TIMED)
+            self._of_run = 0
+            self.chosen = self._plans[len(self._runs) % 2]
+            if len(self._runs) == _RUNS:
+                self.seconds = min(self._runs[::2]), min(self._runs[1::2])
+                self.chosen = self._plans[self.seconds[1] < self.seconds[0]]
+                self.is_done = True
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
