@@ -20,7 +20,7 @@ from spillway.errors import UsageError
 from spillway.planner.plan import BlockPlan, Plan
 from spillway.planner.profile import OptimizerProfile
 from spillway.profiler.compile import queues
-from spillway.profiler.probe import ProfilerListener, Probe
+from spillway.profiler.probe import Probe, ProfilerListener
 from spillway.profiler.step_trace import StepTrace, StepTracer
 from spillway.recomputing import Recompute
 from spillway.runtime.mover import Mover
