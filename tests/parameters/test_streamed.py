@@ -821,8 +821,12 @@ def test_parameters_may_be_unfrozen_and_frozen() -> None:
         for layer in model.layers:
             layer.first.base.weight.requires_grad_(True)
         found += train(model, 2)
+
         # Once its next block is fetched ahead, too.
-        hook = model.layers[0].register_forward_hook(lambda *_: model.layers[1].second.base.weight.requires_grad_(True))
+        def unfreeze(*_: object) -> None:
+            model.layers[1].second.base.weight.requires_grad_(True)
+
+        hook = model.layers[0].register_forward_hook(unfreeze)
         found += train(model, 2)
         hook.remove()
         for layer in model.layers:

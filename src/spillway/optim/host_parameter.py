@@ -16,8 +16,8 @@ A streamed parameter is in pinned CPU memory between uses, its *home*, as a tens
 parameters ] in ``parameters/streamed.py``. So a step reads and writes it like any other, on any stream, and not the
 copy that a block may compute with just then. A block's next copy of the home comes after the step: it waits for
 compute, and compute waits for the step. With ``overlap_forward`` compute waits just before a home is copied, which is
-one block ahead of its call. A step raises the parameter's version. So a copy from before it is never used after it: a saved
-parameter raises an error, and a block that was fetched ahead is fetched once more.
+one block ahead of its call. A step raises the parameter's version. So a copy from before it is never used after it: a
+saved parameter raises an error, and a block that was fetched ahead is fetched once more.
 """
 
 from __future__ import annotations
