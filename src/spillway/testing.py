@@ -199,6 +199,7 @@ class AdversaryBackend(Backend):
         self._streams: list[_Line] = []
         self._captures = itertools.count(1)
         self._starts: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
+        self._mapped: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
         self._history: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
 
@@ -351,10 +352,21 @@ class AdversaryBackend(Backend):
             self._starts[memory.untyped_storage()] = block.start
             return memory
 
+    def mapped(self, memory: Bytes, owner: object) -> torch.Tensor:
+        with self._lock:
+            mapped = super().mapped(memory, owner)
+            storage = mapped.untyped_storage()
+            self._history[storage] = self._history.setdefault(memory.storage, [])
+            self._starts[storage] = memory.start
+            self._mapped.add(storage)
+            return mapped
+
     def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:
-        # An allocator keeps the memory until the stream has done what is queued there by now.
+        # An allocator keeps its memory until the stream has done what is queued there by now.
         storage = memory.storage
         with self._lock:
+            if storage in self._mapped:
+                return
             for line in map(self._line, streams):
                 if line.queue:
                     line.queue.append(storage.nbytes)

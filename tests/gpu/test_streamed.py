@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,6 +64,27 @@ def test_bits_and_memory(session: spillway.Session, policy: Any) -> None:
         assert 2 * frozen <= peak <= 2 * frozen + MiB
         assert torch.cuda.memory_allocated() == level
     assert all(each.device.type == "cpu" for each in model.parameters())
+
+
+def test_a_frozen_parameter_at_rest_is_pinned_memory_on_the_device(session: spillway.Session) -> None:
+    plain, model = model_on(DEVICE), model_on("cpu")
+    with spillway.attach(model, stream="*", device=DEVICE, min_bytes=0, session=session):
+        level = torch.cuda.memory_allocated()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            assert ours.device == DEVICE
+            assert torch.equal(ours, theirs) and torch.equal(ours.cpu(), theirs.cpu())
+            assert torch.equal(ours.detach().clone(), theirs) and torch.equal(ours.float().sum(), theirs.float().sum())
+            with torch.no_grad():
+                ours.copy_(theirs.cpu() * 2)
+                theirs.mul_(2)
+            assert torch.equal(ours, theirs)
+        buffer = io.BytesIO()
+        torch.save(model.state_dict(), buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer)
+        assert all(torch.equal(loaded[name], each) for name, each in plain.state_dict().items())
+        del loaded
+        assert torch.cuda.memory_allocated() <= level + MiB
 
 
 @pytest.mark.parametrize("policy", [spillway.Recompute(), policies.Keep(), policies.Offload()], ids=str)

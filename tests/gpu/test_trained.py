@@ -109,7 +109,7 @@ def run(
             model, policy=policy, stream="layers.*", device=DEVICE, min_bytes=0, session=session, optimizer=optimizer
         )
         assert len(attached.streamed) == BLOCKS
-        assert all(each.device.type == "cpu" for each in model.layers.parameters())  # type: ignore[union-attr]
+        assert all(each.device == DEVICE for each in model.parameters())
     if overlaps:
         optimizer.overlap_forward(model)
     found = train(model, optimizer, **loop)
@@ -150,6 +150,49 @@ def test_a_block_that_is_called_twice(session: spillway.Session, way: str) -> No
     make = lambda: Model(torch.bfloat16, 2)  # noqa: E731
     wanted = run(session, make, is_streamed=False, loop={}, **WAYS[way])
     assert same(run(session, make, is_streamed=True, loop={}, **WAYS[way]), wanted)
+
+
+def penalized(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """The loss reads parameters at rest, and the loop writes them there."""
+    found: list[Tensor] = []
+    for step in range(3):
+        torch.manual_seed(step)
+        x = torch.randn(4, 256, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        penalty = torch.stack([each.float().square().sum() for each in model.parameters()]).sum()
+        loss = model(x).float().square().mean() + 1e-6 * penalty
+        found += torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch.cuda._sleep(10_000_000)
+            for each in model.parameters():
+                each.clamp_(-0.05, 0.05)
+                each.data.mul_(0.999)
+        found += [each.detach().cpu() for each in model.parameters()]
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("times", [1, 2])
+def test_parameters_are_used_at_rest(session: spillway.Session, times: int, way: str) -> None:
+    found = []
+    for is_streamed in (False, True):
+        model = Model(torch.bfloat16, times)
+        model.to("cpu" if is_streamed else DEVICE)
+        optimizer = spillway.OffloadedOptimizer(
+            model.parameters(), torch.optim.AdamW, session=session, **ADAMW, **WAYS[way]
+        )
+        if is_streamed:
+            attached = spillway.attach(
+                model, stream="layers.*", device=DEVICE, min_bytes=0, session=session, optimizer=optimizer
+            )
+        found.append(penalized(model, optimizer))
+        if is_streamed:
+            attached.remove()
+            assert all(each.device.type == "cpu" for each in model.parameters())
+        optimizer.close()
+    assert same(*found)
 
 
 def test_the_bits_of_torch(session: spillway.Session) -> None:
@@ -206,6 +249,7 @@ def test_memory_and_gradients(session: spillway.Session, way: str) -> None:
         assert all(each.grad.device == DEVICE for each in model.layers.parameters())  # type: ignore[union-attr]
         # Weights and gradients of two blocks, and activations, of six blocks.
         assert torch.cuda.max_memory_allocated() - level <= 4 * block + 40 * x.nbytes
+        assert torch.cuda.memory_allocated() - level <= 2 * block + x.nbytes
         copied = copy.deepcopy(model)
         assert all(torch.equal(one, other) for one, other in zip(copied.parameters(), model.parameters(), strict=True))
         optimizer.step()

@@ -253,10 +253,8 @@ def streamed_parameters(way: Way) -> None:
                 if overlaps:
                     optimizer.overlap_forward(model, blocks=nn.Linear)
                 Loop(dtype=dtype).run(model, optimizer)
-                if overlaps:
-                    optimizer.synchronize()
+                optimizer.synchronize()
                 read = copy.deepcopy(model)
-                be_written(where)
             if dtype == BF16:
                 Loop(dtype=dtype).run_in_float(plain, AdamW, SETTINGS)
             else:

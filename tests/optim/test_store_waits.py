@@ -26,9 +26,8 @@ ELSEWHERE = {
     "self._finish_oldest()",
     # The worker waits for a step that failed. So only a copy in that failed itself needs this, which no scenario has.
     "one.pinned.after('in', transfer.arrived)",
-    "_pinned_of(part).after('in', transfer.arrived)",
-    # The CPU waits for it, and the adversary's compute is the CPU. A test on a GPU needs it.
-    "_pinned_of(part).after('stepped', transfer.written)",
+    # The device of the adversary has no kernels that are queued when its memory is freed.
+    "self.pinned.after('mapped', self._backend.record(self._backend.compute()))",
     # This bounds the memory of parameters that were read.
     "self.given_out.popleft().finish()",
     # A test of leftovers needs this: memory of another optimizer's.

@@ -366,6 +366,92 @@ def test_a_backward_after_the_step_is_refused(way: str) -> None:
         optimizer.zero_grad()
 
 
+def reads_in_the_loss(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """A weight penalty reads parameters at rest."""
+    for step in range(3):
+        penalty = torch.stack([each.float().square().sum() for each in model.parameters()]).sum()
+        (loss_of(model, step) + 0.01 * penalty).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+def uses_gradients_alone(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """``torch.autograd.grad``, ``backward(inputs=)``, and two losses of one forward."""
+    found = list(torch.autograd.grad(loss_of(model, 0), list(model.parameters())))
+    for step in range(3):
+        loss_of(model, step).backward(inputs=list(model.layers[1].parameters()))  # type: ignore[union-attr,index]
+        loss = loss_of(model, 10 + step)
+        loss.backward(retain_graph=True)
+        (2 * loss).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *state_of(model, optimizer)]
+
+
+def hooks_gradients(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Hooks that are not linear, and such that see the accumulated gradient."""
+    found: list[Tensor] = []
+    weight: Any = model.layers[1].first.weight  # type: ignore[union-attr,index]
+    hooks = [
+        weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01)),
+        weight.register_post_accumulate_grad_hook(lambda parameter: found.append(parameter.grad.clone())),
+    ]
+    found += train(model, optimizer)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def leaves_forwards_without_backward(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    found: list[Tensor] = []
+    for step in range(3):
+        loss_of(model, step)
+        found += train(model, optimizer, steps=1)
+    return found
+
+
+def fails_in_backward(model: nn.Module, optimizer: Any) -> list[Tensor]:
+    """Micro-batches before and after one that fails, with and without ``zero_grad``."""
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    for step in range(4):
+        loss_of(model, step).backward()
+        hook = model.layers[0].first.weight.register_hook(fail)  # type: ignore[union-attr,index]
+        with pytest.raises(ArithmeticError):
+            loss_of(model, 50).backward()
+        hook.remove()
+        if step % 2:
+            optimizer.zero_grad()
+        loss_of(model, 10 + step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return state_of(model, optimizer)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        reads_in_the_loss,
+        uses_gradients_alone,
+        hooks_gradients,
+        leaves_forwards_without_backward,
+        fails_in_backward,
+    ],
+)
+def test_loops_that_do_more_than_step(loop: Callable[[nn.Module, Any], list[Tensor]], way: str, times: int) -> None:
+    model = Model(torch.bfloat16, times)
+    with optimized(model, **WAYS[way]) as (optimizer, _):
+        wanted = loop(model, optimizer)
+    model = Model(torch.bfloat16, times)
+    with streamed(model, policy=policies.Keep(), **WAYS[way]) as (optimizer, _, _):
+        assert same(loop(model, optimizer), wanted)
+
+
 @pytest.mark.parametrize("times", [1, 2])
 def test_training_goes_on_after_a_backward_that_failed(times: int) -> None:
     def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
@@ -392,13 +478,38 @@ def test_training_goes_on_after_a_backward_that_failed(times: int) -> None:
         assert same(all_of(model, optimizer), wanted)
 
 
-def test_a_model_whose_optimizer_was_closed_is_refused() -> None:
+def test_another_optimizer_goes_on_after_one_was_closed() -> None:
+    def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
+        train(model, optimizer, steps=1)
+        loss_of(model, 0).backward()
+        optimizer.close()
+        other = torch.optim.SGD(model.parameters(), lr=0.1)
+        other.step()
+        other.zero_grad()
+        return train(model, other, steps=2)
+
+    model = Model()
+    with optimized(model) as (optimizer, _):
+        wanted = all_of(model, optimizer)
     model = Model()
     with streamed(model) as (optimizer, _, _):
+        assert same(all_of(model, optimizer), wanted)
+
+
+def test_a_model_whose_optimizer_is_gone_is_detached() -> None:
+    model = Model()
+    with adversary_session(window=1 << 14) as (_, session):
+        optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **ADAMW)
+        attached = attach(model, optimizer, session)
         train(model, optimizer, steps=1)
-        optimizer.close()
-        with pytest.raises(UnsupportedError, match="requires_grad=True"):
-            loss_of(model, 0)
+        wanted = [each.detach().clone() for each in model.parameters()]
+        loss_of(model, 0).backward()
+        assert all(each.grad is not None and each.grad.isfinite().all() for each in model.parameters())
+        del optimizer
+        gc.collect()
+        attached.remove()
+        assert not any(map(is_streamed, model.parameters()))
+        assert same([each.detach() for each in model.parameters()], wanted)
 
 
 def test_too_little_memory_leaves_all_as_it_was() -> None:
@@ -418,7 +529,6 @@ def test_too_little_memory_leaves_all_as_it_was() -> None:
     [
         ({"fraction": 0.5}, "fraction"),
         ({"device_budget": "1KiB"}, "device_budget"),
-        ({"offload_gradients": False}, "offload_gradients"),
     ],
 )
 def test_optimizers_that_keep_something_on_the_gpu_are_refused(options: dict[str, Any], words: str) -> None:

@@ -204,10 +204,6 @@ class ChunkTransfer:
     left: Event | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """Gradients that were loaded with it, by the numbers of the parts."""
-    parameters: dict[int, torch.Tensor] = field(default_factory=dict)
-    """Streamed parameters that were loaded with it, by the numbers of the parts."""
-    written: Event | None = None
-    """When streamed parameters are in their homes again."""
     values: dict[int, SentTensor] = field(default_factory=dict)
     """Parameters that were read for it, by the numbers of the parts."""
     states: list[State] = field(default_factory=list)

@@ -31,12 +31,12 @@ class CpuTier(ChunkTier):
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
         parts = [transfer.chunk.parts[index] for index in transfer.steps]
-        return sum(pages(part.nbytes) for part in parts if _is_read(part))
+        return sum(pages(part.nbytes) for part in parts if not part.held.in_place)
 
     def load(self, transfer: ChunkTransfer) -> None:
         assert transfer.ready is not None
         parts = {index: transfer.chunk.parts[index] for index in transfer.steps}
-        values = {index: part.of(part.held.local()) for index, part in parts.items() if _is_read(part)}
+        values = {index: part.of(part.held.local()) for index, part in parts.items() if not part.held.in_place}
         sent = transfer.chunk.context.transfers.fetch(list(values.values()), transfer.ready)
         transfer.values = dict(zip(values, sent, strict=True))
 
@@ -47,11 +47,6 @@ class CpuTier(ChunkTier):
             transfer.chunk.context.transfers.give_back(sent)
         transfer.values.clear()
         transfer.states = []
-
-
-def _is_read(part: ChunkPart) -> bool:
-    """Whether the parameter is copied to CPU memory for the step."""
-    return not part.held.in_place and part.held.streamed is None
 
 
 class MemoryTier(CpuTier):
@@ -175,8 +170,7 @@ class CpuStore(StateStore):
         ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
         for context, transfers in by_context.items():
             # Compute may have read and written parameters since the last step.
-            on_device = [one for one in ends if one.context is context and one.streamed is None]
-            ready = context.transfers.ready(one.local() for one in on_device)
+            ready = context.transfers.ready(one.local() for one in ends if one.context is context)
             for transfer in transfers:
                 # All of them before the first step begins, because it loads others ahead.
                 transfer.ready = ready
@@ -298,11 +292,9 @@ class CpuStore(StateStore):
         """The tensor that is stepped for a part, updated from the parameter."""
         part, sent, memory = transfer.chunk.parts[index], transfer.values.get(index), self._in_memory
         transfers = part.held.context.transfers
-        if part.held.streamed is not None:
-            transfers.backend.host_access(part.held.home(part), write=True)
         values = part.values() if sent is None else transfers.read(sent).as_strided(*part.form)
         parameter = self.parameter(transfer, index, values)
-        if sent is not None and part.held.has_master and memory is not None:
+        if part.held.has_master and memory is not None:
             transfers.give_back(transfer.values.pop(index))
         elif sent is not None:
             transfers.backend.host_access(sent.memory, write=True)
@@ -317,9 +309,6 @@ class CpuStore(StateStore):
             if memory is not None:
                 memory.set_state(transfer.chunk, index, transfer.states[index])
             if part.held.in_place:
-                continue
-            if part.held.streamed is not None:
-                part.values().copy_(parameter)
                 continue
             local = part.held.local()
             if sent is None:

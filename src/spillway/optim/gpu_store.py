@@ -112,9 +112,8 @@ class PinnedTier(ChunkTier):
     def nbytes(self, transfer: ChunkTransfer) -> int:
         stored = transfer.chunk.layout.nbytes if transfer.chunk.is_stored else 0
         gradients = sum(aligned(cells.memory.nbytes, _LINE) for _, cells, _ in _pinned_gradients(transfer))
-        parameters = sum(aligned(part.nbytes, _LINE) for _, part in _streamed_parts(transfer))
         layout = transfer.next_layout()
-        return aligned(stored, _LINE) + gradients + parameters + (0 if layout is None else layout.nbytes)
+        return aligned(stored, _LINE) + gradients + (0 if layout is None else layout.nbytes)
 
     def reserve(self, chunk: StateChunk, layout: Layout) -> tuple[_Range, ...]:
         if chunk.is_cut:
@@ -126,12 +125,12 @@ class PinnedTier(ChunkTier):
         chunk, context = transfer.chunk, transfer.chunk.context
         backend, incoming = context.transfers.backend, self.streams_of(context).incoming
         stored = chunk.layout.nbytes if chunk.is_stored else 0
-        gradients, parameters = list(_pinned_gradients(transfer)), list(_streamed_parts(transfer))
+        gradients = list(_pinned_gradients(transfer))
         nbytes, layout = transfer.nbytes, transfer.next_layout()
         if layout is not None:
             transfer.room = self.memory(context, layout.nbytes)
             nbytes -= layout.nbytes
-        if not stored and not gradients and not parameters:
+        if not stored and not gradients:
             return
         memory = transfer.memory = self.memory(context, nbytes)
         # The step stream has waited until all that is stored is there.
@@ -146,15 +145,7 @@ class PinnedTier(ChunkTier):
             self._copy_in(context, Bytes(memory.storage, start, source.nbytes), source)
             transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
-        for index, part in parameters:
-            target, held = Bytes(memory.storage, start, part.nbytes), part.held
-            self._copy_in(context, target, part.held.home(part))
-            dtype = held.local().dtype
-            transfer.parameters[index] = over(memory.storage, dtype, start // dtype.itemsize, *part.form)
-            start += aligned(part.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
-        for _, part in parameters:
-            _pinned_of(part).after("in", transfer.arrived)
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
         for step in (transfer.steps[index] for index, _, _ in gradients):
@@ -185,31 +176,9 @@ class PinnedTier(ChunkTier):
         transfer.chunk.states = transfer.states
 
     def drop(self, transfer: ChunkTransfer) -> None:
-        if transfer.written is not None:
-            backend = transfer.chunk.context.transfers.backend
-            backend.wait(backend.compute(), transfer.written)
-        transfer.parameters.clear()
         transfer.memory = transfer.room = None
         transfer.states = []
         transfer.gradients.clear()
-
-    def write_parameters(self, transfer: ChunkTransfer) -> Event | None:
-        """Queue the copies of streamed parameters to their homes; gives their end."""
-        if not transfer.parameters:
-            return None
-        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
-        backend = transfers.backend
-        backend.wait(outgoing, backend.record(backend.compute()))
-        parts = [(transfer.chunk.parts[index], values) for index, values in transfer.parameters.items()]
-        try:
-            for part, values in parts:
-                backend.copy(outgoing, part.held.home(part), memory_of(values))
-                transfers.count(sent=part.nbytes)
-        finally:
-            transfer.written = backend.record(outgoing)
-            for part, _ in parts:
-                _pinned_of(part).after("stepped", transfer.written)
-        return transfer.written
 
     def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
@@ -298,7 +267,7 @@ class GpuStore(StateStore):
 
     def may_cut(self, held: HostParameter) -> bool:
         # A class with a fused kernel computes each element by itself: an accelerator gives the same bits.
-        is_fused = held.device.type != "cpu" or bool(self._settings(held).get("fused"))
+        is_fused = held.local().device.type != "cpu" or bool(self._settings(held).get("fused"))
         return held.work_dtype in self._fused and is_fused
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
@@ -311,8 +280,7 @@ class GpuStore(StateStore):
             cost.kept += (step.factors for step in of_context.values())
             # Those that were offloaded, too, are still being read by the copy.
             gradients = [step.on_device for step in of_context.values() if step.on_device is not None and not step.raw]
-            parameters = [held.local().detach() for held in of_context if held.streamed is None]
-            ready = context.transfers.ready([*parameters, *gradients])
+            ready = context.transfers.ready([*(held.local().detach() for held in of_context), *gradients])
             for transfer in transfers:
                 transfer.ready = ready
         # From here on, every chunk that the pipeline expects gets its task.
@@ -363,7 +331,7 @@ class GpuStore(StateStore):
             return value
         settings = self._settings(held)
         stays = key == STEP and not settings.get("capturable") and not settings.get("fused")
-        return value if stays else value.to(held.device)
+        return value if stays else value.to(held.local().device)
 
     # All below is for the thread that queues the steps.
 
@@ -385,19 +353,15 @@ class GpuStore(StateStore):
                     self.step_parts(transfer, parameters)
                 for index, parameter in parameters.items():
                     part = transfer.chunk.parts[index]
-                    values = self._values(transfer, index)
-                    if part.held.has_master:
+                    values = part.values()
+                    if part.held.has_master or part.held.streamed is not None:
                         values.copy_(parameter)
                     backend.compute_access(memory_of(values))
-                    if part.held.streamed is None:
-                        # The model may be gone before the step stream has written it.
-                        backend.hand_back(memory_of(values), (stepping,))
-                ends = [backend.record(backend.compute())]
-                with on_error(pipeline.drop, transfer):
-                    written = self.tier.write_parameters(transfer)
-                ends += [] if written is None else [written]
+                    # The model may be gone before the step stream has written it.
+                    backend.hand_back(memory_of(values), (stepping,))
+                end = backend.record(backend.compute())
                 self.send_back(transfer, pipeline)
-        return backend.all_of(ends)
+        return end
 
     def _wait_for_offload(self, transfer: ChunkTransfer) -> None:
         """Wait for copies of gradients to the CPU: an optimizer's class may write a gradient."""
@@ -411,7 +375,11 @@ class GpuStore(StateStore):
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
-        parameter = self.parameter(transfer, index, self._values(transfer, index))
+        values = part.values()
+        if part.held.streamed is not None:
+            # One copy of the home, before kernels that read it several times.
+            values = values.clone(memory_format=torch.preserve_format)
+        parameter = self.parameter(transfer, index, values)
         snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
@@ -419,11 +387,6 @@ class GpuStore(StateStore):
             factor.apply(found, on_device=True)
         parameter.grad = found
         return parameter
-
-    def _values(self, transfer: ChunkTransfer, index: int) -> torch.Tensor:
-        """A part's elements of its parameter, on the GPU."""
-        streamed = transfer.parameters.get(index)
-        return transfer.chunk.parts[index].values() if streamed is None else streamed
 
 
 class _Streamed:
@@ -472,19 +435,6 @@ def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Eve
             size, memory = raw.dtype.itemsize, raw.memory
             source = Bytes(memory.storage, memory.start + part.start * size, part.numel * size)
             yield index, Cells(source, raw.dtype), raw.batch.arrived
-
-
-def _streamed_parts(transfer: ChunkTransfer) -> Iterator[tuple[int, ChunkPart]]:
-    """The parts that are stepped and whose parameters are in CPU memory."""
-    for index in transfer.steps:
-        part = transfer.chunk.parts[index]
-        if part.held.streamed is not None:
-            yield index, part
-
-
-def _pinned_of(part: ChunkPart) -> Pinned:
-    assert part.held.streamed is not None
-    return part.held.streamed.home
 
 
 def _views(layout: Layout, place: tuple[_Range, ...]) -> Iterator[tuple[tuple[int, Hashable], torch.Tensor]]:

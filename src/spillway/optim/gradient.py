@@ -283,7 +283,7 @@ class Gradient:
         """A tensor in the place of a gradient that was offloaded."""
         like = self.held.local()
         stand_in: OffloadedGradient = make_wrapper(
-            OffloadedGradient, like.shape, dtype=tensor.dtype, device=self.held.device, strides=like.stride()
+            OffloadedGradient, like.shape, dtype=tensor.dtype, device=like.device, strides=like.stride()
         )
         # Weak: the optimizer holds the parameter, which holds this tensor, and the collector does not see that.
         stand_in._home = weakref.ref(self)
@@ -380,9 +380,9 @@ class Gradient:
             # Code that asks for one norm asks for all: the workers take the others meanwhile.
             for gradient in list(self.context.gradients):
                 gradient.measure(order)
-        measured = self._cpu_norms[order]
+        measured, local = self._cpu_norms[order], self.held.local()
         measured.done.synchronize()
-        return torch.tensor(measured.found[0], dtype=self.held.work_dtype.to_real(), device=self.held.device)
+        return torch.tensor(measured.found[0], dtype=self.held.work_dtype.to_real(), device=local.device)
 
     def measure(self, order: float) -> None:
         """Let the CPU take its norm, if there is a gradient and the norm is not known."""
@@ -405,7 +405,7 @@ class Gradient:
     def has_nonfinite(self) -> torch.Tensor:
         """1 if an element is infinite or NaN, else 0; on the GPU."""
         if self.held.numel == 0:
-            return torch.zeros((), device=self.held.device)
+            return torch.zeros((), device=self.held.local().device)
         return (~self.norm(math.inf).isfinite()).float()
 
     def restore(self, *, exact: bool = False) -> torch.Tensor:
@@ -454,8 +454,10 @@ class Gradient:
 
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
         with torch.no_grad():
-            orders = [order for order in self.context.norms if order != math.inf or tensor.numel()]
             dtype = self.held.work_dtype
+            # Kernels refuse a narrower type.
+            is_exact = torch.promote_types(tensor.dtype, dtype) == dtype
+            orders = [order for order in self.context.norms if is_exact and (order != math.inf or tensor.numel())]
             if tensor.device.type == "cpu" or not tensor.numel():
                 return {order: torch.linalg.vector_norm(tensor, order, dtype=dtype) for order in orders}
             # The kernel of clip_grad_norm_: another one's last bit may differ.

@@ -12,17 +12,12 @@ memory. Tensor versions would miss the writes above, and a checksum on the GPU w
 
 NOTE [ Steps of streamed parameters ]
 
-A streamed parameter is in pinned CPU memory between uses, its *home*. Its gradient comes from the GPU, and is offloaded
-like any other. A step on the CPU works on the home. A step on the GPU copies the home in with its chunk, and the new
-values out. So a block's next copy of the home has to come after the step:
-
-* Compute waits for the step, and for the copy out. A block's copy of its home waits for compute.
-* With ``overlap_forward`` compute waits just before a block's home is copied, which is one block ahead of its call.
-* The user reads the home on the CPU. So ``step()``, ``synchronize()`` and state dicts block until it is written.
-
-A step needs no wait for a block's copies that are under way: the gradient comes after all copies that it was computed
-with, and a prefetched copy that was not used is dropped. A step raises the parameter's version. So a copy from before it
-is never used after it: a saved parameter raises an error, and a block that was fetched ahead is fetched once more.
+A streamed parameter is in pinned CPU memory between uses, its *home*, as a tensor of the GPU: see NOTE [ Streamed
+parameters ] in ``parameters/streamed.py``. So a step reads and writes it like any other, on any stream, and not the
+copy that a block may compute with just then. A block's next copy of the home comes after the step: it waits for
+compute, and compute waits for the step. With ``overlap_forward`` compute waits just before a home is copied, which is
+one block ahead of its call. A step raises the parameter's version. So a copy from before it is never used after it: a
+saved parameter raises an error, and a block that was fetched ahead is fetched once more.
 """
 
 from __future__ import annotations
@@ -40,11 +35,9 @@ from spillway.optim.gradient import DeviceContext, Gradient
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import local_of
 from spillway.runtime.backend import Event
-from spillway.runtime.bytes import Bytes
 from spillway.runtime.cpu import anonymous_pages
 
 if TYPE_CHECKING:
-    from spillway.optim.chunks import ChunkPart
     from spillway.optim.state_store import StateStore
     from spillway.parameters.homes import StreamedParameter
 
@@ -71,7 +64,7 @@ class HostParameter:
 
     Args:
         work_dtype: the type of its master weight, and of the gradient that it is stepped with.
-        streamed: if the parameter is in pinned CPU memory between uses: see NOTE [ Steps of streamed parameters ].
+        streamed: if it is streamed: see NOTE [ Steps of streamed parameters ].
     """
 
     store: StateStore
@@ -115,13 +108,7 @@ class HostParameter:
     @property
     def in_place(self) -> bool:
         """Whether a step on the CPU works on the parameter's own memory."""
-        on_cpu = self.context.transfers.backend.direct_disk or self.streamed is not None
-        return on_cpu and not self.has_master
-
-    @property
-    def device(self) -> torch.device:
-        """The device that computes with the parameter, and has its gradients."""
-        return self.context.transfers.backend.device
+        return self.context.transfers.backend.direct_disk and not self.has_master
 
     @property
     def kind(self) -> Hashable:
@@ -134,7 +121,7 @@ class HostParameter:
         return self._form.size, self._form.stride
 
     def local(self) -> torch.Tensor:
-        """This process's part of the parameter: on its device, or in CPU memory if it is streamed."""
+        """This process's part of the parameter, on its device."""
         return local_of(self.parameter) if self.streamed is None else self.streamed.at_rest
 
     def fresh_gradient(self) -> Gradient:
@@ -198,11 +185,8 @@ class HostParameter:
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
-
-    def home(self, part: ChunkPart) -> Bytes:
-        """A part's elements of a streamed parameter, in pinned memory."""
-        assert self.streamed is not None
-        return self.streamed.home.range(part.start * self._form.dtype.itemsize, part.nbytes)
+        # A chunk that others share keeps this object.
+        self.streamed = None
 
     # All below is for the CPU worker thread.
 

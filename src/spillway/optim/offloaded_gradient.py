@@ -289,7 +289,5 @@ def put_gradient(held: HostParameter, local: Tensor | None) -> None:
     gradient = held.parameter.grad
     if local is not None and gradient is not None and is_distributed(gradient):
         set_local_part(gradient, local)
-    elif held.streamed is not None:
-        held.streamed.set_gradient(local)
     else:
         held.parameter.grad = local

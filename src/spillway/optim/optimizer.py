@@ -342,8 +342,8 @@ class OffloadedOptimizer(Optimizer):
         changed inside. States and gradients follow afterwards.
 
         Raises:
-            UsageError: with a ``fraction`` or a ``device_budget``, whose state stays on the GPU; with
-                ``offload_gradients=False``; between a backward that has stepped parameters and its ``step()``.
+            UsageError: with a ``fraction`` or a ``device_budget``, whose state stays on the GPU; between a backward
+                that has stepped parameters and its ``step()``; if gradients were added up.
             UnsupportedError: in a process group.
         """
         if self._closed:
@@ -357,10 +357,10 @@ class OffloadedOptimizer(Optimizer):
                 "got an optimizer with a fraction or a device_budget, some of whose state stays on the GPU, expected "
                 "none of them with stream=. Leave both out."
             )
-        if not options.offload_gradients:
+        if any(held.gradient.count > 1 and held.gradient.is_current() for held in self._placement.held.values()):
             raise UsageError(
-                "got an optimizer with offload_gradients=False, expected True with stream=: the gradient of a "
-                "parameter in CPU memory is offloaded, too."
+                "got gradients that were added up, expected at most one of each parameter: their sums in float32 would "
+                "be rounded. Attach and remove between step() and the next backward."
             )
         if many_processes():
             raise UnsupportedError(

@@ -106,7 +106,7 @@ class Placement:
 
     def counted(self) -> list[tuple[int, torch.Tensor]]:
         """The parameters that a fraction counts, with the indices of their groups."""
-        may_stay = counted([self._device_of(parameter) for _, parameter in self.parameters()])
+        may_stay = counted([local_of(parameter).device for _, parameter in self.parameters()])
         return list(itertools.compress(self.parameters(), may_stay))
 
     def fraction(self) -> float:
@@ -124,7 +124,7 @@ class Placement:
         """Place new parameters, given with the indices of their groups. Gives those that the CPU steps."""
         if self.traits.steps_alone:
             check_parameters(self._class, [parameter for _, parameter in parameters], self._given)
-        devices = (self.context_of(self._device_of(one)) for _, one in self.parameters())
+        devices = (self.context_of(local_of(one).device) for _, one in self.parameters())
         is_new = self.options.measures_share and not self.held
         if is_new and all(device.transfers.backend.direct_disk for device in devices):
             # Nothing is gained by copies from CPU memory to CPU memory.
@@ -168,7 +168,8 @@ class Placement:
     def has_moved(self, held: HostParameter) -> bool:
         """Whether the parameter is on another device now, or is streamed now and was not, or the other way round."""
         parameter = held.parameter
-        return held.streamed is not self.streamed.get(parameter) or held.device != self._device_of(parameter)
+        device = held.context.transfers.backend.device
+        return held.streamed is not self.streamed.get(parameter) or local_of(parameter).device != device
 
     def follow(self, held: HostParameter) -> HostParameter:
         """Place a parameter that has moved once more, with its state."""
@@ -310,19 +311,15 @@ class Placement:
         return cpu_settings_of(group, fused=self.traits.is_fused(group, held.work_dtype))
 
     def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        context = self.context_of(self._device_of(parameter))
-        work_dtype = self.options.work_dtype(parameter)
-        return HostParameter(parameter, group, context, work_dtype, self.streamed.get(parameter))
-
-    def _device_of(self, parameter: torch.Tensor) -> torch.device:
-        """The device that computes with a parameter."""
-        streamed = self.streamed.get(parameter)
-        return local_of(parameter).device if streamed is None else streamed.computes_on
+        context = self.context_of(local_of(parameter).device)
+        return HostParameter(
+            parameter, group, context, self.options.work_dtype(parameter), self.streamed.get(parameter)
+        )
 
     def _stores_by_parameter(self) -> dict[torch.Tensor, StateStore]:
         """The store of every parameter, for as long as it is held: see NOTE [ Steps on both ]."""
         parameters = [parameter for _, parameter in self.parameters()]
-        may_stream = counted([self._device_of(parameter) for parameter in parameters])
+        may_stream = counted([local_of(parameter).device for parameter in parameters])
         # Whole parameters count, not shards: all ranks then step a parameter in the same place.
         sizes = [one.numel() if counts else 0 for one, counts in zip(parameters, may_stream, strict=True)]
         on_cpu = alternating(sizes, self.cpu_share)
@@ -334,7 +331,7 @@ class Placement:
 
     def _on_cpu(self, parameters: Sequence[tuple[int, torch.Tensor]], fraction: float) -> list[bool]:
         """Whether the CPU steps each of them: by the rest of the GPU's budget, or by a fraction without a budget."""
-        may_stay = counted([self._device_of(parameter) for _, parameter in parameters])
+        may_stay = counted([local_of(parameter).device for _, parameter in parameters])
         among = list(zip(parameters, may_stay, strict=True))
         budget = self.options.budget
         if budget is None:

@@ -54,8 +54,10 @@ class StepQueue:
         self.lent = LentGradients()
 
     def watch(self, held: HostParameter) -> None:
-        """Offload a parameter's gradients as they are accumulated."""
+        """Offload a parameter's gradients as they are accumulated. A streamed one is fetched after its step."""
         parameter = held.parameter
+        if held.streamed is not None:
+            held.streamed.before_fetch = partial(_wait_in, weakref.ref(self), weakref.ref(held))
         if not self._placement.options.offload_gradients or not (
             parameter.is_floating_point() or parameter.is_complex()
         ):
@@ -63,25 +65,21 @@ class StepQueue:
         # Weak: autograd holds the hook, in a way that the collector does not see.
         me, mine = weakref.ref(self), weakref.ref(held)
 
-        def arrived(*_: Tensor) -> None:
+        def arrived(_: Tensor) -> None:
             queue, of = me(), mine()
             if queue is not None and of is not None:
                 queue._gradient_arrived(of)
 
         # A frozen parameter may be unfrozen later, and takes a hook only if it is not frozen.
         frozen = not parameter.requires_grad
-        parameter.requires_grad_(True)
-        if held.streamed is not None:
-            remove = held.streamed.train(arrived, partial(_wait_in, me, parameter))
-        else:
-            remove = parameter.register_post_accumulate_grad_hook(arrived).remove  # type: ignore[no-untyped-call]
+        hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
         parameter.requires_grad_(not frozen)
         # At the latest when the optimizer is gone.
-        held.unhook = weakref.finalize(self, remove)
+        held.unhook = weakref.finalize(self, hook.remove)
 
     def overlap(self, model: Module, blocks: Blocks | None) -> None:
         """Let each block of a model wait for its own parameters, from now on."""
-        self._forward_hooks += wait_in_forward(model, self._wait_for, self._wait_on_cpu, blocks)
+        self._forward_hooks += wait_in_forward(model, self._wait_for, blocks)
         self._covered.update(model.parameters())
 
     def begin(self) -> None:
@@ -104,7 +102,6 @@ class StepQueue:
                 if len(here) == len(self.pending):
                     stack.callback(self._finish)
                 self._arrive(here)
-            _settle(here)
 
     def synchronize(self) -> None:
         """Let compute wait for all parameters, and wait until all state is in its place."""
@@ -112,7 +109,6 @@ class StepQueue:
         with contextlib.ExitStack() as stack:
             stack.callback(self._finish)
             self._arrive(self.pending)
-        _settle(self._placement.held.values())
 
     def take_edits(self) -> None:
         """The next step begins with states that the user has put in the place of others."""
@@ -139,9 +135,9 @@ class StepQueue:
             put_gradient(held, held.gradient.restore() if held.is_unchanged() else None)
 
     def give(self, held: HostParameter, gradient: Tensor | None) -> None:
-        """Set a gradient that was reloaded, wherever the parameter is now."""
+        """Set a gradient that was reloaded, on the parameter's device."""
         if gradient is not None:
-            put_gradient(held, gradient.to(held.device))
+            held.parameter.grad = gradient.to(held.parameter.device)
             self._gradient_arrived(held)
 
     def close(self) -> None:
@@ -161,8 +157,7 @@ class StepQueue:
         if self.early.is_paused:
             return
         if self.early.complete is not None:
-            with contextlib.nullcontext() if held.streamed is None else held.streamed.as_on_device():
-                self.early.complete(held.parameter)
+            self.early.complete(held.parameter)
             gradient = held.parameter.grad
             assert gradient is not None
         if not self.early.stepped:
@@ -306,31 +301,16 @@ class StepQueue:
                 stack.callback(cost.finish)
 
     def _wait_for(self, parameters: Iterable[Tensor]) -> None:
-        """Let compute wait."""
         if self.pending:
             held = self._placement.held
             self._arrive([held[one] for one in parameters if one in held])
 
-    def _wait_on_cpu(self, parameters: Iterable[Tensor]) -> None:
-        """Let compute wait, and wait for parameters in CPU memory, which are about to be read there."""
-        some = list(parameters)
-        self._wait_for(some)
-        held = self._placement.held
-        _settle(held[one] for one in some if one in held)
 
-
-def _settle(some: Iterable[HostParameter]) -> None:
-    """Wait until streamed parameters that compute has waited for are in CPU memory."""
-    for held in some:
-        if held.streamed is not None:
-            held.streamed.home.synchronize("stepped")
-
-
-def _wait_in(queue: weakref.ref[StepQueue], parameter: Tensor) -> None:
-    """A block's parameter is about to be copied to the device."""
-    found = queue()
-    if found is not None:
-        found._wait_for([parameter])
+def _wait_in(queue: weakref.ref[StepQueue], held: weakref.ref[HostParameter]) -> None:
+    """A block's parameter is about to be copied."""
+    found, mine = queue(), held()
+    if found is not None and mine is not None:
+        found._wait_for([mine.parameter])
 
 
 def _offload_gradient(held: HostParameter, gradient: Tensor) -> None:
@@ -478,8 +458,8 @@ def _stamp(setting: Tensor) -> object:
     return id(setting), None if setting.is_inference() else version_of(setting)
 
 
-def wait_in_forward(model: Module, wait: Wait, read: Wait, blocks: Blocks | None) -> list[RemovableHandle]:
-    """Hook each block of a model, so that it waits for its parameters when it is called. ``read`` is for state dicts.
+def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[RemovableHandle]:
+    """Hook each block of a model, so that it waits for its parameters when it is called.
 
     The model waits for parameters that are in no block, or in a block and elsewhere too. Modules that have parameters
     of their own wait for them as well: for calls that come by neither, and for state dicts.
@@ -494,9 +474,8 @@ def wait_in_forward(model: Module, wait: Wait, read: Wait, blocks: Blocks | None
         if before.parameters:
             handles.append(module.register_forward_pre_hook(before, prepend=True))
             if of_states:
-                on_cpu = _Before(read, before.parameters)
-                handles.append(module.register_state_dict_pre_hook(on_cpu))  # type: ignore[no-untyped-call]
-                handles.append(module.register_load_state_dict_pre_hook(on_cpu))  # type: ignore[no-untyped-call]
+                handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
+                handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
 
     found = [named.module for named in find_blocks(model, blocks)]
     inside = {module for block in found for module in block.modules()}

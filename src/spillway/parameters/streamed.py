@@ -1,11 +1,13 @@
-"""Frozen parameters of blocks: in pinned CPU memory, and on the device while their block runs.
+"""Parameters of blocks: in pinned CPU memory, and on the device while their block runs.
 
 NOTE [ Streamed parameters ]
 
-At rest, ``parameter.data`` is pinned CPU memory, the parameter's *home*. Code that reads or writes the parameter
-between calls (``state_dict``, ``copy.deepcopy``, ``load_state_dict``, a hook) finds its content there. During the call
-of its block, ``parameter.data`` is a copy on the device. The object, its names, its shape and its version counter
-stay::
+At rest, ``parameter.data`` is pinned CPU memory, the parameter's *home*, as a tensor of the device: CUDA devices read
+and write registered CPU memory at its own address. So a parameter never changes its device. Code that reads or writes
+it between calls (``state_dict``, an optimizer, a weight penalty, ``load_state_dict``) finds its content there, in the
+order of streams, at the speed of the link. Autograd keeps its one node for the parameter, so gradients, hooks and
+``torch.autograd.grad`` are those of any parameter. During the call of its block, ``parameter.data`` is a copy in the
+device's own memory. The object, its names, its shape and its version counter stay::
 
     at rest --fetch--> being copied --enter--> in use --exit--> at rest
 
@@ -17,6 +19,7 @@ counts for the next use. Nothing is copied out, unless the block wrote the param
   the copy on the device. When backward asks, the home is copied again, prefetched in the learned order like every
   offloaded tensor. If other hooks are in force, or none, they get an alias of the copy, which then stays.
 * **A replay** of a checkpointed block enters the block again.
+* **An optimizer** steps the home: NOTE [ Steps of streamed parameters ] in ``optim/host_parameter.py``.
 
 NOTE [ Fetched ahead ]
 
@@ -28,9 +31,8 @@ shows in no version.
 
 NOTE [ Writes at rest ]
 
-The CPU runs ahead of the device. When the call of the model or the backward ends, copies of homes may still be queued,
-and the caller may write a home then. So both wait for the last copy. If copies are hidden, the device still has up to
-two blocks to compute then.
+When the call of the model or the backward ends, copies of homes may still be queued, and the caller may write a home
+then. So compute waits for the last copy, and a write comes after it.
 """
 
 from __future__ import annotations
@@ -137,9 +139,6 @@ class StreamedBlock:
         self._here = model.uses(self, is_replay=is_replay)
         for use in self._here:
             parameter, entry = use.parameter, use.entry
-            if parameter.gradients is not None and torch.is_grad_enabled() and not (is_replay or in_backward()):
-                # A call in backward is a replay: its graph is not gone through.
-                parameter.gradients.uses += 1
             storage, use.round = model.mover.take(entry, -1)
             entry.origin = weakref.ref(storage)
             parameter.use(storage)
@@ -212,7 +211,7 @@ class StreamedModel:
                 for path, parameter in parameters:
                     home = Pinned(runtime.arena, parameter.nbytes)
                     home.synchronize()
-                    block.parameters.append(StreamedParameter(path, parameter, home, device))
+                    block.parameters.append(StreamedParameter(path, parameter, home, runtime.backend))
                     set_streamed(parameter, None)
                     streamed[parameter] = block.parameters[-1]
             self._move_others(model)
@@ -232,7 +231,7 @@ class StreamedModel:
                 self.settle()
 
     def settle(self) -> None:
-        """Nothing is fetched ahead, and no copy reads a home."""
+        """Nothing is fetched ahead, and what compute does next comes after all copies of homes."""
         with self.lock:
             self._ahead.drop()
             self._tier.settle()
@@ -255,6 +254,9 @@ class StreamedModel:
     def _leave(self, streamed: dict[torch.Tensor, StreamedParameter]) -> None:
         self.settle()
         streamed.clear()
+        backend = self._runtime.backend
+        # Homes are read by the CPU now, and freed.
+        backend.record(backend.compute()).synchronize()
         for block in self.blocks:
             for parameter in block.parameters:
                 parameter.leave()

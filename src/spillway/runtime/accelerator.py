@@ -250,6 +250,13 @@ class AcceleratorBackend(Backend):
         with torch.cuda.device(self.device):
             return _registered(slab)
 
+    def mapped(self, memory: Bytes, owner: object) -> torch.Tensor:
+        if self.device.type != "cuda":
+            raise UnsupportedError(f"got pinned memory to be read by {self.device}, expected a CUDA device")
+        # Registered memory has the same address on the device: see "unified addressing" in CUDA's guide.
+        with torch.cuda.device(self.device):
+            return torch.as_tensor(_CudaArray(memory, owner), device=self.device)
+
     def is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -289,6 +296,19 @@ class AcceleratorBackend(Backend):
         # A new thread's current device is the first one. Entering a stream there would create a context of half a
         # gigabyte on a device that belongs to another rank.
         torch.accelerator.set_device_index(self.device)
+
+
+class _CudaArray:
+    """Memory that torch makes a tensor of, by the CUDA array interface. The tensor keeps this object alive."""
+
+    def __init__(self, memory: Bytes, owner: object) -> None:
+        self._owner = owner
+        self.__cuda_array_interface__ = {
+            "shape": (memory.nbytes,),
+            "typestr": "|u1",
+            "data": (memory.address, False),
+            "version": 2,
+        }
 
 
 def pci_address(device: torch.device) -> str | None:

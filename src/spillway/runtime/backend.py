@@ -217,6 +217,16 @@ class Backend(ABC):
         memory.storage = block.storage  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8)
 
+    def mapped(self, memory: Bytes, owner: object) -> torch.Tensor:
+        """Pinned CPU memory as a tensor of the device, of bytes. It keeps the owner alive.
+
+        Raises:
+            UnsupportedError: if the device cannot read CPU memory.
+        """
+        cells = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
+        cells.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(cells, dtype=torch.uint8)
+
     def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027
         """Called before host code reads or writes a block itself, for a backend that checks."""
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import sys
 import weakref
 from collections.abc import Hashable
 
 import torch
 
 from spillway.runtime.arena import Arena, Block
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Backend, Event
 from spillway.runtime.bytes import Bytes
 
 
@@ -47,11 +48,31 @@ class Pinned:
     def range(self, start: int, nbytes: int) -> Bytes:
         return Bytes(self.block.storage, self.block.start + start, nbytes)
 
+    def mapped(self, backend: Backend) -> torch.Tensor:
+        """The bytes as a tensor of the device, which holds this object.
+
+        The device reads and writes CPU memory over the link then. So does every stream of the device, in order.
+        """
+        return backend.mapped(self.range(0, self.nbytes), _Mapped(self, backend))
+
     def alias(self) -> torch.Tensor:
         """The bytes as a storage of their own, which holds this object."""
         memory = (ctypes.c_ubyte * max(self.nbytes, 1)).from_address(self.block.address)
         memory.pinned = self  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+class _Mapped:
+    """Owns a block while a tensor of the device is made of it."""
+
+    def __init__(self, pinned: Pinned, backend: Backend) -> None:
+        self.pinned = pinned
+        self._backend = backend
+
+    def __del__(self) -> None:
+        # Kernels that read or write it may be queued.
+        if not sys.is_finalizing():
+            self.pinned.after("mapped", self._backend.record(self._backend.compute()))
 
 
 def _free_after(arena: Arena, block: Block, copies: dict[Hashable, Event], before: list[Event]) -> None:
