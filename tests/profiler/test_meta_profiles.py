@@ -241,7 +241,10 @@ def test_a_profile_for_the_cpu_is_the_one_that_is_measured_there(
     ours = spillway.profile(model, batch, loss=loss, hardware="h200", device="cpu")
     theirs = spillway.profile(model, batch, loss=loss, session=session)
     assert ours.device == theirs.device == "cpu"
-    assert ours.calls == theirs.calls
+    assert [(each.name, each.kind) for each in ours.calls] == [(each.name, each.kind) for each in theirs.calls]
+    for one, other in zip(ours.calls, theirs.calls, strict=True):
+        # Small allocations of other code are counted in what is measured.
+        assert one.backward_extra_bytes == pytest.approx(other.backward_extra_bytes, abs=512)
     for a, b in zip(ours.kinds, theirs.kinds, strict=True):
         assert without_times(a) == without_times(b)
         assert a.values == b.values

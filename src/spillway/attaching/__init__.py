@@ -105,8 +105,8 @@ def attach(
         keep_last: leave out so many of the last blocks, which backward needs first.
         stream: blocks, as for ``blocks``, whose frozen parameters are in CPU memory, and on the device only during
             their calls: in forward, in evaluation, and for backward. So are trainable ones that ``optimizer`` steps.
-            Others stay on the device. Between calls, streamed parameters are CPU tensors, which may be read, written
-            and saved.
+            Others stay on the device. Between calls, streamed parameters are tensors of the device whose bytes are in
+            pinned CPU memory. They may be read, written and saved.
         device: with ``stream``: where the model computes. All that is not streamed is moved there. ``None``: where the
             model's first parameter is.
         min_bytes: do not offload smaller tensors, nor stream smaller parameters. Bytes, or a size like ``"4MiB"``.
