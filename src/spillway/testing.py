@@ -199,7 +199,8 @@ class AdversaryBackend(Backend):
         self._streams: list[_Line] = []
         self._captures = itertools.count(1)
         self._starts: weakref.WeakKeyDictionary[torch.UntypedStorage, int] = weakref.WeakKeyDictionary()
-        self._mapped: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+        self._mapped: weakref.WeakKeyDictionary[torch.UntypedStorage, Bytes] = weakref.WeakKeyDictionary()
+        """The pinned memory of storages that compute reads there."""
         self._jobs: weakref.WeakSet[_Job] = weakref.WeakSet()
         self._history: weakref.WeakKeyDictionary[torch.UntypedStorage, list[_Access]] = weakref.WeakKeyDictionary()
 
@@ -308,7 +309,7 @@ class AdversaryBackend(Backend):
     def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
         # A queued copy holds no memory.
         types = destination.dtype, source.dtype
-        target, origin = _weak(destination.memory), _weak(source.memory)
+        target, origin = (_weak(self._pinned_of(each.memory)) for each in (destination, source))
         with self._lock:
             line = self._line(stream)
             # All that the CPU has done or waited for comes before all that it queues from now on.
@@ -328,6 +329,11 @@ class AdversaryBackend(Backend):
                     written.view(types[0]).copy_(read.view(types[1]))
 
             line.queue.append(work)
+
+    def _pinned_of(self, memory: Bytes) -> Bytes:
+        """The same bytes in an owner that lives as long as they do."""
+        pinned = self._mapped.get(memory.storage)
+        return memory if pinned is None else Bytes(pinned.storage, pinned.start + memory.start, memory.nbytes)
 
     def run(self, task: Task) -> Event:
         return self._new_job(task)
@@ -358,7 +364,9 @@ class AdversaryBackend(Backend):
             storage = mapped.untyped_storage()
             self._history[storage] = self._history.setdefault(memory.storage, [])
             self._starts[storage] = memory.start
-            self._mapped.add(storage)
+            self._mapped[storage] = memory
+            # The caller has written it, and gives it to compute.
+            self._compute().join(self._host.snapshot())
             return mapped
 
     def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:

@@ -263,6 +263,36 @@ def streamed_parameters(way: Way) -> None:
             optimizer.close()
 
 
+def streamed_parameters_that_are_dropped(way: Way) -> None:
+    """The model is gone while the last step still writes it. Its memory becomes another owner's."""
+    for dtype in (BF16, torch.float32):
+        with hostile(window=1 << 20) as where:
+            model = net(dtype)
+            optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, **way.options, **SETTINGS)  # type: ignore[arg-type]
+            attached = attach(model, optimizer, where)
+            optimizer.overlap_forward(model, blocks=nn.Linear)
+            Loop(dtype=dtype).run(model, optimizer)
+            for context in optimizer._placement.contexts.values():
+                # Gradients have left, and all of the step is queued.
+                context.transfers.settle()
+                context.last_task().finish()
+                context.stepper.run(lambda: None).finish()
+                context.workers.run(lambda: None).finish()
+            runtime: Any = where.runtime(torch.device("cpu"))
+            del model, optimizer, attached, context
+            gc.collect()
+            runtime.mover.read_notes()
+            gc.collect()
+            second = net(dtype).requires_grad_(False)
+            wanted = copy.deepcopy(second)
+            kept = spillway.attach(
+                second, policy="keep", stream=(nn.Linear, nn.LayerNorm), min_bytes=0, session=where, device="cpu"
+            )
+            runtime.backend.check()
+            assert same(second, wanted)
+            kept.remove()
+
+
 def streamed_parameters_without_state(way: Way) -> None:
     """Only parameters and gradients are in memory that the next ones get."""
     for dtype in (BF16, torch.float32):
@@ -277,12 +307,16 @@ def streamed_parameters_without_state(way: Way) -> None:
             optimizer.close()
 
 
-@contextmanager
-def streamed(model: nn.Module, optimizer: OffloadedOptimizer, where: spillway.Session) -> Iterator[None]:
-    attached = spillway.attach(
+def attach(model: nn.Module, optimizer: OffloadedOptimizer, where: spillway.Session) -> spillway.Attached:
+    return spillway.attach(
         model, policy=spillway.policies.Keep(), stream=(nn.Linear, nn.LayerNorm), min_bytes=0, session=where,
         optimizer=optimizer, device="cpu",
     )  # fmt: skip
+
+
+@contextmanager
+def streamed(model: nn.Module, optimizer: OffloadedOptimizer, where: spillway.Session) -> Iterator[None]:
+    attached = attach(model, optimizer, where)
     try:
         yield
     finally:
@@ -316,3 +350,4 @@ SCENARIOS: list[tuple[Callable[[Way], None], Way]] = [
 ]
 SCENARIOS += [(steps_during_backward, way) for way in (DEVICE, SPLIT)]
 SCENARIOS += [(streamed_parameters_without_state, way) for way in (DEVICE, HOST, SPLIT)]
+SCENARIOS += [(streamed_parameters_that_are_dropped, way) for way in (DEVICE, HOST, SPLIT)]

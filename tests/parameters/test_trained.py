@@ -21,6 +21,7 @@ from runtime.scenarios import adversary_session
 from spillway import policies
 from spillway.errors import InplaceError, TierFullError, UnsupportedError, UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.optim.placement import Placement
 from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
 
@@ -236,14 +237,16 @@ def test_several_calls_of_a_block_step_in_backward() -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_attached_and_removed_between_steps(way: str) -> None:
+@pytest.mark.parametrize("moves", [False, True], ids=["stays on its device", "moves to another device"])
+def test_attached_and_removed_between_steps(moves: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_of(model: nn.Module, optimizer: Any, change: Callable[[int], None]) -> list[Tensor]:
         found = []
         for number in range(4):
             found += train(model, optimizer, steps=1)
-            # A gradient is there when the parameters move.
+            change(0)
             loss_of(model, 100 + number).backward()
-            change(number)
+            # A gradient is there when the parameters go back.
+            change(1)
         return found
 
     model = Model(torch.bfloat16)
@@ -253,14 +256,113 @@ def test_attached_and_removed_between_steps(way: str) -> None:
     with optimized(model, **WAYS[way]) as (optimizer, session):
         attached: list[spillway.Attached] = []
 
-        def change(_: int) -> None:
-            if attached:
+        def change(number: int) -> None:
+            # As if the CPU were another device than the one of the model.
+            monkeypatch.setattr(Placement, "has_moved", lambda self, held: moves)
+            if number:
                 attached.pop().remove()
                 assert not any(map(is_streamed, model.parameters()))
             else:
                 attached.append(attach(model, optimizer, session))
 
         assert same(all_of(model, optimizer, change), wanted)
+
+
+def test_two_models_of_one_optimizer() -> None:
+    def all_of(models: list[nn.Module], optimizer: Any, change: Callable[[int], None]) -> list[Tensor]:
+        found = []
+        for step in range(4):
+            for number, model in enumerate(models):
+                loss = loss_of(model, 10 * step + number)
+                loss.backward()
+                found.append(loss.detach())
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 1:
+                optimizer.synchronize()
+                change(0)
+        optimizer.synchronize()
+        return [*found, *(each.detach().clone() for model in models for each in model.parameters())]
+
+    def both(*, is_streamed: bool) -> list[Tensor]:
+        models: list[nn.Module] = [Model(torch.bfloat16), Model(torch.bfloat16)]
+        with adversary_session(window=1 << 14) as (_, session):
+            parameters = [each for model in models for each in model.parameters()]
+            optimizer = spillway.OffloadedOptimizer(
+                parameters, torch.optim.AdamW, step_on="gpu", session=session, **ADAMW
+            )
+            for model in models:
+                optimizer.overlap_forward(model)
+            attached = [attach(model, optimizer, session) for model in models if is_streamed]
+            found = all_of(models, optimizer, lambda _: attached[0].remove() if attached else None)
+            for each in attached:
+                each.remove()
+            optimizer.close()
+        return found
+
+    assert same(both(is_streamed=True), both(is_streamed=False))
+
+
+def test_a_removal_that_is_refused_may_be_repeated() -> None:
+    model = Model(torch.bfloat16)
+    with optimized(model, step_on="gpu", step_in_backward=True) as (optimizer, session):
+        attached = attach(model, optimizer, session)
+        train(model, optimizer, micro=1, reads_gradients=False)
+        loss_of(model, 0).backward()
+        with pytest.raises(UsageError, match="between a backward and its step"):
+            attached.remove()
+        assert any(map(is_streamed, model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+        train(model, optimizer, micro=1, reads_gradients=False)
+        attached.remove()
+        assert not any(map(is_streamed, model.parameters()))
+
+
+def test_a_session_that_was_closed_first() -> None:
+    model = Model()
+    with adversary_session(window=1 << 14) as (_, session):
+        optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, session=session, **ADAMW)
+        attached = attach(model, optimizer, session)
+        train(model, optimizer)
+        wanted = [each.detach().clone() for each in model.parameters()]
+        session.close()
+        attached.remove()
+        assert not any(map(is_streamed, model.parameters()))
+        assert same([each.detach() for each in model.parameters()], wanted)
+
+
+def test_misuse_while_parameters_are_streamed() -> None:
+    model = Model()
+    with streamed(model) as (optimizer, attached, session):
+        with pytest.raises(UsageError, match="streamed"):
+            optimizer.divide(0.5)
+        loss_of(model, 0).backward()
+        attached.remove()
+        with pytest.raises(UsageError, match="gradients"):
+            attach(model, optimizer, session)
+
+
+@pytest.mark.parametrize("budget", range(260, 420, 40))
+def test_too_little_memory_for_states_leaves_all_as_it_was(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = resident(Model, loop={"steps": 2}, step_on="gpu")
+    model = Model()
+    with adversary_session(window=1 << 14, host_budget=budget << 10) as (_, session):
+        optimizer = spillway.OffloadedOptimizer(
+            model.parameters(), torch.optim.AdamW, step_on="gpu", session=session, **ADAMW
+        )
+        train(model, optimizer, steps=1)
+        monkeypatch.setattr(Placement, "has_moved", lambda self, held: True)
+        try:
+            attach(model, optimizer, session).remove()
+        except TierFullError:
+            assert not any(map(is_streamed, model.parameters()))
+        for number in range(2):
+            loss_of(model, 10 + number).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert same(state_of(model, optimizer), wanted[-len(state_of(model, optimizer)) :])
+        optimizer.close()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -235,19 +235,21 @@ class Attached:
 
         Raises:
             UsageError: if a module was compiled after attaching. The model is detached all the same, and stays
-                compiled.
+                compiled. With ``stream`` and ``optimizer``: between a backward that has stepped parameters and its
+                ``step()``. The model then stays attached.
         """
         if self._removed:
             return
-        self._removed = True
-        self._root.attached = None
-        if self._root.controller is not None:
-            self._root.controller.drop()
         if self._root.streams is not None:
+            # It may be refused: then all stays as it is.
             self._root.streams.remove()
             self._root.streams = None
             for call in self._root.blocks:
                 call.streamed = None
+        self._removed = True
+        self._root.attached = None
+        if self._root.controller is not None:
+            self._root.controller.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.uninstall()]
         if strangers:
             raise strangers[0].collision()

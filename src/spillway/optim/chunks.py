@@ -119,6 +119,11 @@ class ChunkPart(NamedTuple):
         """These elements of a tensor in the parameter's memory layout."""
         return whole.as_strided(*self.form, int(whole.storage_offset()) + self.start)
 
+    def written_until(self, end: Event) -> None:
+        """A step writes the parameter until this event. A home is not an allocator's, and may be freed before."""
+        if self.held.streamed is not None:
+            self.held.streamed.home.after(("step", self.start), end)
+
     def values(self) -> torch.Tensor:
         """These elements of the parameter. Not an alias: writes would count up its version from another thread."""
         local = self.held.local()

@@ -170,7 +170,10 @@ class CpuStore(StateStore):
         ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
         for context, transfers in by_context.items():
             # Compute may have read and written parameters since the last step.
-            ready = context.transfers.ready(one.local() for one in ends if one.context is context)
+            mine = [one for one in ends if one.context is context]
+            for one in mine:
+                one.wait_for_home()
+            ready = context.transfers.ready(one.local() for one in mine)
             for transfer in transfers:
                 # All of them before the first step begins, because it loads others ahead.
                 transfer.ready = ready
@@ -322,9 +325,11 @@ class CpuStore(StateStore):
                     context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True).as_strided(
                         *part.form
                     ).copy_(parameter)
-            uploads.append(Upload(local, part.start, source))
+            uploads.append(Upload(local, part.start, source, is_home=part.held.streamed is not None))
         assert transfer.ready is not None
         end = context.transfers.update(uploads, transfer.ready) if uploads else transfer.ready
+        for index in parameters:
+            transfer.chunk.parts[index].written_until(end)
         for part in pinned:
             assert memory is not None
             memory.uploaded(part, end)

@@ -278,6 +278,8 @@ class GpuStore(StateStore):
                 cost.kept += transfer.settings.values()
             of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
             cost.kept += (step.factors for step in of_context.values())
+            for held in of_context:
+                held.wait_for_home()
             # Those that were offloaded, too, are still being read by the copy.
             gradients = [step.on_device for step in of_context.values() if step.on_device is not None and not step.raw]
             ready = context.transfers.ready([*(held.local().detach() for held in of_context), *gradients])
@@ -357,9 +359,12 @@ class GpuStore(StateStore):
                     if part.held.has_master or part.held.streamed is not None:
                         values.copy_(parameter)
                     backend.compute_access(memory_of(values))
-                    # The model may be gone before the step stream has written it.
-                    backend.hand_back(memory_of(values), (stepping,))
+                    if part.held.streamed is None:
+                        # The model may be gone before the step stream has written it.
+                        backend.hand_back(memory_of(values), (stepping,))
                 end = backend.record(backend.compute())
+                for index in parameters:
+                    transfer.chunk.parts[index].written_until(end)
                 self.send_back(transfer, pipeline)
         return end
 

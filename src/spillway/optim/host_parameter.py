@@ -64,8 +64,10 @@ class HostParameter:
 
     Args:
         work_dtype: the type of its master weight, and of the gradient that it is stepped with.
-        streamed: if it is streamed: see NOTE [ Steps of streamed parameters ].
     """
+
+    streamed: StreamedParameter | None = None
+    """If it is streamed: see NOTE [ Steps of streamed parameters ]."""
 
     store: StateStore
     """It has the master weight and the state, and steps the parameter."""
@@ -78,10 +80,8 @@ class HostParameter:
         group: int,
         context: DeviceContext,
         work_dtype: torch.dtype,
-        streamed: StreamedParameter | None = None,
     ) -> None:
         self.parameter = parameter
-        self.streamed = streamed
         self.group = group
         self.context = context
         self.work_dtype = work_dtype
@@ -159,6 +159,13 @@ class HostParameter:
     def is_unchanged(self) -> bool:
         """Whether the parameter has the shape, strides, type and device that it had at first."""
         return _Form.of(self.local()) == self._form
+
+    def wait_for_home(self) -> None:
+        """Let compute wait until no block's copy reads the home of a streamed parameter."""
+        if self.streamed is not None:
+            backend = self.context.transfers.backend
+            for event in self.streamed.home.before_write():
+                backend.wait(backend.compute(), event)
 
     def mark_written(self) -> None:
         """A step that writes the parameter is queued."""

@@ -299,6 +299,11 @@ class OffloadedOptimizer(Optimizer):
         """
         self._check_usable()
         options = self._placement.options
+        if self._placement.streamed:
+            raise UsageError(
+                "divide() of an optimizer whose parameters are streamed, which steps all of them with state in CPU "
+                "memory. Call attached.remove() first."
+            )
         if self._tuner is not None or options.budget is not None or options.step_in_backward:
             raise UsageError(
                 "divide() of an optimizer with fraction='auto', a device_budget or step_in_backward=True, which decide "
@@ -334,56 +339,74 @@ class OffloadedOptimizer(Optimizer):
             stall_seconds=stats.stall_seconds,
         )
 
-    @contextlib.contextmanager
-    def moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
-        """Inside, parameters may move to another device, or between it and pinned CPU memory.
-
-        ``spillway.attach(model, stream=..., optimizer=...)`` does this. Gives the parameters that are streamed, to be
-        changed inside. States and gradients follow afterwards.
+    def check_streaming(self) -> None:
+        """Raise if parameters cannot be streamed from now on: for ``spillway.attach``.
 
         Raises:
-            UsageError: with a ``fraction`` or a ``device_budget``, whose state stays on the GPU; between a backward
-                that has stepped parameters and its ``step()``; if gradients were added up.
+            UsageError: with a ``fraction`` or a ``device_budget``, whose state stays on the GPU; if a parameter has a
+                gradient.
             UnsupportedError: in a process group.
         """
-        if self._closed:
-            yield self._placement.streamed
-            return
         self._check_usable()
-        options = self._placement.options
-        stays = any(parameter not in self._placement.held for _, parameter in self._placement.parameters())
-        if self._tuner is not None or options.budget is not None or stays:
+        placement = self._placement
+        stays = any(parameter not in placement.held for _, parameter in placement.parameters())
+        if self._tuner is not None or placement.options.budget is not None or stays:
             raise UsageError(
                 "got an optimizer with a fraction or a device_budget, some of whose state stays on the GPU, expected "
                 "none of them with stream=. Leave both out."
             )
-        if any(held.gradient.count > 1 and held.gradient.is_current() for held in self._placement.held.values()):
+        if any(parameter.grad is not None for _, parameter in placement.parameters()):
             raise UsageError(
-                "got gradients that were added up, expected at most one of each parameter: their sums in float32 would "
-                "be rounded. Attach and remove between step() and the next backward."
+                "got parameters with gradients, expected none: they would have to move. Attach between zero_grad() and "
+                "the next backward."
             )
         if many_processes():
             raise UnsupportedError(
                 "stream= with an optimizer, in a process group: got several processes, expected one. Shard parameters "
                 "by fully_shard() instead."
             )
+
+    @contextlib.contextmanager
+    def moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
+        """Inside, parameters may move to another device, or between it and pinned CPU memory.
+
+        ``spillway.attach(model, stream=..., optimizer=...)`` does this. Gives the parameters that are streamed, to be
+        changed inside. State and gradients follow a parameter to another device. Gradients that were added up are then
+        rounded to the parameter's type.
+
+        Raises:
+            UsageError: between a backward that has stepped parameters and its ``step()``.
+            TierFullError: there is no memory for the states. The optimizer is as it was, if parameters go back.
+        """
+        placement = self._placement
+        if self._closed or self._session.closed:
+            yield placement.streamed
+            return
+        self._check_usable()
         self._steps.early.check_none("a move of parameters")
         self._finish_steps()
         self._steps.take_edits()
-        gradients = {}
-        for held in self._placement.held.values():
-            self._steps.bring_back(held)
-            # Torch moves no parameter whose gradient is elsewhere.
-            gradients[held.parameter], held.parameter.grad = held.parameter.grad, None
-        try:
-            yield self._placement.streamed
-        finally:
-            for held in list(self._placement.held.values()):
-                if self._placement.has_moved(held):
-                    held.unhook()
-                    self._steps.watch(self._placement.follow(held))
-                self._steps.give(self._placement.held[held.parameter], gradients[held.parameter])
-                self._views.show(held.parameter)
+        yield placement.streamed
+        moved = [held for held in placement.held.values() if placement.has_moved(held)]
+        if moved and self._placement.follow_to_device():
+            self._share_tuner = ShareTuner()
+        with contextlib.ExitStack() as undo:
+            made = []
+            for held in moved:
+                made.append(placement.copy_of(held))
+                undo.callback(placement.discard_copy, made[-1])
+            undo.pop_all()
+        for before, after in zip(moved, made, strict=True):
+            gradient = before.gradient.restore() if before.gradient.is_current() else before.parameter.grad
+            before.unhook()
+            placement.replace(before, after)
+            after.parameter.grad = None
+            self._steps.watch(after)
+            self._steps.give(after, gradient)
+            self._views.show(after.parameter)
+        for held in placement.held.values():
+            self._steps.follow_home(held, placement.streamed.get(held.parameter))
+        if moved:
             self._steps.forget_costs()
 
     def refresh_master_weights(self) -> None:

@@ -166,20 +166,37 @@ class Placement:
             self.device.put_state(parameter, state, self._groups())
 
     def has_moved(self, held: HostParameter) -> bool:
-        """Whether the parameter is on another device now, or is streamed now and was not, or the other way round."""
-        parameter = held.parameter
-        device = held.context.transfers.backend.device
-        return held.streamed is not self.streamed.get(parameter) or local_of(parameter).device != device
+        """Whether the parameter is on another device now."""
+        return local_of(held.parameter).device != held.context.transfers.backend.device
 
-    def follow(self, held: HostParameter) -> HostParameter:
-        """Place a parameter that has moved once more, with its state."""
+    def follow_to_device(self) -> bool:
+        """Parameters may be on a GPU now, and were not; whether the CPU's share is to be measured, and was not."""
+        devices = {local_of(parameter).device for _, parameter in self.parameters()}
+        on_device = any(not self.context_of(device).transfers.backend.direct_disk for device in devices)
+        if not (self.options.measures_share and self.cpu_share == 1 and on_device):
+            return False
+        self.cpu_share = self.options.first_cpu_share
+        return True
+
+    def copy_of(self, held: HostParameter) -> HostParameter:
+        """A parameter that has moved, where it is now, with a copy of its state. :meth:`replace` completes this."""
         (state,) = held.store.load_all([held])
-        self.remove(held)
         made = self._made(held.group, held.parameter)
-        self.held[held.parameter] = made
-        self._stores_by_parameter()[held.parameter].add(made)
-        made.store.put([(made, state)])
+        store = self._stores_by_parameter()[held.parameter]
+        with on_error(self.discard_copy, made):
+            store.add(made)
+            store.put([(made, state)])
         return made
+
+    def discard_copy(self, made: HostParameter) -> None:
+        if hasattr(made, "store"):
+            made.store.discard(made)
+        made.release()
+
+    def replace(self, before: HostParameter, after: HostParameter) -> None:
+        """The copy takes the place of a parameter."""
+        self.remove(before)
+        self.held[after.parameter] = after
 
     def remove(self, held: HostParameter) -> None:
         """The CPU no longer steps a parameter. Its state is gone."""
@@ -263,6 +280,7 @@ class Placement:
         for store in self.stores:
             store.close()
         self.held.clear()
+        self.streamed.clear()
         self.device.close()
 
     # Devices.
@@ -312,9 +330,7 @@ class Placement:
 
     def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
         context = self.context_of(local_of(parameter).device)
-        return HostParameter(
-            parameter, group, context, self.options.work_dtype(parameter), self.streamed.get(parameter)
-        )
+        return HostParameter(parameter, group, context, self.options.work_dtype(parameter))
 
     def _stores_by_parameter(self) -> dict[torch.Tensor, StateStore]:
         """The store of every parameter, for as long as it is held: see NOTE [ Steps on both ]."""

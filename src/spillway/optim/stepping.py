@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.tensors import is_distributed, local_of, many_processes, with_strides_of
 from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, label
+
+if TYPE_CHECKING:
+    from spillway.parameters.homes import StreamedParameter
 
 Wait = Callable[[Iterable[Tensor]], None]
 
@@ -54,10 +57,8 @@ class StepQueue:
         self.lent = LentGradients()
 
     def watch(self, held: HostParameter) -> None:
-        """Offload a parameter's gradients as they are accumulated. A streamed one is fetched after its step."""
+        """Offload a parameter's gradients as they are accumulated."""
         parameter = held.parameter
-        if held.streamed is not None:
-            held.streamed.before_fetch = partial(_wait_in, weakref.ref(self), weakref.ref(held))
         if not self._placement.options.offload_gradients or not (
             parameter.is_floating_point() or parameter.is_complex()
         ):
@@ -138,7 +139,15 @@ class StepQueue:
         """Set a gradient that was reloaded, on the parameter's device."""
         if gradient is not None:
             held.parameter.grad = gradient.to(held.parameter.device)
-            self._gradient_arrived(held)
+            if not self._placement.options.step_in_backward:
+                self._gradient_arrived(held)
+
+    def follow_home(self, held: HostParameter, streamed: StreamedParameter | None) -> None:
+        """A parameter is streamed from now on, or no more. A streamed one is fetched after its step."""
+        if held.streamed is not streamed:
+            held.streamed = streamed
+            if streamed is not None:
+                streamed.before_fetch = partial(_wait_in, weakref.ref(self), weakref.ref(held))
 
     def close(self) -> None:
         for hook in self._forward_hooks:

@@ -106,6 +106,8 @@ class Upload(NamedTuple):
     """Its first element that is written, in memory order."""
     source: Cells
     """Pinned memory, of the target's type or of one that the GPU converts."""
+    is_home: bool = False
+    """Whether the target is the home of a streamed parameter, which is no allocator's."""
 
 
 class Transfers:
@@ -185,7 +187,7 @@ class Transfers:
             if after is not self._followed:
                 self.backend.wait(self._back, after)
                 self._followed = after
-            for tensor, start, source in uploads:
+            for tensor, start, source, _ in uploads:
                 memory = source.memory
                 if memory.nbytes == 0:
                     continue
@@ -203,7 +205,8 @@ class Transfers:
         """The same for the user's tensors. The user may drop one while its copy is under way."""
         end = self.receive(uploads, after)
         for upload in uploads:
-            self.backend.hand_back(memory_of(upload.target), (self._back,))
+            if not upload.is_home:
+                self.backend.hand_back(memory_of(upload.target), (self._back,))
         return end
 
     def pinned(self, nbytes: int) -> Block:

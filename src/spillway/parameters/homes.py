@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch.nn import Parameter
@@ -165,12 +166,7 @@ class StreamedParameter:
         """The parameter gets memory of its own, where it was. The device has done all that writes the home."""
         if self.is_alive:
             own = self.own()
-            gradient = own.grad
-            if self.device != own.device:
-                own.grad = None
-            own.data = self._on_cpu(write=False).to(self.device, copy=True)
-            if own.grad is not gradient and gradient is not None:
-                own.grad = gradient.to(self.device)
+            move(own, self._on_cpu(write=False).to(self.device, copy=True))
             unset_streamed(own)
         self.has_left = True
 
@@ -181,6 +177,19 @@ class StreamedParameter:
     def _over(self, storage: torch.UntypedStorage) -> torch.Tensor:
         dtype, size, stride = self._form
         return over(storage, dtype, 0, size, stride)
+
+
+def move(tensor: torch.Tensor, content: torch.Tensor) -> None:
+    """Give a tensor other data. Its gradient follows to the same device."""
+    gradient = tensor.grad
+    if gradient is None or gradient.device == content.device:
+        tensor.data = content
+        return
+    tensor.grad = None
+    tensor.data = content
+    # A gradient whose optimizer is gone has no bytes.
+    with suppress(UsageError):
+        tensor.grad = gradient.detach().to(content.device)
 
 
 def _nowhere() -> None:

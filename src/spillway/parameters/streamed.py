@@ -57,7 +57,7 @@ from spillway._torch import (
 )
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import TierError, UnsupportedError, UsageError
-from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use
+from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
 from spillway.runtime.backend import Stream
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters
@@ -76,6 +76,10 @@ class Trainer(Protocol):
 
     def holds(self, parameter: torch.Tensor) -> bool:
         """Whether it can step a parameter that is streamed."""
+        ...
+
+    def check_streaming(self) -> None:
+        """Raise if its parameters cannot be streamed from now on."""
         ...
 
     def moving(self) -> AbstractContextManager[dict[torch.Tensor, StreamedParameter]]:
@@ -187,6 +191,8 @@ class StreamedModel:
         min_bytes: int,
         optimizer: Trainer | None = None,
     ) -> None:
+        if optimizer is not None:
+            optimizer.check_streaming()
         found = _parameters_of(blocks, model, min_bytes, optimizer)
         self._optimizer = _nothing if optimizer is None else weakref.ref(optimizer)
         self._session, self._device = session, device
@@ -198,23 +204,30 @@ class StreamedModel:
         self.lock = threading.RLock()
         out, back = self.mover.streams
         self._tier = HomeTier(runtime.backend, runtime.arena, out=out, back=back)
-        self._tier.at_end = self.settle
+        # Weak: entries of dropped models hold the tier until they are forgotten.
+        me = weakref.ref(self)
+        self._tier.at_end = lambda: _settle(me)
         self._passes = 0
         self._ahead = _Ahead()
         self._moved: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
         self.blocks: list[StreamedBlock] = []
-        with self._moving() as streamed, ExitStack() as undo:
-            undo.callback(self._leave, streamed)
-            for name, parameters in found.items():
-                block = StreamedBlock(name, self)
-                self.blocks.append(block)
-                for path, parameter in parameters:
-                    home = Pinned(runtime.arena, parameter.nbytes)
-                    home.synchronize()
-                    block.parameters.append(StreamedParameter(path, parameter, home, runtime.backend))
-                    set_streamed(parameter, None)
-                    streamed[parameter] = block.parameters[-1]
-            self._move_others(model)
+        # Homes of dropped models are freed.
+        self.mover.read_notes()
+        with ExitStack() as undo:
+            undo.callback(self._leave)
+            with self._moving() as streamed:
+                undo.callback(self._forget_in, streamed)
+                for name, parameters in found.items():
+                    block = StreamedBlock(name, self)
+                    self.blocks.append(block)
+                    for path, parameter in parameters:
+                        home = Pinned(runtime.arena, parameter.nbytes)
+                        home.synchronize()
+                        block.parameters.append(StreamedParameter(path, parameter, home, runtime.backend))
+                        set_streamed(parameter, None)
+                        if optimizer is not None and optimizer.holds(parameter):
+                            streamed[parameter] = block.parameters[-1]
+                self._move_others(model)
             undo.pop_all()
 
     @contextmanager
@@ -239,7 +252,8 @@ class StreamedModel:
     def remove(self) -> None:
         """Every parameter and buffer is again where it was."""
         with self.lock, self._moving() as streamed:
-            self._leave(streamed)
+            self._forget_in(streamed)
+            self._leave()
 
     @contextmanager
     def _moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
@@ -251,9 +265,15 @@ class StreamedModel:
         ):
             yield streamed
 
-    def _leave(self, streamed: dict[torch.Tensor, StreamedParameter]) -> None:
+    def _forget_in(self, streamed: dict[torch.Tensor, StreamedParameter]) -> None:
+        """The optimizer may have parameters of other models."""
+        for block in self.blocks:
+            for each in block.parameters:
+                if each.is_alive:
+                    streamed.pop(each.own(), None)
+
+    def _leave(self) -> None:
         self.settle()
-        streamed.clear()
         backend = self._runtime.backend
         # Homes are read by the CPU now, and freed.
         backend.record(backend.compute()).synchronize()
@@ -266,7 +286,7 @@ class StreamedModel:
         for reference, device in self._moved:
             tensor = reference()
             if tensor is not None and tensor.device != device:
-                _move(tensor, device)
+                move(tensor, tensor.detach().to(device))
         self._moved = []
 
     # For blocks, with the lock held.
@@ -289,9 +309,10 @@ class StreamedModel:
         following = self._ahead.expected(block, is_replay=is_replay)
         if following is None or not (self._passes or is_replay):
             return
-        for each in following.parameters:
-            # An error of a step is not of a copy that is optional.
-            each.before_fetch()
+        if not is_replay:
+            for each in following.parameters:
+                # An error of a step is not of a copy that is optional.
+                each.before_fetch()
         try:
             self._ahead.put(following, self.fetched(following, is_replay=is_replay), is_replay=is_replay)
         except (TierError, torch.OutOfMemoryError, UsageError, UnsupportedError):
@@ -313,7 +334,9 @@ class StreamedModel:
         alive = [each for each in block.parameters if each.is_alive]
         for each in alive:
             each.check()
-            each.before_fetch()
+            if not is_replay:
+                # A replay of a block that was stepped since is refused.
+                each.before_fetch()
         if not is_replay:
             # Evaluation belongs to no pass.
             block.ledger = current_scope(self._session).ledger if torch.is_grad_enabled() else ByteCounters()
@@ -340,7 +363,7 @@ class StreamedModel:
         for tensor in (*model.parameters(), *model.buffers()):
             if tensor.device != self._device and not is_streamed(tensor):
                 self._moved.append((weakref.ref(tensor), tensor.device))
-                _move(tensor, self._device)
+                move(tensor, tensor.detach().to(self._device))
 
 
 class _Ahead:
@@ -422,15 +445,14 @@ def _parameters_of(
     return found
 
 
-def _move(tensor: torch.Tensor, device: torch.device) -> None:
-    """Move a tensor and its gradient, as ``model.to()`` does."""
-    tensor.data = tensor.detach().to(device)
-    if tensor.grad is not None:
-        tensor.grad.data = tensor.grad.detach().to(device)
-
-
 def _nothing() -> None:
     return None
+
+
+def _settle(model: weakref.ref[StreamedModel]) -> None:
+    found = model()
+    if found is not None:
+        found.settle()
 
 
 @contextmanager

@@ -255,7 +255,13 @@ class AcceleratorBackend(Backend):
             raise UnsupportedError(f"got pinned memory to be read by {self.device}, expected a CUDA device")
         # Registered memory has the same address on the device: see "unified addressing" in CUDA's guide.
         with torch.cuda.device(self.device):
-            return torch.as_tensor(_CudaArray(memory, owner), device=self.device)
+            mapped = torch.as_tensor(_CudaArray(memory, owner), device=self.device)
+        if mapped.data_ptr() != memory.address or mapped.device != self.device:
+            raise UnsupportedError(
+                f"got pinned memory that {self.device} has at another address, expected one address for the CPU and "
+                f"the GPU: stream= needs CUDA's unified addressing"
+            )
+        return mapped
 
     def is_capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()

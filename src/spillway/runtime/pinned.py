@@ -71,7 +71,7 @@ class _Mapped:
 
     def __del__(self) -> None:
         # Kernels that read or write it may be queued.
-        if not sys.is_finalizing():
+        if not sys.is_finalizing() and not self._backend.is_capturing():
             self.pinned.after("mapped", self._backend.record(self._backend.compute()))
 
 
