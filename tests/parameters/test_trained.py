@@ -332,6 +332,22 @@ def test_a_session_that_was_closed_first() -> None:
         assert same([each.detach() for each in model.parameters()], wanted)
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_inside_of_a_block_is_refused(way: str) -> None:
+    model = Model(torch.bfloat16)
+    with streamed(model, **WAYS[way]) as (optimizer, _, _):
+        loss_of(model, 0).backward()
+        inner: Any = model.layers[1].first  # type: ignore[union-attr,index]
+        hook = inner.register_forward_hook(lambda *_: optimizer.step())
+        before = [each.detach().clone() for each in model.parameters()]
+        with torch.no_grad(), pytest.raises(UsageError, match="inside of a call of its block"):
+            loss_of(model, 1)
+        hook.remove()
+        assert same([each.detach() for each in model.parameters()], before)
+        optimizer.zero_grad()
+        train(model, optimizer, steps=1)
+
+
 def test_misuse_while_parameters_are_streamed() -> None:
     model = Model()
     with streamed(model) as (optimizer, attached, session):

@@ -16,8 +16,9 @@ A streamed parameter is in pinned CPU memory between uses, its *home*, as a tens
 parameters ] in ``parameters/streamed.py``. So a step reads and writes it like any other, on any stream, and not the
 copy that a block may compute with just then. A block's next copy of the home comes after the step: it waits for
 compute, and compute waits for the step. With ``overlap_forward`` compute waits just before a home is copied, which is
-one block ahead of its call. A step raises the parameter's version. So a copy from before it is never used after it: a
-saved parameter raises an error, and a block that was fetched ahead is fetched once more.
+one block ahead of its call. A step inside of a call of its block is refused. A step raises the parameter's version. So
+a copy from before it is never used after it: a saved parameter raises an error, and a block that was fetched ahead is
+fetched once more.
 """
 
 from __future__ import annotations
@@ -148,6 +149,11 @@ class HostParameter:
 
     def check(self) -> None:
         """Raise a ``UsageError`` if the parameter was moved, cast or resized."""
+        if self.streamed is not None and self.streamed.is_in_use:
+            raise UsageError(
+                f"{self.streamed.name} is streamed, and was stepped inside of a call of its block, expected a step "
+                f"after the call"
+            )
         if self.streamed is not None:
             self.streamed.check()
         if not self.is_unchanged():
@@ -173,8 +179,6 @@ class HostParameter:
         for tensor in {id(self.parameter): self.parameter, id(local): local}.values():
             # Autograd refuses to go back through what was computed with the old values.
             torch.autograd.graph.increment_version(tensor)
-        if self.streamed is not None:
-            self.streamed.is_written()
         self._stamp = self._stamp_now()
 
     def is_as_written(self) -> bool:

@@ -112,8 +112,8 @@ class StreamedParameter:
         self.before_fetch: Callable[[], None] = _nowhere
         """An optimizer waits here for steps that write the home."""
         self.has_left = False
-        self._stepped: int | None = None
-        """The version that an optimizer's last step gave it."""
+        self.is_in_use = False
+        """Whether its data is a copy in the device's own memory."""
         self._on_cpu(write=True).copy_(parameter.detach())
         self.at_rest = self._over(home.mapped(backend).untyped_storage())
         """The parameter's content between uses: the home, as a tensor of the device."""
@@ -142,12 +142,12 @@ class StreamedParameter:
     def use(self, storage: torch.UntypedStorage) -> None:
         """The parameter's data is this storage."""
         self.own().data = self._over(storage)
+        self.is_in_use = True
 
     def rest(self, entry: StreamedEntry) -> None:
         """The parameter's data is its home, which gets what the block wrote meanwhile."""
         own = self.own()
-        is_known = version_of(own) in (entry.version, self._stepped)
-        if own.untyped_storage() is not entry.origin() or not is_known:
+        if own.untyped_storage() is not entry.origin() or version_of(own) != entry.version:
             if (own.dtype, own.shape) != self._form[:2]:
                 raise UsageError(
                     f"{self.name} is streamed, and its block gave it other data: got {own.dtype} {tuple(own.shape)}, "
@@ -157,10 +157,7 @@ class StreamedParameter:
                 self._backend.wait(self._backend.compute(), event)
             self.at_rest.copy_(own.detach())
         own.data = self.at_rest
-
-    def is_written(self) -> None:
-        """A step writes the home. A copy on the device is of before."""
-        self._stepped = version_of(self.own())
+        self.is_in_use = False
 
     def leave(self) -> None:
         """The parameter gets memory of its own, where it was. The device has done all that writes the home."""
