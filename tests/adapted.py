@@ -1,4 +1,4 @@
-"""Blocks whose weights are mostly frozen, as those of a model with adapters."""
+"""Blocks whose weights are mostly frozen, as those of a model with adapters, and one whose weights are trained."""
 
 from __future__ import annotations
 
@@ -27,6 +27,18 @@ class Block(nn.Module):
         super().__init__()
         self.norm = nn.LayerNorm(width).requires_grad_(False)
         self.first, self.second = Adapted(width, 4 * width), Adapted(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.2, self.training))
+
+
+class FeedForward(nn.Module):
+    """A feed-forward layer with dropout, all of whose weights are trained."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.first, self.second = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.2, self.training))

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import spillway
+from adapted import FeedForward
 from spillway import policies
 from spillway.optim.offloaded_gradient import OffloadedGradient
 
@@ -28,21 +28,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.1, self.training))
-
-
 class Model(nn.Module):
     def __init__(self, dtype: torch.dtype, times: int = 1) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(FeedForward(WIDTH) for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 8)
         self.times = times
         self.to(dtype)

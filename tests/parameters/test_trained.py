@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 import spillway
+from adapted import FeedForward
 from runtime.scenarios import adversary_session
 from spillway import policies
 from spillway.errors import InplaceError, TierFullError, UnsupportedError, UsageError
@@ -35,18 +35,6 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-class Block(nn.Module):
-    """A feed-forward layer with dropout."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.second(functional.dropout(functional.gelu(self.first(self.norm(x))), 0.2, self.training))
-
-
 class Model(nn.Module):
     """Its blocks are called several times if you say so."""
 
@@ -55,7 +43,7 @@ class Model(nn.Module):
         torch.manual_seed(1)
         self.times = times
         self.inputs = nn.Linear(4, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(BLOCKS))
+        self.layers = nn.ModuleList(FeedForward() for _ in range(BLOCKS))
         self.head = nn.Linear(WIDTH, 3)
         self.to(dtype)
 

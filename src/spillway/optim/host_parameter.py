@@ -75,13 +75,7 @@ class HostParameter:
     cut: bool
     """Whether the store may step it in pieces."""
 
-    def __init__(
-        self,
-        parameter: torch.Tensor,
-        group: int,
-        context: DeviceContext,
-        work_dtype: torch.dtype,
-    ) -> None:
+    def __init__(self, parameter: torch.Tensor, group: int, context: DeviceContext, work_dtype: torch.dtype) -> None:
         self.parameter = parameter
         self.group = group
         self.context = context

@@ -388,7 +388,7 @@ class OffloadedOptimizer(Optimizer):
         self._steps.take_edits()
         yield placement.streamed
         moved = [held for held in placement.held.values() if placement.has_moved(held)]
-        if moved and self._placement.follow_to_device():
+        if moved and placement.follow_to_device():
             self._share_tuner = ShareTuner()
         with contextlib.ExitStack() as undo:
             made = []

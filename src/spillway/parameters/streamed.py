@@ -112,7 +112,7 @@ class StreamedBlock:
 
         Raises:
             UsageError: if a parameter was moved or cast.
-            UnsupportedError: if a parameter requires grad; while a graph is captured; inside of a ``torch.func``
+            UnsupportedError: while a graph is captured; inside of a ``torch.func``
                 transform; if a call on another stream is under way.
         """
         model = self._model
