@@ -408,7 +408,10 @@ def bound(row: Row, plain: Row, rates: dict[str, float], options: argparse.Names
         share = row.stats["stepped_on_host"] / row.parameters
     host = (32 if with_masters else 14) * row.parameters * share / (rates["stream"] * 1e9)
     if on_link:
-        host = max(host, max(row.stats["received_bytes"], row.stats["sent_bytes"]) / (rates["link"] * 1e9))
+        # Weights in bfloat16 are copied for forward, and for backward.
+        weights = 4 * row.parameters if "weights streamed" in row.way else 0
+        most = max(row.stats["received_bytes"] + weights, row.stats["sent_bytes"])
+        host = max(host, most / (rates["link"] * 1e9))
     backward = plain.step_seconds / options.micro - plain.forward_seconds
     hidden = plain.forward_seconds if "overlapping" in row.way else 0.0
     if "in backward" in row.way or ("clipped" not in row.way and "GPU in chunks" not in row.way):

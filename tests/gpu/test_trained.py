@@ -237,8 +237,8 @@ def test_memory_and_gradients(session: spillway.Session, way: str) -> None:
         torch.cuda.synchronize()
         assert all(isinstance(each.grad, OffloadedGradient) for each in model.layers.parameters())
         assert all(each.grad.device == DEVICE for each in model.layers.parameters())  # type: ignore[union-attr]
-        # Weights and gradients of two blocks, and activations, of six blocks.
-        assert torch.cuda.max_memory_allocated() - level <= 4 * block + 40 * x.nbytes
+        # Weights and gradients of two blocks, activations of six blocks, and norms.
+        assert torch.cuda.max_memory_allocated() - level <= 4 * block + 40 * x.nbytes + 2**20
         assert torch.cuda.memory_allocated() - level <= 2 * block + x.nbytes
         copied = copy.deepcopy(model)
         assert all(torch.equal(one, other) for one, other in zip(copied.parameters(), model.parameters(), strict=True))

@@ -52,7 +52,21 @@ class Child(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("optimizer_class", [Everything, Child])
+class Replacing(Optimizer):
+    """A class that gives parameters other memory."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    one.data = one - group["lr"] * one.grad
+
+
+@pytest.mark.parametrize("optimizer_class", [Everything, Child, Replacing])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_class_of_ones_own_steps_all_parameters_at_once(
     optimizer_class: type[Optimizer], dtype: torch.dtype, session: spillway.Session

@@ -119,10 +119,15 @@ class ChunkPart(NamedTuple):
         """These elements of a tensor in the parameter's memory layout."""
         return whole.as_strided(*self.form, int(whole.storage_offset()) + self.start)
 
-    def written_until(self, end: Event) -> None:
-        """A step writes the parameter until this event. A home is not an allocator's, and may be freed before."""
-        if self.held.streamed is not None:
-            self.held.streamed.home.after(("step", self.start), end)
+    def home(self) -> Bytes:
+        """The pinned memory of these elements, of a parameter that is streamed."""
+        assert self.held.streamed is not None
+        return self.held.streamed.home.range(self.start * self.held.local().itemsize, self.nbytes)
+
+    def home_until(self, end: Event) -> None:
+        """A step's copies read and write the home until this event."""
+        assert self.held.streamed is not None
+        self.held.streamed.home.after(("step", self.start), end)
 
     def values(self) -> torch.Tensor:
         """These elements of the parameter. Not an alias: writes would count up its version from another thread."""
@@ -209,6 +214,8 @@ class ChunkTransfer:
     left: Event | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     """Gradients that were loaded with it, by the numbers of the parts."""
+    homes: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Copies on the GPU of streamed parameters, by the numbers of the parts."""
     values: dict[int, SentTensor] = field(default_factory=dict)
     """Parameters that were read for it, by the numbers of the parts."""
     states: list[State] = field(default_factory=list)

@@ -30,13 +30,11 @@ class CpuTier(ChunkTier):
     """A tier whose chunks the CPU steps. With a chunk it loads the parameters, which are copied to CPU memory."""
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
-        parts = [transfer.chunk.parts[index] for index in transfer.steps]
-        return sum(pages(part.nbytes) for part in parts if not part.held.in_place)
+        return sum(pages(part.nbytes) for part in _read_parts(transfer).values())
 
     def load(self, transfer: ChunkTransfer) -> None:
         assert transfer.ready is not None
-        parts = {index: transfer.chunk.parts[index] for index in transfer.steps}
-        values = {index: part.of(part.held.local()) for index, part in parts.items() if not part.held.in_place}
+        values = {index: part.of(part.held.local()) for index, part in _read_parts(transfer).items()}
         sent = transfer.chunk.context.transfers.fetch(list(values.values()), transfer.ready)
         transfer.values = dict(zip(values, sent, strict=True))
 
@@ -295,9 +293,15 @@ class CpuStore(StateStore):
         """The tensor that is stepped for a part, updated from the parameter."""
         part, sent, memory = transfer.chunk.parts[index], transfer.values.get(index), self._in_memory
         transfers = part.held.context.transfers
-        values = part.values() if sent is None else transfers.read(sent).as_strided(*part.form)
+        if part.held.streamed is not None:
+            # Blocks have read it by then, and the user has written it.
+            assert transfer.ready is not None
+            transfer.ready.synchronize()
+            values = _home(part)
+        else:
+            values = part.values() if sent is None else transfers.read(sent).as_strided(*part.form)
         parameter = self.parameter(transfer, index, values)
-        if part.held.has_master and memory is not None:
+        if sent is not None and part.held.has_master and memory is not None:
             transfers.give_back(transfer.values.pop(index))
         elif sent is not None:
             transfers.backend.host_access(sent.memory, write=True)
@@ -311,7 +315,8 @@ class CpuStore(StateStore):
             part, sent = transfer.chunk.parts[index], transfer.values.get(index)
             if memory is not None:
                 memory.set_state(transfer.chunk, index, transfer.states[index])
-            if part.held.in_place:
+            if part.held.streamed is not None or part.held.in_place:
+                _put(parameter, part.values() if part.held.streamed is None else _home(part))
                 continue
             local = part.held.local()
             if sent is None:
@@ -321,15 +326,11 @@ class CpuStore(StateStore):
                 source = Cells(memory.master_bytes(part), part.held.work_dtype)
             else:
                 source = Cells(sent.memory, local.dtype)
-                if part.held.has_master:
-                    context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True).as_strided(
-                        *part.form
-                    ).copy_(parameter)
-            uploads.append(Upload(local, part.start, source, is_home=part.held.streamed is not None))
+                values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
+                _put(parameter, values.as_strided(*part.form))
+            uploads.append(Upload(local, part.start, source))
         assert transfer.ready is not None
         end = context.transfers.update(uploads, transfer.ready) if uploads else transfer.ready
-        for index in parameters:
-            transfer.chunk.parts[index].written_until(end)
         for part in pinned:
             assert memory is not None
             memory.uploaded(part, end)
@@ -344,3 +345,22 @@ class CpuStore(StateStore):
         divides = self._in_memory is not None and self._steps_alone and transfer.chunk.parts[0].held.cut
         with self._lock:
             transfer.cost.host_seconds += seconds / self._workers if divides else seconds
+
+
+def _read_parts(transfer: ChunkTransfer) -> dict[int, ChunkPart]:
+    """The parts whose parameters are copied from the GPU to be stepped."""
+    parts = {index: transfer.chunk.parts[index] for index in transfer.steps}
+    return {index: part for index, part in parts.items() if not part.held.in_place and part.held.streamed is None}
+
+
+def _home(part: ChunkPart) -> torch.Tensor:
+    """The pinned memory of a streamed parameter, where the CPU reads and writes it."""
+    memory, local = part.home(), part.held.local()
+    part.held.context.transfers.backend.host_access(memory, write=True)
+    return Cells(memory, local.dtype).tensor().as_strided(*part.form)
+
+
+def _put(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy a stepped parameter to its place. A class of the user's own may have given it other memory."""
+    if parameter.data_ptr() != values.data_ptr():
+        values.copy_(parameter)

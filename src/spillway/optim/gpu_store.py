@@ -12,7 +12,8 @@ forward meanwhile. The order is kept by these waits:
    read or write the parameter, its gradient, and a factor of clipping.
 2. The copy stream in waits for the step stream before it writes memory that was allocated there, and for the arrival
    of an offloaded gradient in pinned memory. It does not wait for compute: states come in before the gradient is there.
-3. The step stream waits for a chunk's copy in, before its step. The copy stream out waits for the step.
+3. The step stream waits for a chunk's copy in, before its step. The copy stream out waits for the step. The home of a
+   streamed parameter is read and written by these copies. This one copy in does wait for compute, which may write it.
 4. The step stream waits for a chunk's copy out before its memory is freed, and at the end of the step for all of them.
    So the next copy in of the same chunk comes after its copy out.
 5. Compute waits for the tasks of a parameter, and for its new values, before ``step()`` returns; with
@@ -112,8 +113,9 @@ class PinnedTier(ChunkTier):
     def nbytes(self, transfer: ChunkTransfer) -> int:
         stored = transfer.chunk.layout.nbytes if transfer.chunk.is_stored else 0
         gradients = sum(aligned(cells.memory.nbytes, _LINE) for _, cells, _ in _pinned_gradients(transfer))
+        homes = sum(aligned(part.nbytes, _LINE) for _, part in _streamed_parts(transfer))
         layout = transfer.next_layout()
-        return aligned(stored, _LINE) + gradients + (0 if layout is None else layout.nbytes)
+        return aligned(stored, _LINE) + gradients + homes + (0 if layout is None else layout.nbytes)
 
     def reserve(self, chunk: StateChunk, layout: Layout) -> tuple[_Range, ...]:
         if chunk.is_cut:
@@ -125,12 +127,12 @@ class PinnedTier(ChunkTier):
         chunk, context = transfer.chunk, transfer.chunk.context
         backend, incoming = context.transfers.backend, self.streams_of(context).incoming
         stored = chunk.layout.nbytes if chunk.is_stored else 0
-        gradients = list(_pinned_gradients(transfer))
+        gradients, homes = list(_pinned_gradients(transfer)), list(_streamed_parts(transfer))
         nbytes, layout = transfer.nbytes, transfer.next_layout()
         if layout is not None:
             transfer.room = self.memory(context, layout.nbytes)
             nbytes -= layout.nbytes
-        if not stored and not gradients:
+        if not (stored or gradients or homes):
             return
         memory = transfer.memory = self.memory(context, nbytes)
         # The step stream has waited until all that is stored is there.
@@ -145,7 +147,18 @@ class PinnedTier(ChunkTier):
             self._copy_in(context, Bytes(memory.storage, start, source.nbytes), source)
             transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
+        if homes:
+            # The user's writes come before. So do the copies of the step before, which compute has waited for.
+            assert transfer.ready is not None
+            backend.wait(incoming, transfer.ready)
+        for index, part in homes:
+            self._copy_in(context, Bytes(memory.storage, start, part.nbytes), part.home())
+            dtype = part.held.local().dtype
+            transfer.homes[index] = over(memory.storage, dtype, start // dtype.itemsize, *part.form)
+            start += aligned(part.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
+        for _, part in homes:
+            part.home_until(transfer.arrived)
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
         for step in (transfer.steps[index] for index, _, _ in gradients):
@@ -176,9 +189,13 @@ class PinnedTier(ChunkTier):
         transfer.chunk.states = transfer.states
 
     def drop(self, transfer: ChunkTransfer) -> None:
+        if transfer.left is not None:
+            backend = transfer.chunk.context.transfers.backend
+            backend.wait(backend.compute(), transfer.left)
         transfer.memory = transfer.room = None
         transfer.states = []
         transfer.gradients.clear()
+        transfer.homes.clear()
 
     def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
@@ -199,10 +216,22 @@ class PinnedTier(ChunkTier):
         for one in place:
             one.pinned.after("out", transfer.left)
 
+    def store_homes(self, transfer: ChunkTransfer) -> Event:
+        """Queue the copies of streamed parameters that were stepped to their homes; gives their end."""
+        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
+        backend = transfers.backend
+        backend.wait(outgoing, backend.record(backend.compute()))
+        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
+            for index, values in transfer.homes.items():
+                home = transfer.chunk.parts[index].home()
+                backend.copy(outgoing, home, memory_of(values))
+                transfers.count(sent=home.nbytes)
+        transfer.left = backend.record(outgoing)
+        for index in transfer.homes:
+            transfer.chunk.parts[index].home_until(transfer.left)
+        return transfer.left
+
     def finish(self, transfer: ChunkTransfer) -> None:
-        if transfer.left is not None:
-            backend = transfer.chunk.context.transfers.backend
-            backend.wait(backend.compute(), transfer.left)
         self.drop(transfer)
 
     def host_states(self, chunk: StateChunk) -> list[State]:
@@ -355,16 +384,15 @@ class GpuStore(StateStore):
                     self.step_parts(transfer, parameters)
                 for index, parameter in parameters.items():
                     part = transfer.chunk.parts[index]
-                    values = part.values()
-                    if part.held.has_master or part.held.streamed is not None:
+                    values = part.values() if part.held.streamed is None else transfer.homes[index]
+                    if values.data_ptr() != parameter.data_ptr():
                         values.copy_(parameter)
                     backend.compute_access(memory_of(values))
                     if part.held.streamed is None:
                         # The model may be gone before the step stream has written it.
                         backend.hand_back(memory_of(values), (stepping,))
-                end = backend.record(backend.compute())
-                for index in parameters:
-                    transfer.chunk.parts[index].written_until(end)
+                # Copies to homes come after the step.
+                end = self.tier.store_homes(transfer) if transfer.homes else backend.record(backend.compute())
                 self.send_back(transfer, pipeline)
         return end
 
@@ -380,10 +408,7 @@ class GpuStore(StateStore):
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
-        values = part.values()
-        if part.held.streamed is not None:
-            # One copy of the home, before kernels that read it several times.
-            values = values.clone(memory_format=torch.preserve_format)
+        values = part.values() if part.held.streamed is None else transfer.homes[index]
         parameter = self.parameter(transfer, index, values)
         snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
@@ -423,6 +448,14 @@ class _Streamed:
         with self._backend.compute_on(self._streams.stepping):
             self._loaded = self._backend.record(self._streams.incoming)
             self.pipeline.settle()
+
+
+def _streamed_parts(transfer: ChunkTransfer) -> Iterator[tuple[int, ChunkPart]]:
+    """The parts that are stepped, and whose parameters are in pinned memory."""
+    for index in transfer.steps:
+        part = transfer.chunk.parts[index]
+        if part.held.streamed is not None:
+            yield index, part
 
 
 def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:

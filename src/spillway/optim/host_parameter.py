@@ -12,9 +12,10 @@ memory. Tensor versions would miss the writes above, and a checksum on the GPU w
 
 NOTE [ Steps of streamed parameters ]
 
-A streamed parameter is in pinned CPU memory between uses, its *home*, as a tensor of the GPU: see NOTE [ Streamed
-parameters ] in ``parameters/streamed.py``. So a step reads and writes it like any other, on any stream, and not the
-copy that a block may compute with just then. A block's next copy of the home comes after the step: it waits for
+A streamed parameter is in pinned CPU memory between uses, its *home*: see NOTE [ Streamed parameters ] in
+``parameters/streamed.py``. A step reads and writes the home, and not the copy that a block may compute with just then.
+On the CPU it does so in place. On the GPU the home is copied in and out with its chunk, since a copy of its own would
+queue behind the chunks that are fetched ahead. A block's next copy of the home comes after the step: it waits for
 compute, and compute waits for the step. With ``overlap_forward`` compute waits just before a home is copied, which is
 one block ahead of its call. A step inside of a call of its block is refused. A step raises the parameter's version. So
 a copy from before it is never used after it: a saved parameter raises an error, and a block that was fetched ahead is

@@ -106,8 +106,6 @@ class Upload(NamedTuple):
     """Its first element that is written, in memory order."""
     source: Cells
     """Pinned memory, of the target's type or of one that the GPU converts."""
-    is_home: bool = False
-    """Whether the target is the home of a streamed parameter, which is no allocator's."""
 
 
 class Transfers:
@@ -187,7 +185,7 @@ class Transfers:
             if after is not self._followed:
                 self.backend.wait(self._back, after)
                 self._followed = after
-            for tensor, start, source, _ in uploads:
+            for tensor, start, source in uploads:
                 memory = source.memory
                 if memory.nbytes == 0:
                     continue
@@ -205,8 +203,7 @@ class Transfers:
         """The same for the user's tensors. The user may drop one while its copy is under way."""
         end = self.receive(uploads, after)
         for upload in uploads:
-            if not upload.is_home:
-                self.backend.hand_back(memory_of(upload.target), (self._back,))
+            self.backend.hand_back(memory_of(upload.target), (self._back,))
         return end
 
     def pinned(self, nbytes: int) -> Block:
