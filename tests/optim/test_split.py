@@ -156,7 +156,7 @@ def test_each_parameter_has_the_bits_of_its_place(moves: bool, hostile: spillway
     optimizer = OffloadedOptimizer(mine, AdamW, session=hostile, lr=1e-2, **SPLIT.options)
     for step in range(STEPS):
         if moves and step == STEPS // 2:
-            list(optimizer._placement.move_between_stores(0.2))
+            list(optimizer._moves.to_stores(0.2))
             optimizer._steps.take_edits()
         gradients = [torch.randn(shape) for shape in shapes]
         for one, gradient in zip(mine, gradients, strict=True):
@@ -339,7 +339,7 @@ def test_states_move_between_two_steps(
 
     def each(*_: Any) -> None:
         # Each share is the last one otherwise.
-        optimizer._share_tuner = ShareTuner()
+        optimizer._moves._share_tuner = ShareTuner()
         places.append(tuple(on_cpu(optimizer)))
 
     loop.each = each
@@ -405,7 +405,7 @@ def test_a_move_that_fails_loses_nothing(
         patch.setattr(state_store, place, broken)
         moved = []
         with pytest.raises(Broken):
-            moved += map(id, optimizer._placement.move_between_stores(share))
+            moved += map(id, optimizer._moves.to_stores(share))
     assert bool(moved) is (at > 5)
     for parameter, here in zip(model.parameters(), on_cpu(optimizer), strict=True):
         # Each is where it was, or where it was to go.
@@ -630,7 +630,7 @@ def test_a_class_of_ones_own_is_refused(cpu_session: spillway.Session) -> None:
 def test_in_a_process_group_the_number_has_to_be_given(
     hostile: spillway.Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("spillway.optim.optimizer.many_processes", lambda: True)
+    monkeypatch.setattr("spillway.optim.moves.many_processes", lambda: True)
     model = net()
     optimizer = split(model, hostile, cpu_share=None)
     model(torch.randn(8, 33)).sum().backward()

@@ -21,7 +21,6 @@ from runtime.scenarios import adversary_session
 from spillway import policies
 from spillway.errors import InplaceError, TierFullError, UnsupportedError, UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
-from spillway.optim.placement import Placement
 from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
 
@@ -246,7 +245,7 @@ def test_attached_and_removed_between_steps(moves: bool, way: str, monkeypatch: 
 
         def change(number: int) -> None:
             # As if the CPU were another device than the one of the model.
-            monkeypatch.setattr(Placement, "has_moved", lambda self, held: moves)
+            monkeypatch.setattr("spillway.optim.moves.has_moved", lambda held: moves)
             if number:
                 attached.pop().remove()
                 assert not any(map(is_streamed, model.parameters()))
@@ -356,7 +355,7 @@ def test_too_little_memory_for_states_leaves_all_as_it_was(budget: int, monkeypa
             model.parameters(), torch.optim.AdamW, step_on="gpu", session=session, **ADAMW
         )
         train(model, optimizer, steps=1)
-        monkeypatch.setattr(Placement, "has_moved", lambda self, held: True)
+        monkeypatch.setattr("spillway.optim.moves.has_moved", lambda held: True)
         try:
             attach(model, optimizer, session).remove()
         except TierFullError:

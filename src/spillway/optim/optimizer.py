@@ -13,12 +13,13 @@ from torch.optim import Optimizer
 
 from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
+from spillway.optim.moves import Moves
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
-from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, ShareTuner, check_fraction
+from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction
 from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
-from spillway.optim.tensors import local_of, many_processes
+from spillway.optim.tensors import local_of
 from spillway.optim.transfers import on_error
 from spillway.session import Session
 from spillway.types import OptimizerStats
@@ -154,15 +155,15 @@ class OffloadedOptimizer(Optimizer):
         self._ready = False
         self._closed = False
         self._session = session if session is not None else Session.default()
-        self._tuner = FractionTuner(slowdown) if fraction == "auto" else None
         groups = lambda: self.param_groups  # noqa: E731
         self._placement = Placement(optimizer_class, device_class, arguments, options, self._session, groups)
         self._views = StateViews(self._placement.state_of, self._open_state)
         self._steps = StepQueue(self._placement, self._views, groups, self._check_usable)
+        tuner = FractionTuner(slowdown) if fraction == "auto" else None
+        self._moves = Moves(self._placement, self._steps, self._views, tuner)
         super().__init__(params, arguments.defaults)
         self._add(list(self._placement.parameters()))
-        # Without a GPU the CPU steps all.
-        self._share_tuner = ShareTuner() if options.measures_share and self._placement.cpu_share < 1 else None
+        self._moves.measure_share()
         self._session.finish_at_close(self)
         self._ready = True
 
@@ -176,17 +177,11 @@ class OffloadedOptimizer(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._check_alone()
+        self._moves.check_alone()
         self._steps.begin()
-        if self._tuner is not None:
-            # The GPU may not have waited for the last step yet.
-            chosen = self._tuner.note(self._steps.older.times(), self.fraction)
-            if chosen is not None:
-                self._divide(chosen)
+        self._moves.step_begins()
         self._steps.run()
-        if self._share_tuner is not None:
-            # Now, since the next backward may step.
-            self._tune_share(self._share_tuner)
+        self._moves.step_is_queued()
         return loss
 
     def synchronize(self) -> None:
@@ -304,15 +299,15 @@ class OffloadedOptimizer(Optimizer):
                 "divide() of an optimizer whose parameters are streamed, which steps all of them with state in CPU "
                 "memory. Call attached.remove() first."
             )
-        if self._tuner is not None or options.budget is not None or options.step_in_backward:
+        if self._moves.chooses_fraction or options.budget is not None or options.step_in_backward:
             raise UsageError(
                 "divide() of an optimizer with fraction='auto', a device_budget or step_in_backward=True, which decide "
                 "the fraction themselves. Leave these out, or give a number."
             )
         check_fraction(fraction)
-        self._finish_steps()
+        self._moves.finish_steps()
         self._steps.take_edits()
-        self._divide(float(fraction))
+        self._moves.divide(float(fraction))
         self._steps.forget_costs()
 
     def profile(self) -> OptimizerProfile | None:
@@ -348,23 +343,7 @@ class OffloadedOptimizer(Optimizer):
             UnsupportedError: in a process group.
         """
         self._check_usable()
-        placement = self._placement
-        stays = any(parameter not in placement.held for _, parameter in placement.parameters())
-        if self._tuner is not None or placement.options.budget is not None or stays:
-            raise UsageError(
-                "got an optimizer with a fraction or a device_budget, some of whose state stays on the GPU, expected "
-                "none of them with stream=. Leave both out."
-            )
-        if any(parameter.grad is not None for _, parameter in placement.parameters()):
-            raise UsageError(
-                "got parameters with gradients, expected none: they would have to move. Attach between zero_grad() and "
-                "the next backward."
-            )
-        if many_processes():
-            raise UnsupportedError(
-                "stream= with an optimizer, in a process group: got several processes, expected one. Shard parameters "
-                "by fully_shard() instead."
-            )
+        self._moves.check_streaming()
 
     @contextlib.contextmanager
     def moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
@@ -378,36 +357,12 @@ class OffloadedOptimizer(Optimizer):
             UsageError: between a backward that has stepped parameters and its ``step()``.
             TierFullError: there is no memory for the states. The optimizer is as it was, if parameters go back.
         """
-        placement = self._placement
         if self._closed or self._session.closed:
-            yield placement.streamed
+            yield self._placement.streamed
             return
         self._check_usable()
-        self._steps.early.check_none("a move of parameters")
-        self._finish_steps()
-        self._steps.take_edits()
-        yield placement.streamed
-        moved = [held for held in placement.held.values() if placement.has_moved(held)]
-        if moved and placement.follow_to_device():
-            self._share_tuner = ShareTuner()
-        with contextlib.ExitStack() as undo:
-            made = []
-            for held in moved:
-                made.append(placement.copy_of(held))
-                undo.callback(placement.discard_copy, made[-1])
-            undo.pop_all()
-        for before, after in zip(moved, made, strict=True):
-            gradient = before.gradient.restore() if before.gradient.is_current() else before.parameter.grad
-            before.unhook()
-            placement.replace(before, after)
-            after.parameter.grad = None
-            self._steps.watch(after)
-            self._steps.give(after, gradient)
-            self._views.show(after.parameter)
-        for held in placement.held.values():
-            self._steps.follow_home(held, placement.streamed.get(held.parameter))
-        if moved:
-            self._steps.forget_costs()
+        with self._moves.following() as streamed:
+            yield streamed
 
     def refresh_master_weights(self) -> None:
         """The next step takes all fp32 master weights from their parameters, and drops their further bits.
@@ -522,49 +477,6 @@ class OffloadedOptimizer(Optimizer):
     def _add(self, parameters: list[tuple[int, torch.Tensor]]) -> None:
         for held in self._placement.add(parameters):
             self._steps.watch(held)
-
-    def _check_alone(self) -> None:
-        """Raise in a process group, if a number is to be measured."""
-        option, number = ("fraction", "fraction") if self._tuner is not None else ("step_on", "cpu_share")
-        if (self._tuner is not None or self._share_tuner is not None) and many_processes():
-            raise UnsupportedError(
-                f"{option}='auto' in a process group: ranks would choose different numbers. Give the same {number} on "
-                f"every rank. A run of one process finds it: optimizer.{number}."
-            )
-
-    def _finish_steps(self) -> None:
-        self.synchronize()
-        for context in self._placement.contexts.values():
-            # Tasks that write master weights end.
-            context.last_task().finish()
-
-    def _tune_share(self, tuner: ShareTuner) -> None:
-        """Let the CPU step another share of the elements, if the measured steps say so."""
-        # The GPU may not have waited for the last step yet.
-        chosen = tuner.note(self._steps.older.times())
-        if tuner.is_done:
-            self._share_tuner = None
-        if chosen is None:
-            return
-        self._finish_steps()
-        for parameter in self._placement.move_between_stores(chosen):
-            self._views.show(parameter)
-        self._steps.forget_costs()
-
-    def _divide(self, fraction: float) -> None:
-        for group, parameter in self._placement.changes(fraction):
-            self._move(group, parameter)
-
-    def _move(self, group: int, parameter: torch.Tensor) -> None:
-        """Move a parameter's state and step from the CPU to its GPU, or back."""
-        held = self._placement.held.get(parameter)
-        if held is None:
-            self._steps.watch(self._placement.move_to_cpu(group, parameter))
-        else:
-            self._placement.copy_to_device(held)
-            self._steps.bring_back(held)
-            self._placement.remove(held)
-        self._views.show(parameter)
 
     def _open_state(self, parameter: torch.Tensor) -> dict[Any, Any]:
         self.synchronize()

@@ -52,7 +52,7 @@ from spillway.optim.options import Options, alternating, compute_with, counted, 
 from spillway.optim.state_store import StateStore, StepCost
 from spillway.optim.states import device_copy
 from spillway.optim.tensors import follow, local_of
-from spillway.optim.transfers import Transfers, on_error
+from spillway.optim.transfers import Transfers
 from spillway.runtime.backend import HostQueue
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
@@ -90,7 +90,7 @@ class Placement:
         self._class = optimizer_class
         self._given = arguments.cpu
         self._session = session
-        self._groups = groups
+        self.groups = groups
         self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
         self._threads: tuple[HostQueue, HostQueue, HostQueue] | None = None
         self.device = DeviceStep(device_class, arguments)
@@ -100,7 +100,7 @@ class Placement:
 
     def parameters(self) -> Iterator[tuple[int, torch.Tensor]]:
         """All parameters, with the indices of their groups."""
-        for index, group in enumerate(self._groups()):
+        for index, group in enumerate(self.groups()):
             for parameter in group["params"]:
                 yield index, parameter
 
@@ -118,7 +118,7 @@ class Placement:
         """Bytes of a parameter's state, its master weight included."""
         local, work = local_of(parameter), self.options.work_dtype(parameter)
         master = 0 if work == local.dtype else local.numel() * work.itemsize
-        return master + self._prediction.nbytes(local.shape, work, self._groups()[group])
+        return master + self._prediction.nbytes(local.shape, work, self.groups()[group])
 
     def add(self, parameters: Sequence[tuple[int, torch.Tensor]]) -> list[HostParameter]:
         """Place new parameters, given with the indices of their groups. Gives those that the CPU steps."""
@@ -129,10 +129,10 @@ class Placement:
         if is_new and all(device.transfers.backend.direct_disk for device in devices):
             # Nothing is gained by copies from CPU memory to CPU memory.
             self.cpu_share = 1.0
-        fraction, stores = self.options.fraction, self._stores_by_parameter()
-        on_cpu = self._on_cpu(parameters, fraction if isinstance(fraction, (int, float)) else 1.0)
+        fraction, stores = self.options.fraction, self.stores_by_parameter()
+        on_cpu = self.on_cpu(parameters, fraction if isinstance(fraction, (int, float)) else 1.0)
         # All of them are made before the first is added: one may be refused.
-        held = [self._made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
+        held = [self.made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
         for one in held:
             self.held[one.parameter] = one
             stores[one.parameter].add(one)
@@ -141,82 +141,11 @@ class Placement:
                 self.device.add(parameter, group, self.options.work_dtype(parameter))
         return held
 
-    def changes(self, fraction: float) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parameters that have to move for another fraction, with the indices of their groups."""
-        parameters = list(self.parameters())
-        for (group, parameter), here in zip(parameters, self._on_cpu(parameters, fraction), strict=True):
-            if here != (parameter in self.held):
-                yield group, parameter
-
-    def move_to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        """Let the CPU step a parameter that the GPU stepped."""
-        held = self._made(group, parameter)
-        with on_error(self.remove, held):
-            self.held[parameter] = held
-            self._stores_by_parameter()[parameter].add(held)
-            held.store.put([(held, self.device.state_of(parameter))])
-        self.device.discard(parameter)
-        return held
-
-    def copy_to_device(self, held: HostParameter) -> None:
-        """Let the GPU step a parameter. :meth:`remove` completes the move."""
-        (state,), parameter = held.store.load_all([held]), held.parameter
-        with on_error(self.device.discard, parameter):
-            self.device.add(parameter, held.group, held.work_dtype)
-            self.device.put_state(parameter, state, self._groups())
-
-    def has_moved(self, held: HostParameter) -> bool:
-        """Whether the parameter is on another device now."""
-        return local_of(held.parameter).device != held.context.transfers.backend.device
-
-    def follow_to_device(self) -> bool:
-        """Parameters may be on a GPU now, and were not; whether the CPU's share is to be measured, and was not."""
-        devices = {local_of(parameter).device for _, parameter in self.parameters()}
-        on_device = any(not self.context_of(device).transfers.backend.direct_disk for device in devices)
-        if not (self.options.measures_share and self.cpu_share == 1 and on_device):
-            return False
-        self.cpu_share = self.options.first_cpu_share
-        return True
-
-    def copy_of(self, held: HostParameter) -> HostParameter:
-        """A parameter that has moved, where it is now, with a copy of its state. :meth:`replace` completes this."""
-        (state,) = held.store.load_all([held])
-        made = self._made(held.group, held.parameter)
-        store = self._stores_by_parameter()[held.parameter]
-        with on_error(self.discard_copy, made):
-            store.add(made)
-            store.put([(made, state)])
-        return made
-
-    def discard_copy(self, made: HostParameter) -> None:
-        if hasattr(made, "store"):
-            made.store.discard(made)
-        made.release()
-
-    def replace(self, before: HostParameter, after: HostParameter) -> None:
-        """The copy takes the place of a parameter."""
-        self.remove(before)
-        self.held[after.parameter] = after
-
     def remove(self, held: HostParameter) -> None:
         """The CPU no longer steps a parameter. Its state is gone."""
         self.held.pop(held.parameter, None)
         held.store.discard(held)
         held.release()
-
-    def move_between_stores(self, cpu_share: float) -> Iterator[torch.Tensor]:
-        """Let the CPU step another share of the elements. Gives each parameter when its state has moved."""
-        self.cpu_share = cpu_share
-        stores = self._stores_by_parameter()
-        for parameter, held in self.held.items():
-            before, after = held.store, stores[parameter]
-            if before is not after:
-                (state,) = before.load_all([held])
-                with on_error(before.take_over, held), on_error(after.discard, held):
-                    after.add(held)
-                    after.put([(held, state)])
-                before.discard(held)
-                yield parameter
 
     # Steps.
 
@@ -261,7 +190,7 @@ class Placement:
         for parameter, state in states:
             held = self.held.get(parameter)
             if held is None:
-                self.device.put_state(parameter, state, self._groups())
+                self.device.put_state(parameter, state, self.groups())
             else:
                 held.check()
                 loaded[held] = state
@@ -274,7 +203,7 @@ class Placement:
             store.begin(some)
         for parameter in parameters:
             if parameter not in self.held:
-                self.device.begin_state(parameter, self._groups())
+                self.device.begin_state(parameter, self.groups())
 
     def close(self) -> None:
         for store in self.stores:
@@ -317,7 +246,7 @@ class Placement:
             )
         stores: list[StateStore] = []
         if step_on != "cpu":
-            stores.append(GpuStore(self._class, self._given, lambda held: settings_of(self._groups()[held.group])))
+            stores.append(GpuStore(self._class, self._given, lambda held: settings_of(self.groups()[held.group])))
         if step_on != "gpu":
             workers, _ = workers_of(self.options.threads_of_step)
             place = DiskTier() if tier == "disk" else MemoryTier()
@@ -325,14 +254,15 @@ class Placement:
         return tuple(stores)
 
     def _cpu_settings(self, held: HostParameter) -> dict[str, Any]:
-        group = self._groups()[held.group]
+        group = self.groups()[held.group]
         return cpu_settings_of(group, fused=self.traits.is_fused(group, held.work_dtype))
 
-    def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
+    def made(self, group: int, parameter: torch.Tensor) -> HostParameter:
+        """A parameter to be stepped by a store, which has yet to add it."""
         context = self.context_of(local_of(parameter).device)
         return HostParameter(parameter, group, context, self.options.work_dtype(parameter))
 
-    def _stores_by_parameter(self) -> dict[torch.Tensor, StateStore]:
+    def stores_by_parameter(self) -> dict[torch.Tensor, StateStore]:
         """The store of every parameter, for as long as it is held: see NOTE [ Steps on both ]."""
         parameters = [parameter for _, parameter in self.parameters()]
         may_stream = counted([local_of(parameter).device for parameter in parameters])
@@ -345,7 +275,7 @@ class Placement:
             for parameter, is_taken, counts in zip(parameters, on_cpu, may_stream, strict=True)
         }
 
-    def _on_cpu(self, parameters: Sequence[tuple[int, torch.Tensor]], fraction: float) -> list[bool]:
+    def on_cpu(self, parameters: Sequence[tuple[int, torch.Tensor]], fraction: float) -> list[bool]:
         """Whether the CPU steps each of them: by the rest of the GPU's budget, or by a fraction without a budget."""
         may_stay = counted([local_of(parameter).device for _, parameter in parameters])
         among = list(zip(parameters, may_stay, strict=True))

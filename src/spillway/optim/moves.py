@@ -1,0 +1,226 @@
+"""Moves of parameters' states: between CPU and GPU, between stores, and after their parameters to another device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from spillway.errors import UnsupportedError, UsageError
+from spillway.optim.host_parameter import HostParameter
+from spillway.optim.options import FractionTuner, ShareTuner
+from spillway.optim.placement import Placement
+from spillway.optim.states import StateViews
+from spillway.optim.stepping import StepQueue
+from spillway.optim.tensors import local_of, many_processes
+from spillway.optim.transfers import on_error
+
+if TYPE_CHECKING:
+    from spillway.parameters.homes import StreamedParameter
+
+
+class Moves:
+    """Moves parameters' states between steps. A state that cannot be moved stays where it is.
+
+    Args:
+        tuner: chooses the fraction that the CPU steps, from the times of the first steps. ``None``: it is given.
+    """
+
+    def __init__(
+        self, placement: Placement, steps: StepQueue, views: StateViews, tuner: FractionTuner | None = None
+    ) -> None:
+        self._placement = placement
+        self._steps = steps
+        self._views = views
+        self._tuner = tuner
+        self._share_tuner: ShareTuner | None = None
+
+    def measure_share(self) -> None:
+        """Choose the CPU's share from the times of the next steps, if there is a GPU, and no share was given."""
+        if self._placement.options.measures_share and self._placement.cpu_share < 1:
+            self._share_tuner = ShareTuner()
+
+    def step_begins(self) -> None:
+        """Move parameters to or from the CPU, if the measured steps say so."""
+        if self._tuner is not None:
+            # The GPU may not have waited for the last step yet.
+            chosen = self._tuner.note(self._steps.older.times(), self._placement.fraction())
+            if chosen is not None:
+                self.divide(chosen)
+
+    def step_is_queued(self) -> None:
+        """Let the CPU step another share of the elements, if the measured steps say so."""
+        tuner = self._share_tuner
+        if tuner is None:
+            return
+        # Now, since the next backward may step. The GPU may not have waited for the last step yet.
+        chosen = tuner.note(self._steps.older.times())
+        if tuner.is_done:
+            self._share_tuner = None
+        if chosen is None:
+            return
+        self.finish_steps()
+        for parameter in self.to_stores(chosen):
+            self._views.show(parameter)
+        self._steps.forget_costs()
+
+    def check_alone(self) -> None:
+        """Raise in a process group, if a number is to be measured."""
+        option, number = ("fraction", "fraction") if self._tuner is not None else ("step_on", "cpu_share")
+        if (self._tuner is not None or self._share_tuner is not None) and many_processes():
+            raise UnsupportedError(
+                f"{option}='auto' in a process group: ranks would choose different numbers. Give the same {number} on "
+                f"every rank. A run of one process finds it: optimizer.{number}."
+            )
+
+    def finish_steps(self) -> None:
+        """Wait until all that was queued is done."""
+        self._steps.synchronize()
+        for context in self._placement.contexts.values():
+            # Tasks that write master weights end.
+            context.last_task().finish()
+
+    # Between CPU and GPU.
+
+    @property
+    def chooses_fraction(self) -> bool:
+        """Whether the fraction is chosen from the times of steps."""
+        return self._tuner is not None
+
+    def divide(self, fraction: float) -> None:
+        """Let the CPU step this share of all elements."""
+        parameters = list(self._placement.parameters())
+        on_cpu = self._placement.on_cpu(parameters, fraction)
+        for (group, parameter), here in zip(parameters, on_cpu, strict=True):
+            held = self._placement.held.get(parameter)
+            if here and held is None:
+                self._steps.watch(self._to_cpu(group, parameter))
+            elif held is not None and not here:
+                self._to_device(held)
+            else:
+                continue
+            self._views.show(parameter)
+
+    def _to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
+        placement = self._placement
+        held = placement.made(group, parameter)
+        with on_error(placement.remove, held):
+            placement.held[parameter] = held
+            placement.stores_by_parameter()[parameter].add(held)
+            held.store.put([(held, placement.device.state_of(parameter))])
+        placement.device.discard(parameter)
+        return held
+
+    def _to_device(self, held: HostParameter) -> None:
+        (state,), parameter, device = held.store.load_all([held]), held.parameter, self._placement.device
+        with on_error(device.discard, parameter):
+            device.add(parameter, held.group, held.work_dtype)
+            device.put_state(parameter, state, self._placement.groups())
+        self._steps.bring_back(held)
+        self._placement.remove(held)
+
+    # Between stores.
+
+    def to_stores(self, cpu_share: float) -> Iterator[torch.Tensor]:
+        """Let the CPU step another share of the elements. Gives each parameter when its state has moved."""
+        placement = self._placement
+        placement.cpu_share = cpu_share
+        stores = placement.stores_by_parameter()
+        for parameter, held in placement.held.items():
+            before, after = held.store, stores[parameter]
+            if before is not after:
+                (state,) = before.load_all([held])
+                with on_error(before.take_over, held), on_error(after.discard, held):
+                    after.add(held)
+                    after.put([(held, state)])
+                before.discard(held)
+                yield parameter
+
+    # After parameters to another device.
+
+    def check_streaming(self) -> None:
+        """See :meth:`OffloadedOptimizer.check_streaming`."""
+        placement = self._placement
+        stays = any(parameter not in placement.held for _, parameter in placement.parameters())
+        if self._tuner is not None or placement.options.budget is not None or stays:
+            raise UsageError(
+                "got an optimizer with a fraction or a device_budget, some of whose state stays on the GPU, expected "
+                "none of them with stream=. Leave both out."
+            )
+        if any(parameter.grad is not None for _, parameter in placement.parameters()):
+            raise UsageError(
+                "got parameters with gradients, expected none: they would have to move. Attach between zero_grad() and "
+                "the next backward."
+            )
+        if many_processes():
+            raise UnsupportedError(
+                "stream= with an optimizer, in a process group: got several processes, expected one. Shard parameters "
+                "by fully_shard() instead."
+            )
+
+    @contextlib.contextmanager
+    def following(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
+        """Inside, parameters may move; afterwards their states follow. See :meth:`OffloadedOptimizer.moving`.
+
+        Raises:
+            TierFullError: there is no memory for the states. All is as it was, if parameters go back.
+        """
+        placement = self._placement
+        self._steps.early.check_none("a move of parameters")
+        self.finish_steps()
+        self._steps.take_edits()
+        yield placement.streamed
+        moved = [held for held in placement.held.values() if has_moved(held)]
+        if moved:
+            self._measure_on_device()
+        with contextlib.ExitStack() as undo:
+            made = []
+            for held in moved:
+                made.append(self._copy_of(held))
+                undo.callback(_discard, made[-1])
+            undo.pop_all()
+        for before, after in zip(moved, made, strict=True):
+            gradient = before.gradient.restore() if before.gradient.is_current() else before.parameter.grad
+            before.unhook()
+            placement.remove(before)
+            placement.held[after.parameter] = after
+            after.parameter.grad = None
+            self._steps.watch(after)
+            self._steps.give(after, gradient)
+            self._views.show(after.parameter)
+        for held in placement.held.values():
+            self._steps.follow_home(held, placement.streamed.get(held.parameter))
+        if moved:
+            self._steps.forget_costs()
+
+    def _measure_on_device(self) -> None:
+        """Parameters may be on a GPU now: measure the CPU's share, if that was not done."""
+        placement = self._placement
+        devices = {local_of(parameter).device for _, parameter in placement.parameters()}
+        on_device = any(not placement.context_of(device).transfers.backend.direct_disk for device in devices)
+        if placement.options.measures_share and placement.cpu_share == 1 and on_device:
+            placement.cpu_share = placement.options.first_cpu_share
+            self._share_tuner = ShareTuner()
+
+    def _copy_of(self, held: HostParameter) -> HostParameter:
+        """A parameter that has moved, where it is now, with a copy of its state."""
+        (state,) = held.store.load_all([held])
+        made = self._placement.made(held.group, held.parameter)
+        store = self._placement.stores_by_parameter()[held.parameter]
+        with on_error(_discard, made):
+            store.add(made)
+            store.put([(made, state)])
+        return made
+
+
+def has_moved(held: HostParameter) -> bool:
+    """Whether the parameter is on another device now."""
+    return local_of(held.parameter).device != held.context.transfers.backend.device
+
+
+def _discard(made: HostParameter) -> None:
+    if hasattr(made, "store"):
+        made.store.discard(made)
+    made.release()
