@@ -20,6 +20,7 @@ from optim.support import (
     wide,
 )
 from spillway import OffloadedOptimizer
+from spillway.errors import UnsupportedError
 
 
 class Everything(Optimizer):
@@ -53,7 +54,7 @@ class Child(torch.optim.AdamW):
 
 
 class Replacing(Optimizer):
-    """A class that gives parameters other memory."""
+    """A class that gives parameters other memory, and keeps the old one."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -63,10 +64,11 @@ class Replacing(Optimizer):
         for group in self.param_groups:
             for one in group["params"]:
                 if one.grad is not None:
+                    self.state[one]["before"] = one.data
                     one.data = one - group["lr"] * one.grad
 
 
-@pytest.mark.parametrize("optimizer_class", [Everything, Child, Replacing])
+@pytest.mark.parametrize("optimizer_class", [Everything, Child])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_class_of_ones_own_steps_all_parameters_at_once(
     optimizer_class: type[Optimizer], dtype: torch.dtype, session: spillway.Session
@@ -104,3 +106,19 @@ def three_groups_of_lr(model: Module) -> list[dict[str, Any]]:
     for group in groups:
         group.pop("weight_decay", None)
     return groups
+
+
+@pytest.mark.parametrize("master_dtype", ["auto", None])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_class_that_gives_parameters_other_memory_is_refused(
+    dtype: torch.dtype, master_dtype: Any, session: spillway.Session
+) -> None:
+    """Its steps would be lost, and what it keeps would be overwritten."""
+    model = wide(dtype)
+    optimizer = OffloadedOptimizer(model.parameters(), Replacing, session=session, master_dtype=master_dtype)
+    before = [one.detach().clone() for one in model.parameters()]
+    loss_of(model, next(iter(batches(1, dtype)))).backward()
+    with pytest.raises(UnsupportedError, match=r"Replacing gave a parameter other memory .*p.copy_"):
+        optimizer.step()
+    assert all(torch.equal(one, value) for one, value in zip(model.parameters(), before, strict=True))
+    optimizer.close()

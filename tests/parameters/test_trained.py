@@ -189,10 +189,14 @@ def test_steps_in_the_next_forward(dtype: torch.dtype, way: str) -> None:
 
 @pytest.mark.parametrize("way", [way for way in WAYS if way != "on the disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_steps_in_backward(dtype: torch.dtype, way: str) -> None:
+@pytest.mark.parametrize("times", [1, 2])
+def test_steps_in_backward(monkeypatch: pytest.MonkeyPatch, times: int, dtype: torch.dtype, way: str) -> None:
+    # A block's parameters step before the backward of the next block.
+    monkeypatch.setattr("spillway.optim.state_store._TOGETHER", 1000)
+    monkeypatch.setattr("spillway.optim.state_store._LEAST", 256)
     loop = {"micro": 1, "reads_gradients": False, "steps": 4}
-    wanted = resident(lambda: Model(dtype), loop=loop, step_in_backward=True, **WAYS[way])
-    model = Model(dtype)
+    wanted = resident(lambda: Model(dtype, times), loop=loop, step_in_backward=True, **WAYS[way])
+    model = Model(dtype, times)
     with streamed(model, step_in_backward=True, **WAYS[way]) as (optimizer, _, _):
         assert same(train(model, optimizer, **loop), wanted)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from spillway.errors import UnsupportedError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
@@ -149,6 +150,7 @@ class CpuStore(StateStore):
         workers: int,
     ) -> None:
         super().__init__(tier, optimizer_class, for_cpu(given), settings)
+        self._name = optimizer_class.__name__
         self._in_memory = tier if isinstance(tier, MemoryTier) else None
         self._traits = ClassTraits.of(optimizer_class)
         self._steps_alone = self._traits.steps_alone
@@ -232,6 +234,7 @@ class CpuStore(StateStore):
         transfers = [transfer for some in by_context.values() for transfer in some]
         groups: dict[int, Settings] = {}
         parameters: dict[ChunkTransfer, dict[int, torch.nn.Parameter]] = {}
+        places: list[tuple[torch.nn.Parameter, tuple[object, ...]]] = []
         lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
         with torch.no_grad(), contextlib.ExitStack() as undo:
             for transfer in transfers:
@@ -244,6 +247,7 @@ class CpuStore(StateStore):
                     made = self._parameter(transfer, index)
                     mine[index] = self._own.setdefault(held, made)
                     mine[index].data = made.data
+                    places.append((mine[index], _place_of(made)))
                     mine[index].grad = transfer.steps[index].values()
                     group = groups.setdefault(held.group, {**transfer.settings, "params": []})
                     group["params"].append(mine[index])
@@ -251,6 +255,11 @@ class CpuStore(StateStore):
             before = [dict(group) for group in groups.values()]
             began = time.perf_counter()
             self._optimizer.step(list(groups.values()), lent)
+            if any(_place_of(parameter) != place for parameter, place in places):
+                raise UnsupportedError(
+                    f"{self._name} gave a parameter other memory (p.data = ...) in step(), expected that it writes the "
+                    f"memory that is there: p.copy_(...). That step has no effect on parameters."
+                )
             self._count(transfers[0], time.perf_counter() - began)
             for (index, group), old in zip(groups.items(), before, strict=True):
                 self._written.setdefault(index, {}).update(written_by_step(group, old))
@@ -316,7 +325,8 @@ class CpuStore(StateStore):
             if memory is not None:
                 memory.set_state(transfer.chunk, index, transfer.states[index])
             if part.held.streamed is not None or part.held.in_place:
-                _put(parameter, part.values() if part.held.streamed is None else _home(part))
+                if part.held.streamed is not None and part.held.has_master:
+                    _home(part).copy_(parameter)
                 continue
             local = part.held.local()
             if sent is None:
@@ -326,8 +336,9 @@ class CpuStore(StateStore):
                 source = Cells(memory.master_bytes(part), part.held.work_dtype)
             else:
                 source = Cells(sent.memory, local.dtype)
-                values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
-                _put(parameter, values.as_strided(*part.form))
+                if part.held.has_master:
+                    values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
+                    values.as_strided(*part.form).copy_(parameter)
             uploads.append(Upload(local, part.start, source))
         assert transfer.ready is not None
         end = context.transfers.update(uploads, transfer.ready) if uploads else transfer.ready
@@ -360,7 +371,5 @@ def _home(part: ChunkPart) -> torch.Tensor:
     return Cells(memory, local.dtype).tensor().as_strided(*part.form)
 
 
-def _put(parameter: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy a stepped parameter to its place. A class of the user's own may have given it other memory."""
-    if parameter.data_ptr() != values.data_ptr():
-        values.copy_(parameter)
+def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()

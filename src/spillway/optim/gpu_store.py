@@ -385,7 +385,7 @@ class GpuStore(StateStore):
                 for index, parameter in parameters.items():
                     part = transfer.chunk.parts[index]
                     values = part.values() if part.held.streamed is None else transfer.homes[index]
-                    if values.data_ptr() != parameter.data_ptr():
+                    if part.held.has_master:
                         values.copy_(parameter)
                     backend.compute_access(memory_of(values))
                     if part.held.streamed is None:

@@ -111,6 +111,8 @@ class StreamedParameter:
         """The entry that was made last, which a graph may hold."""
         self.before_fetch: Callable[[], None] = _nowhere
         """An optimizer waits here for steps that write the home."""
+        self._version = -1
+        """Its version after its last use by a block."""
         self.has_left = False
         self.is_in_use = False
         """Whether its data is a copy in the device's own memory."""
@@ -139,6 +141,10 @@ class StreamedParameter:
                 f"attached.remove(), then model.to(), and attach again"
             )
 
+    def is_written(self) -> bool:
+        """Whether it was written at rest since its last use, as far as versions tell. A step may be writing it."""
+        return version_of(self.own()) != self._version
+
     def use(self, storage: torch.UntypedStorage) -> None:
         """The parameter's data is this storage."""
         self.own().data = self._over(storage)
@@ -157,6 +163,7 @@ class StreamedParameter:
                 self._backend.wait(self._backend.compute(), event)
             self.at_rest.copy_(own.detach())
         own.data = self.at_rest
+        self._version = version_of(own)
         self.is_in_use = False
 
     def leave(self) -> None:

@@ -309,6 +309,9 @@ class StreamedModel:
         following = self._ahead.expected(block, is_replay=is_replay)
         if following is None or not (self._passes or is_replay):
             return
+        if is_replay and any(each.is_alive and each.is_written() for each in following.parameters):
+            # Its backward is over, and a step is writing it.
+            return
         if not is_replay:
             for each in following.parameters:
                 # An error of a step is not of a copy that is optional.
