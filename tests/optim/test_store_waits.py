@@ -34,6 +34,7 @@ ELSEWHERE = {
     "pinned.synchronize()",
     # These are of classes of one's own, which no scenario has.
     "group['params'].append(mine[index])",
+    "places.append((mine[index], _place_of(made)))",
     "ends.append(self._upload(transfer, mine))",
 }
 

@@ -482,7 +482,7 @@ def test_a_parameter_that_is_held_no_more_leaves_its_neighbours(here: spillway.S
     optimizer = OffloadedOptimizer(models[0].parameters(), AdamW, session=here, tier="disk", lr=1e-2, fused=True)
     Loop(dtype=BF16, steps=2).run(models[0], optimizer)
     for index in (1, 2, 4):
-        optimizer._move(0, list(models[0].parameters())[index])
+        optimizer._moves._to_device(optimizer._placement.held[list(models[0].parameters())[index]])
     Loop(dtype=BF16, steps=2, seed=2).run(models[0], optimizer)
     other = OffloadedOptimizer(models[1].parameters(), AdamW, session=here, tier="disk", lr=1e-2, fused=True)
     Loop(dtype=BF16, steps=2).run(models[1], other)
