@@ -85,6 +85,7 @@ def compile_profile(
         for number, extra in _extra_changes(weighed, probes[kind], numbers, end, min_bytes):
             calls[number] = BlockCall(timed.calls[number].name, place, extra)
     lead = host_lead(timed, weighed) if timed.has_host else 0.0
+    before = _outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0))
     middle, held_bytes = _middle(timed, weighed, len(calls) - 1)
     profile = Profile(
         model=model,
@@ -92,7 +93,7 @@ def compile_profile(
         kinds=kinds,
         calls=tuple(calls[number] for number in sorted(calls)),
         static_bytes=static_bytes,
-        before=_outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0)),
+        before=replace(before, change_bytes=before.change_bytes + _left_behind(weighed, kinds, calls, min_bytes)),
         middle=middle,
         # The CPU may wait in it, as for a loss that is printed.
         after=replace(_outside(timed, weighed, end, _DONE), host_seconds=host_seconds_after(timed, weighed, end, lead)),
@@ -272,6 +273,25 @@ def _extra_changes(
         released = weighed.calls[number].released.items()
         offloaded = sum(nbytes for place, nbytes in released if place in probe.shared_inputs and nbytes >= min_bytes)
         yield number, _change(weighed, number, end) - mean - offloaded
+
+
+def _left_behind(
+    weighed: StepTrace, kinds: tuple[BlockProfile, ...], calls: Mapping[int, BlockCall], min_bytes: int
+) -> int:
+    """Bytes that the forwards of all blocks leave behind, beyond those that a plan counts for them.
+
+    FSDP2 holds the buffer of the latest all-gather until the next one, or until the model's forward ends.
+    """
+    counted = []
+    for kind in kinds:
+        # As in the measured step.
+        decisions = [Decision.OFFLOAD_HOST if value.is_input else Decision.RECOMPUTE for value in kind.values]
+        gap = 0 if kind.gap is None else kind.gap.change_bytes
+        counted.append(make_option(kind, decisions, min_bytes=min_bytes).kept_bytes - gap)
+    return sum(
+        weighed.level(("end", number)) - weighed.level(("forward", number)) - counted[call.kind]
+        for number, call in calls.items()
+    )
 
 
 def _gap(timed: StepTrace, weighed: StepTrace, numbers: list[int]) -> Outside | None:
