@@ -280,9 +280,9 @@ def _extra_changes(
 def _left_behind(
     weighed: StepTrace, kinds: Mapping[Hashable, BlockProfile], probes: Mapping[Hashable, Probe], min_bytes: int
 ) -> int:
-    """Bytes that the forwards of all blocks leave behind, beyond those that a plan counts for them.
+    """Bytes that the forwards of all blocks leave behind, beyond those that a plan counts for their values.
 
-    FSDP2 holds the buffer of the latest all-gather until the next one, or until the model's forward ends.
+    See NOTE [ Counted bytes ] in ``profile.py``.
     """
     counted = {}
     for kind, block in kinds.items():
