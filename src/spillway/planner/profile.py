@@ -6,6 +6,9 @@ A block's input is the output of the block before it, and counts there: the bloc
 held. The *level* is the memory in use without offloaded storages, and without activations that blocks hold from their
 forward to their backward. It is measured while blocks hold only their inputs, which are offloaded.
 
+Forwards may leave more behind than their values: FSDP2 holds the buffer of its latest all-gather from the first block
+to the end of the model's forward. Plans count such bytes from before the first block on.
+
 Calls of one kind differ in backward. The last block of a decoder makes the gradient of the encoder's output, and the
 others add to it. An output that several calls are given, as T5's position bias, is held up to the backward of the first
 of them. So each call has its own rise of the level, beyond the mean of its kind.
@@ -246,7 +249,8 @@ class Profile(FileRecord):
     static_bytes: Count
     """In use when the step begins."""
     before: Outside
-    """From the start of the forward to the first block."""
+    """From the start of the forward to the first block, with all that the forwards of blocks leave behind beyond their
+    values."""
     middle: Outside
     """From the end of the last block's forward to the start of its backward: head and loss, without casts of blocks,
     and only up to the place where these are freed."""

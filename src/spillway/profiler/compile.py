@@ -17,7 +17,7 @@ end of the step. The shorter one of both steps counts: a CPU that has filled the
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from dataclasses import astuple, replace
 
 import torch
@@ -27,13 +27,15 @@ from spillway.planner.block_tasks import make_option
 from spillway.planner.profile import BackwardPart, BlockCall, BlockProfile, HostTimes, Outside, Profile, Static
 from spillway.profiler.meter import static_within
 from spillway.profiler.probe import Probe
-from spillway.profiler.step_trace import Place, StepTrace
+from spillway.profiler.step_trace import CallTrace, Place, StepTrace
 from spillway.types import Decision
 
 _LEAST_GAP = 1e-3
 """Seconds between two blocks that are no more than a call."""
 _LEAST_LAG = 0.01
 """Seconds. Some devices cannot be made to lag."""
+_LEAST_LEFT = 1 << 16
+"""Bytes. A recomputed block leaves less behind: on a CPU, the state of its random number generator."""
 _MOST_PART, _LEAST_PART = 1 / 2, 1 / 6
 """Parts of a lag that the CPU must keep. The shorter lag may be used up by its work before the blocks."""
 _BEGIN, _FIRST, _DONE, _LEFT = ("begin", 0), ("first", 0), ("done", 0), ("left", 0)
@@ -85,6 +87,8 @@ def compile_profile(
         for number, extra in _extra_changes(weighed, probes[kind], numbers, end, min_bytes):
             calls[number] = BlockCall(timed.calls[number].name, place, extra)
     lead = host_lead(timed, weighed) if timed.has_host else 0.0
+    before = _outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0))
+    left = _left_behind(weighed, dict(zip(numbers_of, kinds, strict=True)), probes, min_bytes)
     middle, held_bytes = _middle(timed, weighed, len(calls) - 1)
     profile = Profile(
         model=model,
@@ -92,7 +96,7 @@ def compile_profile(
         kinds=kinds,
         calls=tuple(calls[number] for number in sorted(calls)),
         static_bytes=static_bytes,
-        before=_outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0)),
+        before=replace(before, change_bytes=before.change_bytes + left),
         middle=middle,
         # The CPU may wait in it, as for a loss that is printed.
         after=replace(_outside(timed, weighed, end, _DONE), host_seconds=host_seconds_after(timed, weighed, end, lead)),
@@ -269,9 +273,37 @@ def _extra_changes(
     """
     mean = _mean_change(weighed, numbers, end)
     for number in numbers:
-        released = weighed.calls[number].released.items()
-        offloaded = sum(nbytes for place, nbytes in released if place in probe.shared_inputs and nbytes >= min_bytes)
-        yield number, _change(weighed, number, end) - mean - offloaded
+        call = weighed.calls[number]
+        yield number, _change(weighed, number, end) - mean - _offloaded(call, probe, call.released, min_bytes)
+
+
+def _left_behind(
+    weighed: StepTrace, kinds: Mapping[Hashable, BlockProfile], probes: Mapping[Hashable, Probe], min_bytes: int
+) -> int:
+    """Bytes that the forwards of all blocks leave behind, beyond those that a plan counts for their values.
+
+    See NOTE [ Counted bytes ] in ``profile.py``.
+    """
+    counted = {}
+    for kind, block in kinds.items():
+        # As in the measured step.
+        decisions = [Decision.OFFLOAD_HOST if value.is_input else Decision.RECOMPUTE for value in block.values]
+        gap = 0 if block.gap is None else block.gap.change_bytes
+        counted[kind] = make_option(block, decisions, min_bytes=min_bytes).kept_bytes - gap
+    left = 0
+    for number, call in enumerate(weighed.calls):
+        # Plans do not count tensors that calls share.
+        offloaded = _offloaded(call, probes[call.kind], call.given.keys(), min_bytes)
+        change = weighed.level(("end", number)) - weighed.level(("forward", number))
+        more = change + offloaded - counted[call.kind]
+        left += more if abs(more) >= _LEAST_LEFT else 0
+    return left
+
+
+def _offloaded(call: CallTrace, probe: Probe, places: Collection[int], min_bytes: int) -> int:
+    """Bytes of tensors at some places that a call offloaded, and shares with later calls."""
+    shared = probe.shared_inputs.intersection(places)
+    return sum(call.given[place] for place in shared if call.given[place] >= min_bytes)
 
 
 def _gap(timed: StepTrace, weighed: StepTrace, numbers: list[int]) -> Outside | None:

@@ -61,8 +61,10 @@ class CallTrace:
     kind: Hashable
     shared: set[int] = field(default_factory=set)
     """Places of its tensors that an earlier call was given too."""
-    released: dict[int, int] = field(default_factory=dict)
-    """Bytes of its other tensors that were released before its backward had ended, by place."""
+    given: dict[int, int] = field(default_factory=dict)
+    """Bytes of its other tensors, by place."""
+    released: set[int] = field(default_factory=set)
+    """Places of those that were released before its backward had ended."""
     own_seconds: float = math.inf
     """CPU seconds of the block's own code, without the code that checkpoints it."""
     cached_bytes: int = 0
@@ -346,12 +348,12 @@ class StepTracer:
     def _note_inputs(self, tensors: list[torch.Tensor], number: int) -> None:
         call, end = self._trace.calls[number], ("back", number - 1) if number else ("first", 0)
 
-        def released(key: int, place: int, nbytes: int, died: weakref.ref[torch.UntypedStorage]) -> None:
+        def released(key: int, place: int, died: weakref.ref[torch.UntypedStorage]) -> None:
             # There may be another object of the same number.
             if self._inputs.get(key) is died:
                 del self._inputs[key]
             if not self._closed and end not in self._trace.carried:
-                call.released[place] = nbytes
+                call.released.add(place)
 
         for place, tensor in enumerate(tensors):
             storage = tensor.untyped_storage()
@@ -360,7 +362,8 @@ class StepTracer:
             if known is not None and known() is storage:
                 call.shared.add(place)
             else:
-                self._inputs[key] = weakref.ref(storage, partial(released, key, place, storage.nbytes()))
+                call.given[place] = storage.nbytes()
+                self._inputs[key] = weakref.ref(storage, partial(released, key, place))
 
     def _mark_at_gradient(self, tensors: list[torch.Tensor], what: str, number: int) -> None:
         tensor = next((tensor for tensor in tensors if tensor.requires_grad), None)
