@@ -58,6 +58,7 @@ from spillway._torch import (
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import TierError, UnsupportedError, UsageError
 from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
+from spillway.parameters.weights import pinned_of
 from spillway.runtime.backend import Stream
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters
@@ -221,8 +222,10 @@ class StreamedModel:
                     block = StreamedBlock(name, self)
                     self.blocks.append(block)
                     for path, parameter in parameters:
-                        home = Pinned(runtime.arena, parameter.nbytes)
-                        home.synchronize()
+                        home = pinned_of(parameter, runtime.arena)
+                        if home is None:
+                            home = Pinned(runtime.arena, parameter.nbytes)
+                            home.synchronize()
                         block.parameters.append(StreamedParameter(path, parameter, home, runtime.backend))
                         set_streamed(parameter, None)
                         if optimizer is not None and optimizer.holds(parameter):
@@ -415,7 +418,7 @@ def _parameters_of(
             if tensor.is_meta:
                 raise UsageError(
                     f"stream: got a parameter or buffer of {path or 'the model'} on meta, expected content. Load the "
-                    f"weights first, on the CPU"
+                    f"weights first: spillway.load_weights(model, files)"
                 )
             owners.setdefault(id(tensor), set()).add(block)
             if type(tensor) in (Parameter, torch.Tensor) and tensor.layout is torch.strided:
