@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import spillway
 from adapted import Block, FeedForward
@@ -283,6 +284,38 @@ def test_both_names_of_a_shared_tensor_and_a_shared_module(tmp_path: Path) -> No
     with loaded(model, [tmp_path / "w.safetensors"]):
         assert model["a"] is model["b"] and model["a"].weight is model["c"].weight
         assert torch.equal(model["a"].weight, plain["a"].weight)
+
+
+def test_memory_that_copies_still_read_is_waited_for(tmp_path: Path) -> None:
+    plain = Model()
+    files = saved(plain, tmp_path)
+    wanted = train(plain)
+    with adversary_session(window=1024) as (_, session):
+        for _ in range(3):
+            model = freeze(on_meta())
+            spillway.load_weights(model, files, device="cpu", session=session)
+            spillway.attach(model, policy="keep", stream="layers.*", min_bytes=0, session=session, device="cpu")
+            loss = loss_of(model, 0)
+            assert torch.equal(loss.detach(), wanted[0])
+            # Its memory is free with copies that are queued.
+            del model, loss
+            gc.collect()
+
+
+def test_a_shared_tensor_is_read_once_and_modes_see_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    reads, read = [], weights._read
+    monkeypatch.setattr(weights, "_read", lambda place, *rest: reads.append(place.source) or read(place, *rest))
+    model, files = on_meta(), saved(Model(), tmp_path)
+    with adversary_session() as (_, session), Seen():
+        spillway.load_weights(model, files, device="cpu", session=session)
+    assert sorted(reads) == sorted(model.state_dict().keys() - {"head.weight"})
+    assert not any(getattr(each, "__name__", "") in ("copy_", "frombuffer", "asarray") for each in seen)
 
 
 def test_tied_parameters_that_share_only_their_memory(tmp_path: Path) -> None:

@@ -25,7 +25,6 @@ import torch
 from torch.nn import Module, Parameter
 
 from spillway._torch import disable_function, storage_key
-from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UnsupportedError, UsageError
 from spillway.runtime.arena import Arena
 from spillway.runtime.bytes import over
@@ -148,9 +147,7 @@ def _places_of(model: Module, stored: Mapping[str, Any]) -> list[_Place]:
         for key, tensor in named(recurse=False, remove_duplicate=False)
     }
     # As for ``load_state_dict``, the last name of a shared tensor counts.
-    sources = {
-        _memory_of(tensor): name for name, (*_, tensor) in found.items() if name in stored and name in persistent
-    }
+    sources = {_memory_of(tensor): name for name, (*_, tensor) in found.items() if name in stored}
     places = {name: _Place(*each, memory := _memory_of(each[2]), sources.get(memory)) for name, each in found.items()}
     firsts: dict[int, torch.Tensor] = {}
     wrong: list[str] = []
@@ -197,7 +194,7 @@ def _memory_of(tensor: torch.Tensor) -> int:
 def _is_whole(tensor: torch.Tensor, first: torch.Tensor) -> bool:
     """Whether a tensor has all of its memory, as the first tensor of this memory has."""
     forms = {(each.dtype, each.shape, each.stride()) for each in (tensor, first)}
-    return len(forms) == 1 and is_dense(tensor) and tensor.nbytes == tensor.untyped_storage().nbytes()
+    return len(forms) == 1 and tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
 def _differences(name: str, stored: Any, tensor: torch.Tensor) -> Iterator[str]:
