@@ -426,6 +426,8 @@ def test_files_that_are_none(tmp_path: Path) -> None:
 def test_arguments_that_are_none() -> None:
     with pytest.raises(UsageError, match=r"model: got 3, expected a torch.nn.Module"):
         spillway.load_weights(3, "x")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="files: got 3, expected a folder"):
+        spillway.load_weights(on_meta(), [3], device="cpu")  # type: ignore[list-item]
     with pytest.raises(UsageError, match="session: got 3"):
         spillway.load_weights(on_meta(), "x", session=3)  # type: ignore[arg-type]
 

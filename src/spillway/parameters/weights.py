@@ -245,6 +245,8 @@ def _safe_open() -> Callable[..., Any]:
 def _paths_of(files: Files) -> list[Path]:
     """The files that are meant."""
     if not isinstance(files, (str, os.PathLike)):
+        if not isinstance(files, Iterable):
+            raise UsageError(f"files: got {files!r:.200}, expected a folder, a safetensors file, or several files")
         return [path for each in files for path in _paths_of(each)]
     path = Path(files)
     if not path.is_dir():
