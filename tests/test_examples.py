@@ -18,7 +18,16 @@ from running.scripts import keep_hardware
 from steps import MiB
 
 ROOT = Path(__file__).parent.parent
-NAMES = ["gan", "llama_transformers", "long_sequence", "lora", "mixture_of_experts", "vit"]
+NAMES = [
+    "full_finetune_8b",
+    "gan",
+    "llama_transformers",
+    "long_sequence",
+    "lora",
+    "lora_70b",
+    "mixture_of_experts",
+    "vit",
+]
 ELSEWHERE = {
     "fsdp": "integrations/test_examples.py",
     "fsdp_halves": "integrations/test_examples.py",
@@ -27,14 +36,15 @@ ELSEWHERE = {
     "resnet50": "test_resnet.py",
     "tensor_parallel": "integrations/test_examples.py",
 }
-NEEDS = {"llama_transformers": "transformers"}
+_LLAMA = ("transformers", "accelerate", "safetensors")
+NEEDS = {"full_finetune_8b": _LLAMA, "llama_transformers": ("transformers",), "lora_70b": _LLAMA}
 
 pytestmark = pytest.mark.timeout(240)
 
 
 def example(name: str) -> ModuleType:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    for library in NEEDS.get(name, ()):
+        pytest.importorskip(library)
     spec = importlib.util.spec_from_file_location(f"example_{name}", ROOT / "examples" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -97,6 +107,39 @@ def test_a_llama_of_transformers_has_its_layers_found(capsys: pytest.CaptureFixt
     assert lines[1:] == ["losses and weights are equal, bit for bit"]
 
 
+def test_weights_in_cpu_memory_are_trained(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    lines = run("full_finetune_8b", capsys, "--layers", "2", "--tokens", "64", "--steps", "3")
+    check_streamed(lines, layers=2)
+    assert lines[2:] == ["losses, norms and weights are equal, bit for bit"]
+    save_llama(tmp_path)
+    lines = run("full_finetune_8b", capsys, "--weights", str(tmp_path), "--tokens", "64", "--steps", "2", "--alone")
+    check_streamed(lines, layers=3)
+
+
+def test_adapters_are_trained_on_weights_in_cpu_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    lines = run("lora_70b", capsys, "--weights", str(tmp_path), "--tokens", "64", "--steps", "3")
+    check_streamed(lines, layers=3)
+    assert lines[2:] == ["losses and adapters are equal, bit for bit"]
+    lines = run("lora_70b", capsys, "--layers", "2", "--tokens", "64", "--steps", "1", "--alone")
+    check_streamed(lines, layers=2)
+
+
+def save_llama(folder: Path) -> None:
+    """A small model's files, as on Hugging Face."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=64, num_hidden_layers=3, **sizes)
+    transformers.LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+
+
+def check_streamed(lines: list[str], layers: int) -> None:
+    """The first run has its blocks' weights in CPU memory, and a second one has not."""
+    for line, streamed in zip(lines, (layers, 0), strict=False):
+        pattern = rf"{streamed} of {layers} blocks have .* CPU memory: \d+ tokens/s, loss [\d.]+, peaks: .*"
+        assert re.fullmatch(pattern, line), line
+
+
 def test_adapters_save_less_and_with_regions_nearly_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     lines = run("lora", capsys, "--tokens", "512", "--width", "64", "--window", "128KiB")
     rows = {line[:20].strip(): line[20:].replace("MiB", "").split() for line in lines[1:4]}
@@ -156,8 +199,8 @@ def test_a_longer_sequence_fits_where_a_plain_one_did(
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_an_example_runs_as_it_is(name: str) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name])
+    for library in NEEDS.get(name, ()):
+        pytest.importorskip(library)
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-W", "error", str(ROOT / "examples" / f"{name}.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

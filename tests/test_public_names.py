@@ -70,6 +70,7 @@ PUBLIC = {
     "offload_tensor",
     "policies",
     "list_saved_tensors",
+    "load_weights",
     "attach",
     "bind_to_device",
     "cross_entropy",

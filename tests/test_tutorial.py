@@ -220,6 +220,8 @@ CODE = [
     "accumulation",
     "compat/checkpoint",
     "groups",
+    "howto-frozen-weights",
+    "howto-full-finetune",
     "howto-long-context",
     "howto-plan",
     "howto-stalls",

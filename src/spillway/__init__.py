@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from spillway.checkpointing.selectors import OperatorCall, saved_by, within
     from spillway.offloading import group, keep, keep_tensor, offload, offload_tensor
     from spillway.optim.optimizer import OffloadedOptimizer
+    from spillway.parameters.weights import load_weights
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
@@ -111,6 +112,7 @@ __all__ = [
     "keep",
     "keep_tensor",
     "list_saved_tensors",
+    "load_weights",
     "longest",
     "offload",
     "offload_tensor",
@@ -132,6 +134,7 @@ _MODULES = {
     "checkpointing.selectors": "OperatorCall saved_by within",
     "offloading": "group keep keep_tensor offload offload_tensor",
     "optim.optimizer": "OffloadedOptimizer",
+    "parameters.weights": "load_weights",
     "planner.hardware": "Hardware",
     "planner.plan": "Plan",
     "planner.profile": "Profile",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,13 +18,20 @@ transformers = pytest.importorskip("transformers", reason="transformers is not i
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
-def model() -> Any:
+def bare(**options: Any) -> Any:
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2, eos_token_id=1
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=64, eos_token_id=1, **sizes, **options))
+
+
+def adapted(model: Any) -> Any:
+    torch.manual_seed(1)
     lora = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1, task_type="CAUSAL_LM")
-    return peft.get_peft_model(transformers.LlamaForCausalLM(config), lora)
+    return peft.get_peft_model(model, lora)
+
+
+def model() -> Any:
+    return adapted(bare())
 
 
 def train(trained: Any) -> list[Tensor]:
@@ -55,3 +63,23 @@ def test_llama_with_adapters(policy: Any) -> None:
         got = train(streamed)
         assert len(attached.streamed) == 3
     assert all(map(torch.equal, got, wanted))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_llama_that_is_built_on_meta_and_read_from_its_folder(tmp_path: Path, tied: bool) -> None:
+    pytest.importorskip("safetensors", reason="safetensors is not installed")
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    bare(tie_word_embeddings=tied).to(torch.bfloat16).save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    kind = transformers.AutoModelForCausalLM
+    wanted = train(adapted(kind.from_pretrained(tmp_path, dtype=torch.bfloat16)))
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    with accelerate.init_empty_weights(include_buffers=False):
+        empty = kind.from_config(config, dtype=torch.bfloat16)
+    assert all(each.is_meta for each in empty.parameters())
+    with adversary_session(window=1024) as (_, session):
+        spillway.load_weights(empty, tmp_path, device="cpu", session=session)
+        streamed = adapted(empty)
+        with spillway.attach(streamed, stream="*.layers.*", min_bytes=0, session=session) as attached:
+            assert len(attached.streamed) == 3
+            assert all(map(torch.equal, train(streamed), wanted))

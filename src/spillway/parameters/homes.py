@@ -116,7 +116,8 @@ class StreamedParameter:
         self.has_left = False
         self.is_in_use = False
         """Whether its data is a copy in the device's own memory."""
-        self._on_cpu(write=True).copy_(parameter.detach())
+        if home.block.address != parameter.data_ptr():
+            self._on_cpu(write=True).copy_(parameter.detach())
         self.at_rest = self._over(home.mapped(backend).untyped_storage())
         """The parameter's content between uses: the home, as a tensor of the device."""
         parameter.data = self.at_rest

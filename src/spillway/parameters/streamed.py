@@ -51,6 +51,7 @@ from spillway._torch import (
     disable_dispatch,
     disable_function,
     in_backward,
+    is_wrapper,
     refuse_transforms,
     storage_key,
     top_hooks,
@@ -58,6 +59,7 @@ from spillway._torch import (
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import TierError, UnsupportedError, UsageError
 from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
+from spillway.parameters.weights import pinned_of
 from spillway.runtime.backend import Stream
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters
@@ -178,7 +180,8 @@ class StreamedModel:
         optimizer: steps parameters, also streamed ones. ``None``: frozen parameters only.
 
     Raises:
-        UsageError: if no parameter can be streamed, or a parameter is on ``meta``.
+        UsageError: if no parameter can be streamed, a parameter is on ``meta``, or a quantized or sharded one is on
+            another device.
         TierFullError: if the session has too little CPU memory.
     """
 
@@ -193,7 +196,7 @@ class StreamedModel:
     ) -> None:
         if optimizer is not None:
             optimizer.check_streaming()
-        found = _parameters_of(blocks, model, min_bytes, optimizer)
+        found = _parameters_of(blocks, model, device, min_bytes, optimizer)
         self._optimizer = _nothing if optimizer is None else weakref.ref(optimizer)
         self._session, self._device = session, device
         runtime = session.runtime(device)
@@ -221,8 +224,10 @@ class StreamedModel:
                     block = StreamedBlock(name, self)
                     self.blocks.append(block)
                     for path, parameter in parameters:
-                        home = Pinned(runtime.arena, parameter.nbytes)
-                        home.synchronize()
+                        home = pinned_of(parameter, runtime.arena)
+                        if home is None:
+                            home = Pinned(runtime.arena, parameter.nbytes)
+                            home.synchronize()
                         block.parameters.append(StreamedParameter(path, parameter, home, runtime.backend))
                         set_streamed(parameter, None)
                         if optimizer is not None and optimizer.holds(parameter):
@@ -403,7 +408,11 @@ class _Ahead:
 
 
 def _parameters_of(
-    blocks: Sequence[tuple[str, Module]], model: Module, min_bytes: int, optimizer: Trainer | None
+    blocks: Sequence[tuple[str, Module]],
+    model: Module,
+    device: torch.device,
+    min_bytes: int,
+    optimizer: Trainer | None,
 ) -> dict[str, list[tuple[str, Parameter]]]:
     """The parameters of each block that can be streamed, with their paths.
 
@@ -418,7 +427,12 @@ def _parameters_of(
             if tensor.is_meta:
                 raise UsageError(
                     f"stream: got a parameter or buffer of {path or 'the model'} on meta, expected content. Load the "
-                    f"weights first, on the CPU"
+                    f"weights first: spillway.load_weights(model, files)"
+                )
+            if tensor.device != device and (is_wrapper(tensor) or _is_of_bitsandbytes(tensor)):
+                raise UsageError(
+                    f"stream: got a {type(tensor).__name__} of {path or 'the model'} on {tensor.device}, expected it "
+                    f"on {device}, since only its own library can move all of its parts. Move its module first"
                 )
             owners.setdefault(id(tensor), set()).add(block)
             if type(tensor) in (Parameter, torch.Tensor) and tensor.layout is torch.strided:
@@ -446,6 +460,11 @@ def _parameters_of(
             f"spillway.OffloadedOptimizer as optimizer="
         )
     return found
+
+
+def _is_of_bitsandbytes(tensor: torch.Tensor) -> bool:
+    """Whether it is one of the parameters that have scales or a second copy of their bytes beside them."""
+    return type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
 def _nothing() -> None:

@@ -18,6 +18,7 @@ class Pinned:
     """A block of pinned memory. When the last reference is gone it is freed, after the last copies."""
 
     def __init__(self, arena: Arena, nbytes: int) -> None:
+        self.arena = arena
         self.block = arena.allocate(max(nbytes, 1))
         self.nbytes = nbytes
         self._copies: dict[Hashable, Event] = {}
