@@ -27,7 +27,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes
 
-SCHEMA = 11
+SCHEMA = 12
 
 
 class ReplayRule(enum.Enum):
@@ -212,6 +212,9 @@ class BlockCall(Record):
     """Its place in :attr:`Profile.kinds`."""
     backward_extra_bytes: int = 0
     """Rise of the level in its backward, beyond that of its kind. See NOTE [ Counted bytes ]."""
+    streamed: tuple[Count, ...] = ()
+    """Bytes of each of its parameters that are streamed: in CPU memory, and on the GPU only while the block runs. No
+    other number of a profile has them. See NOTE [ Copies of weights ] in ``tasks.py``."""
 
 
 @dataclass(frozen=True, slots=True)
