@@ -426,8 +426,10 @@ class _Ahead:
         return fetched[2] if fetched is not None and fetched[:2] == (is_replay, block) else []
 
     def drop(self) -> None:
-        """A pass begins or ends."""
+        """A pass begins or ends. No block follows the last one: with another plan, one did."""
         self._fetched = None
+        for is_replay, block in self._last.items():
+            self._next.pop((is_replay, block), None)
         self._last.clear()
 
 

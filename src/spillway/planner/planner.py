@@ -400,6 +400,7 @@ def make_stage_plans(
         names=tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls),
         options=tuple(options for each in alone for options in each.options),
         extra_bytes=tuple(nbytes for each in alone for nbytes in each.extra_bytes),
+        streamed=tuple(sizes for each in alone for sizes in each.streamed),
         late=max(each.late for each in alone),
         turns=tuple(few),
     )

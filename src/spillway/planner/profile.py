@@ -121,6 +121,15 @@ class BackwardPart(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class SavedParameter(Record):
+    """A parameter that autograd saves in a block."""
+
+    place: Count
+    """Number of operators that had run when autograd saved it."""
+    nbytes: Count
+
+
+@dataclass(frozen=True, slots=True)
 class HostTimes(Record):
     """CPU time to queue a block's work, in seconds."""
 
@@ -162,6 +171,8 @@ class BlockProfile(Record):
     cached_bytes: Count = 0
     """Bytes of its casts that live from its forward to the end of the model's forward in any plan: see NOTE [ Casts ]
     in ``block_tasks.py``."""
+    parameters: tuple[SavedParameter, ...] = ()
+    """Parameters that autograd saves, in the order in which backward needs them, if some of them are streamed."""
 
     @property
     def saved_bytes(self) -> int:
@@ -318,7 +329,7 @@ class Profile(FileRecord):
                 yield f"{where}.saved_last_at", value.saved_last_at, count + 1
 
 
-_FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes"})
+_FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes", "parameters"})
 """Fields of blocks that do not grow with the inputs."""
 
 

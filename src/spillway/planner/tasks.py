@@ -23,7 +23,8 @@ block's are fetched. A replay needs them once more, and backward holds them from
 order of replays. Several such tasks in a row share one copy (:class:`Weights`).
 
 A block that is not recomputed has them saved by autograd. So they are storages that are offloaded from the start, and
-are reloaded for its backward, parameter by parameter, with all other storages and within the in-flight limit.
+are reloaded for its backward, parameter by parameter, with all other storages and within the in-flight limit. Backward
+also takes saved parameters that are not streamed: no task sends these, so they are there.
 
 NOTE [ Turns ]
 
@@ -36,6 +37,7 @@ after a part's first backward.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -145,6 +147,8 @@ class Option:
     """Kept bytes of its inputs."""
     let_go_bytes: int = 0
     """Kept bytes that are freed at the end of the model's forward."""
+    parameters: tuple[int, ...] = ()
+    """Bytes of parameters that autograd saved, which backward takes. Their keys follow those of the values."""
 
     def placed(
         self, prefix: str, by: int, twice: int, extra: int, block: int = 0, streamed: Sequence[int] = ()
@@ -175,12 +179,13 @@ class Option:
         if again is not None:
             backward[again:] = [replace(task, weights=Weights(block, nbytes, True)) for task in backward[again:]]
             return
-        keys = tuple(range(key, key + len(streamed)))
-        sends = tuple(Sent(*each, is_weight=True) for each in zip(keys, streamed, strict=True))
-        forward[-1] = replace(forward[-1], sends=(*forward[-1].sends, *sends))
-        # Backward needs the last ones first.
-        backward[0] = replace(backward[0], takes=(*keys[::-1], *backward[0].takes))
-        backward[-1] = replace(backward[-1], drops=(*backward[-1].drops, *keys))
+        sends, left = forward[-1].sends, Counter(streamed)
+        for number, each in enumerate(self.parameters, key):
+            if left[each]:
+                # Parameters of one size are alike.
+                left[each] -= 1
+                sends = (*sends, Sent(number, each, is_weight=True))
+        forward[-1] = replace(forward[-1], sends=sends)
 
     @property
     def kept_bytes(self) -> int:
@@ -287,8 +292,7 @@ class Problem:
         """The step with an option for each block, by its number. Tasks are made once for each block and option."""
         options = [each[number] for each, number in zip(self.options, chosen, strict=True)]
         # The keys of each block and each chunk are different.
-        counts = (len(option.decisions) + len(self.streamed_of(block)) for block, option in enumerate(options))
-        first = list(accumulate(counts, initial=0))
+        first = list(accumulate((len(each.decisions) + len(each.parameters) for each in options), initial=0))
         tasks: list[Task] = []
         had_backward: set[int] = set()
         for turn in self.turns:

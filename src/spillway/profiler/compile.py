@@ -240,6 +240,7 @@ def _kind(
         gap=_gap(timed, weighed, numbers),
         # If calls are of one module, the first of them casts.
         cached_bytes=sum(weighed.calls[number].cached_bytes for number in numbers) // len(numbers),
+        parameters=probe.parameters if any(timed.calls[number].streamed for number in numbers) else (),
     )
     if not replays:
         return block
