@@ -97,9 +97,7 @@ class BlockTracing:
         if is_weighed:
             lead = _SHORT_LAG if self._has_lead and queues(self.device) else lead
         lag = _LAG if is_timed else 0.0
-        self.tracer = StepTracer(
-            self.device, self.carried, times_host=is_timed, lag=lag, lead=lead, weighs=is_weighed
-        )
+        self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, lead=lead, weighs=is_weighed)
         for each in self._copied:
             each.listener = self.tracer
         if is_weighed:

@@ -150,7 +150,9 @@ class StepTrace:
         """As :meth:`seconds`, without the time in which compute waited for copies of streamed parameters."""
         start, end = self.order.index(since), self.order.index(until)
         ends = [place for place in self.order[start : end + 1] if place[0] == "waited"]
-        return self.seconds(since, until) - sum(self.seconds(("waiting", number), (what, number)) for what, number in ends)
+        return self.seconds(since, until) - sum(
+            self.seconds(("waiting", number), (what, number)) for what, number in ends
+        )
 
     @property
     def step_peak(self) -> int:
