@@ -123,7 +123,8 @@ def attach(
         optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
             much of it is stepped on the CPU
             (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`). With ``stream``: the
-            :class:`~spillway.OffloadedOptimizer` of the trainable parameters in these blocks.
+            :class:`~spillway.OffloadedOptimizer` of the trainable parameters in these blocks. A plan does not divide
+            it then.
         session: ``None``: the default one.
 
     Returns:
