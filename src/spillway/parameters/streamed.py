@@ -94,6 +94,10 @@ class CopyListener(Protocol):
         """Compute is about to wait for copies, or has done so."""
         ...
 
+    def rests(self, *, begins: bool) -> None:
+        """Copies are about to be freed, or have been."""
+        ...
+
     def holds(self, copies: Sequence[torch.UntypedStorage]) -> None:
         """A replay is over: autograd has these copies now."""
         ...
@@ -181,12 +185,16 @@ class StreamedBlock:
         # An interrupt may have come before the call was counted.
         self.users = max(self.users - 1, 0)
         if not self.users:
-            if is_replay and self.listener is not None:
-                copies = (use.entry.storage for use in self._here if use.round >= 0)
-                self.listener.holds([each for each in copies if each is not None])
+            listener = self.listener
+            if listener is not None:
+                listener.rests(begins=True)
+                if is_replay:
+                    copied = (use.parameter.own() for use in self._here if use.parameter.is_alive and use.round >= 0)
+                    listener.holds([each.untyped_storage() for each in copied])
             self._rest()
-            # Now they are freed.
             self.here_bytes = 0
+            if listener is not None:
+                listener.rests(begins=False)
             self._model.left(self)
 
     def _rest(self) -> None:

@@ -319,6 +319,11 @@ class StepTracer:
             self._mark("waiting" if begins else "waited", self._counts["waits"])
             self._counts["waits"] += not begins
 
+    def rests(self, *, begins: bool) -> None:
+        """Copies of streamed parameters are about to be freed, or have been."""
+        if self._weighs:
+            self.moves(begins)
+
     def holds(self, copies: Sequence[torch.UntypedStorage]) -> None:
         """A replay is over, and autograd has these copies of streamed parameters."""
         if self._weighs and not self._closed:
