@@ -334,7 +334,7 @@ def test_no_copy_is_on_the_device_between_forward_and_backward(
 
 @FROZEN_OR_TRAINED
 def test_a_profile_has_the_bytes_of_a_resident_model(is_trained: bool) -> None:
-    """Of its blocks: the copies of weights are in none of these numbers."""
+    """The copies of weights are in none of the numbers of its blocks."""
 
     def bytes_of(**options: Any) -> list[Any]:
         with training(is_trained=is_trained, width=128) as loop:
