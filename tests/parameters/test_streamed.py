@@ -756,7 +756,7 @@ def test_transforms_of_functions_are_refused() -> None:
 
 @pytest.mark.parametrize("share", [0.8, 0.5])
 def test_a_budget_is_kept_to_with_streamed_weights(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    """The plan does not know the copies of weights. The step that validates it does."""
+    """Also with two plans, one after the other, of one session's."""
     static = 16 << 20
     count_exactly(monkeypatch, lambda: static)
 

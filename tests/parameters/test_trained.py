@@ -19,7 +19,7 @@ import spillway
 from adapted import FeedForward
 from runtime.scenarios import adversary_session
 from spillway import policies
-from spillway.errors import InplaceError, TierFullError, UnsupportedError, UsageError
+from spillway.errors import InplaceError, TierFullError, UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
@@ -651,5 +651,3 @@ def test_other_optimizers_are_refused() -> None:
     model = Model()
     with pytest.raises(UsageError, match="OffloadedOptimizer"):
         spillway.attach(model, stream="layers.*", optimizer=torch.optim.AdamW(model.parameters()), device="cpu")  # type: ignore[arg-type]
-    with optimized(model) as (optimizer, session), pytest.raises(UnsupportedError, match="budget"):
-        spillway.attach(model, stream="layers.*", optimizer=optimizer, session=session, budget="1GiB")

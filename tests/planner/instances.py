@@ -143,6 +143,36 @@ def casting(problem: Problem, seed: int) -> Problem:
     )
 
 
+def streaming(problem: Problem, seed: int) -> Problem:
+    """The problem with parameters that autograd saves. In some blocks they are streamed."""
+    random_ = random.Random(seed)
+
+    def with_parameters(option: Option, sizes: tuple[int, ...]) -> Option:
+        if any(task.phase is Phase.RECOMPUTE for task in option.backward):
+            return option
+        keys = tuple(range(len(option.decisions), len(option.decisions) + len(sizes)))
+        first, *others = option.backward
+        first = replace(first, takes=(*first.takes, *keys[:1]), drops=(*first.drops, *keys[:1]))
+        last = others.pop() if others else first
+        last = replace(last, takes=(*last.takes, *keys[1:]), drops=(*last.drops, *keys[1:]))
+        backward = (first, *others, last) if len(option.backward) > 1 else (last,)
+        return replace(option, backward=backward, parameters=sizes)
+
+    known, sizes = {}, {}
+    for each in problem.options:
+        if id(each) not in known:
+            sizes[id(each)] = tuple(random_.choice([1, 2, 5]) * MIB for _ in range(random_.randint(1, 3)))
+            known[id(each)] = tuple(with_parameters(option, sizes[id(each)]) for option in each)
+    return replace(
+        problem,
+        options=tuple(known[id(each)] for each in problem.options),
+        # Some are not saved.
+        streamed=tuple(
+            random_.choice([(), sizes[id(each)][:1], (*sizes[id(each)], MIB // 2)]) for each in problem.options
+        ),
+    )
+
+
 def hosted(problem: Problem, seed: int) -> Problem:
     """The problem with a host that takes time, for one option much, for another one nothing; it may have a lead."""
     random_ = random.Random(seed)

@@ -31,6 +31,7 @@ from planner.instances import (
     large_problem,
     option,
     random_problem,
+    streaming,
 )
 from spillway import BudgetError
 from spillway.planner.bounds import CostModel
@@ -67,16 +68,19 @@ def fits(problem: Problem, timeline: Timeline) -> bool:
     return timeline.peak_bytes <= problem.budget and excess(problem, timeline) == 0
 
 
-def drawn(seed: int, most: int, host: bool, *, chunks: bool = False) -> Problem:
+def drawn(seed: int, most: int, host: bool, *, chunks: bool = False, streams: bool = False) -> Problem:
     problem = random_problem(seed, most=most)
+    problem = streaming(problem, seed) if streams else problem
     problem = casting(problem, seed) if seed % 2 else problem
     problem = in_turns(problem, seed) if chunks else problem
     return hosted(problem, seed) if host else problem
 
 
-def check_against_all(seed: int, most: int, *, host: bool = False, chunks: bool = False, late: float = 1.0) -> str:
+def check_against_all(
+    seed: int, most: int, *, host: bool = False, chunks: bool = False, streams: bool = False, late: float = 1.0
+) -> str:
     """Solves a random problem and compares with all its choices; what kind of problem it was."""
-    problem = replace(drawn(seed, most, host, chunks=chunks), late=late)
+    problem = replace(drawn(seed, most, host, chunks=chunks, streams=streams), late=late)
     timelines = all_timelines(problem)
     late_ones = all_timelines(replace(problem, rates=replace(problem.rates, host=late)))
     problem = replace(problem, **budgets(seed, timelines))
@@ -151,12 +155,18 @@ def check_bounds(problem: Problem) -> None:
         assert bounds.disk_bytes[at] <= timeline.disk_bytes
 
 
+@pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("host", [False, True])
-def test_no_simulation_goes_below_its_bound(host: bool) -> None:
+def test_no_simulation_goes_below_its_bound(host: bool, streams: bool) -> None:
     for seed in range(100, 120):
         # Odd seeds have casts.
         if seed % 4 // 2 == host:
-            check_bounds(drawn(seed, 300, host))
+            check_bounds(drawn(seed, 300, host, streams=streams))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_problems_with_streamed_parameters_are_solved_as_by_trying_all_choices(seed: int) -> None:
+    check_against_all(seed, most=400, host=seed % 3 == 1, streams=True)
 
 
 def test_a_block_that_frees_more_than_others_of_its_kind_has_their_peak() -> None:

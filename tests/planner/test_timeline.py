@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from planner.programs import SLOW, task
-from spillway.planner.tasks import Program, Rates, Sent, Task
+from spillway.planner.tasks import Program, Rates, Sent, Task, Weights
 from spillway.planner.timeline import Timeline, simulate_program
 
 
@@ -324,3 +324,71 @@ def test_a_host_that_is_ahead_of_every_task_changes_nothing() -> None:
     )
     # Each is queued in the second in which it runs at the earliest.
     assert simulated(*(replace(each, host_seconds=1) for each in tasks)) == simulated(*tasks)
+
+
+def test_streamed_parameters_are_fetched_a_block_ahead() -> None:
+    """Each block has two bytes of them, which take two seconds."""
+    first, second = Weights(0, 2), Weights(1, 2)
+    timeline = simulated(
+        task("before", 1),
+        # From 1 to 3 its parameters come. Then it runs to 4, and those of the next one come meanwhile, from 3 to 5.
+        task("f0", 1, weights=first, peak=7),
+        # Between the blocks the first ones are gone: 2 bytes are there. To 5, and so the next ones wait for nothing.
+        task("gap", 1, peak=1),
+        # 5 to 6, and 6 to 7: two tasks of one block. None follow in this direction.
+        task("f1", 1, weights=second),
+        task("f1", 1, weights=second),
+        # 7 to 8, with nothing on the device.
+        task("head", 1, peak=8),
+        # From 8 to 10 they come once more; 10 to 11 and 11 to 12. The others come from 10 to 12.
+        task("again 1", 1, weights=Weights(1, 2, True)),
+        task("b1", 1, weights=Weights(1, 2, True), peak=6),
+        # 12 to 13.
+        task("b0", 1, weights=Weights(0, 2, True)),
+        task("after", 1),
+        static=100,
+    )
+    assert copies(timeline, "back") == [("f0", 1, 3), ("f0", 3, 5), ("again 1", 8, 10), ("again 1", 10, 12)]
+    assert waits(timeline) == [("f0", 1, 3, "back"), ("again 1", 8, 10, "back")]
+    assert (timeline.seconds, timeline.stall_seconds) == (14, 4)
+    # 2 in use, 2 ahead, and 7 of its own.
+    assert (timeline.peak_bytes, timeline.peak_task) == (111, "f0")
+    resting = {level.seconds: level for level in timeline.levels if not level.holders.working}
+    assert [resting[at].device for at in (1, 3, 4, 6, 7, 10, 12, 14)] == [102, 104, 102, 102, 100, 104, 102, 100]
+    assert (resting[10].holders.returned, resting[10].holders.returning) == (2, 2)
+    assert timeline.host_bytes == 0
+
+
+def test_saved_parameters_that_are_streamed_come_back_within_the_window() -> None:
+    """Nothing is copied out, and they are no bytes of the step until they are prefetched."""
+    weights = [Sent(key, 3, is_weight=True) for key in range(3)]
+    timeline = simulated(
+        task("f", 1, *weights, change=0),
+        # 1 to 4 the first comes, and then a second one: a window of 4 has no room for the third.
+        task("b2", 1, takes=(2,), drops=(2,), peak=1),
+        # It came from 4 to 7. The last one comes from 7 to 10.
+        task("b1", 1, takes=(1,), drops=(1,)),
+        task("b0", 1, takes=(0,), drops=(0,)),
+        static=100,
+    )
+    assert copies(timeline, "out") == []
+    assert copies(timeline, "back") == [("f", 1, 4), ("f", 4, 7), ("f", 7, 10)]
+    assert (timeline.seconds, timeline.stall_seconds) == (11, 3 + 2 + 2)
+    assert timeline.peak_bytes == 100 + 3 + 3 + 1
+    assert [level.device for level in timeline.levels][-1] == 100
+    assert timeline.host_bytes == 0
+
+
+def test_parameters_fetched_ahead_take_room_in_the_window() -> None:
+    """Those of a replay come whatever the limit. Until they are in use, other storages wait."""
+    timeline = simulated(
+        task("f", 0, Sent(0, 2, is_weight=True), Sent(1, 2, is_weight=True), change=0),
+        # Parameters of the next replay are under way when it takes its storage: 4 of 4 bytes.
+        task("b3", 1, weights=Weights(3, 1, True)),
+        task("b2", 1, takes=(1,), drops=(1,)),
+        task("b1", 1, weights=Weights(1, 4, True)),
+        task("b0", 1, takes=(0,), drops=(0,)),
+    )
+    # 0 to 1, then the next parameters from 1 to 5. The storage of b2 comes after them, and the last only when asked.
+    assert copies(timeline, "back") == [("b3", 0, 1), ("b3", 1, 5), ("f", 5, 7), ("f", 9, 11)]
+    assert timeline.seconds == 12

@@ -123,7 +123,8 @@ def attach(
         optimizer: with a budget or a plan: the model's :class:`~spillway.OffloadedOptimizer`. The plan then decides how
             much of it is stepped on the CPU
             (:meth:`OffloadedOptimizer.divide <spillway.OffloadedOptimizer.divide>`). With ``stream``: the
-            :class:`~spillway.OffloadedOptimizer` of the trainable parameters in these blocks.
+            :class:`~spillway.OffloadedOptimizer` of the trainable parameters in these blocks. A plan does not divide
+            it then.
         session: ``None``: the default one.
 
     Returns:
@@ -153,6 +154,8 @@ def attach(
     if rules is not None and not isinstance(rules, Groups):
         raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
     streamed = _streamed_blocks(model, stream, device)
+    # With its index: "cuda" is no device of a tensor.
+    where = torch.empty(0, device=device or next(model.parameters()).device).device if streamed else None
     how = policy if policy is not None else Recompute() if rules is None else Offload()
     calls = _block_calls(model, how, session, blocks, every=every, first=first, keep_last=keep_last)
     if rules is not None:
@@ -165,14 +168,18 @@ def attach(
         refuse_class(each)
     refuse_compiled(around)
     context = _pass_of(model, how, rules, min_bytes, session)
-    controller = _controller(model, session, min_bytes, optimizer, budget, plan, **limits) if is_planned else None
+    controller = None
+    if is_planned:
+        controller = _controller(model, session, min_bytes, optimizer, budget, plan, where, **limits)
     root = ModelCall(model, list(calls.values()), around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
     skip_call(ModuleCall.__call__)
     with ExitStack() as undo:
         undo.callback(attached.remove)
-        if streamed:
-            root.streams = _stream(model, calls, streamed, device, session, min_bytes, optimizer)
+        if where is not None:
+            root.streams = _stream(model, calls, streamed, where, session, min_bytes, optimizer)
+            if controller is not None:
+                controller.collector.tracing.stream(attached.blocks, root.streams.blocks)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
         for call in (*calls.values(), root):
             call.install()
@@ -243,7 +250,7 @@ def _stream(
     model: Module,
     calls: Mapping[str, ModuleCall],
     blocks: Sequence[Named],
-    device: torch.device | str | None,
+    device: torch.device,
     session: Session | None,
     min_bytes: int | str | None,
     optimizer: DividedOptimizer | Trainer | None,
@@ -253,11 +260,9 @@ def _stream(
         raise UsageError(
             f"optimizer: got {type(optimizer).__name__} with stream=, expected a spillway.OffloadedOptimizer"
         )
-    # With its index: "cuda" is no device of a tensor.
-    where = torch.empty(0, device=next(model.parameters()).device if device is None else device).device
     least = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
     pairs = [(each.name, each.module) for each in blocks]
-    streams = StreamedModel(pairs, model, where, Session.default() if session is None else session, least, optimizer)
+    streams = StreamedModel(pairs, model, device, Session.default() if session is None else session, least, optimizer)
     for block in streams.blocks:
         calls[block.name].streamed = block
     return streams
@@ -270,6 +275,7 @@ def _controller(
     optimizer: DividedOptimizer | Trainer | None,
     budget: int | float | str | None,
     plan: Plan | None,
+    where: torch.device | None,
     **limits: Any,
 ) -> PlanController:
     # Slow to import, and only for users with a budget.
@@ -278,9 +284,10 @@ def _controller(
     from spillway.attaching.controller import PlanController
     from spillway.attaching.search import PlanSearch
 
-    # Its class was checked.
-    divided = cast("DividedOptimizer | None", optimizer)
-    collector = ProfileCollector(model, session, min_bytes, optimizer=divided)
+    # Its class was checked. With streamed parameters, all of its state is in CPU memory: there is nothing to divide.
+    divided = cast("DividedOptimizer | None", optimizer) if where is None else None
+    # An offloaded optimizer stalls for gradients.
+    collector = ProfileCollector(model, session, min_bytes, optimizer=divided, has_lead=optimizer is None, device=where)
     nbytes = None if budget is None else read_budget(budget)
     planner = Planner(collector.device, session, **limits)
     return PlanController([collector], PlanSearch(planner, collector.notes, budget=nbytes, plan=plan))

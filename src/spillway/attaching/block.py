@@ -133,6 +133,9 @@ class BlockCall(ModuleCall):
         return output
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.how is None and self.streamed is not None:
+            # Without hooks, autograd would hold the copies of its parameters.
+            return self.plain(module, args, kwargs)
         if self.how is None:
             return self._alone.run(own_call(module) if self.before is None else self.before, args, kwargs)
         if self.before is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,6 +29,7 @@ from spillway.types import Decision
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall, Traced
+    from spillway.parameters.streamed import StreamedBlock
 
 LEAST = Recompute(offload="inputs")
 """The least memory: everything is recomputed, and inputs are offloaded meanwhile."""
@@ -60,6 +61,8 @@ class BlockTracing:
         """Consecutive steps without a backward."""
         self.tracer: StepTracer | None = None
         """It traces the step, if one is traced."""
+        self._streamed: dict[str, list[StreamedBlock]] = {}
+        """The streamed blocks that each block consists of."""
         self._session = session
         self._has_lead = has_lead
         self._stage: Stage | None = None
@@ -80,6 +83,13 @@ class BlockTracing:
         """Whether a step is traced in another thread, which still runs."""
         return self.tracer is not None and not self._is_here(self.tracer) and self.tracer.thread.is_alive()
 
+    def stream(self, blocks: Iterable[str], streamed: Iterable[StreamedBlock]) -> None:
+        """Tell the copies of these streamed blocks apart, if they are in blocks that are planned for."""
+        self._streamed = {
+            name: [each for each in streamed if each.name == name or each.name.startswith(f"{name}.")]
+            for name in blocks
+        }
+
     def begin(self, stage: Stage, lead: float = 0.0) -> None:
         """Trace a step, with the CPU so many seconds ahead of the device."""
         self._stage, self.has_probed = stage, False
@@ -87,7 +97,9 @@ class BlockTracing:
         if is_weighed:
             lead = _SHORT_LAG if self._has_lead and queues(self.device) else lead
         lag = _LAG if is_timed else 0.0
-        self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, lead=lead)
+        self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, lead=lead, weighs=is_weighed)
+        for each in self._copied:
+            each.listener = self.tracer
         if is_weighed:
             self.mover.listen(self.tracer.moves)
 
@@ -115,9 +127,14 @@ class BlockTracing:
         self.probes.clear()
 
     def carried(self) -> int:
-        """Bytes on the device that are being offloaded or reloaded."""
+        """Bytes on the device that are being offloaded or reloaded, and copies of streamed parameters in use."""
         counts = self.mover.counts()
-        return counts["leaving bytes"] + counts["shared bytes"] + counts["returning bytes"]
+        moving = counts["leaving bytes"] + counts["shared bytes"] + counts["returning bytes"]
+        return moving + sum(each.here_bytes for each in self._copied)
+
+    @property
+    def _copied(self) -> Iterator[StreamedBlock]:
+        return (each for found in self._streamed.values() for each in found)
 
     def block_begins(
         self, call: BlockCall, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -131,7 +148,8 @@ class BlockTracing:
         # New kinds of blocks are measured operator by operator.
         is_recorded = self._stage in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
         probe = self._probe_of(kind) if is_recorded else None
-        number = tracer.block_begins(call.name, kind, (args, kwargs))
+        streamed = tuple(nbytes for each in self._streamed.get(call.name, ()) for nbytes in each.sizes)
+        number = tracer.block_begins(call.name, kind, (args, kwargs), streamed)
         if is_recorded:
             call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.casts)
         return tracer, number
@@ -161,6 +179,8 @@ class BlockTracing:
 
     def _take_tracer(self) -> StepTracer | None:
         tracer, self.tracer = self.tracer, None
+        for each in self._copied:
+            each.listener = None
         if tracer is not None and not self.session.closed:
             self.mover.stop_listening(tracer.moves)
         return tracer

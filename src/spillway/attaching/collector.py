@@ -61,6 +61,7 @@ class ProfileCollector:
         optimizer: the one whose state is offloaded, if there is one.
         stepped: an optimizer whose state the profile tells apart.
         has_lead: whether the CPU can be ahead of the device when a step begins.
+        device: where the model computes. ``None``: where it is.
     """
 
     spare_bytes = 0
@@ -75,9 +76,10 @@ class ProfileCollector:
         optimizer: DividedOptimizer | None = None,
         stepped: torch.optim.Optimizer | None = None,
         has_lead: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self.model = type(model).__name__
-        self.device = device_of(model)
+        self.device = device_of(model) if device is None else device
         self.tracing = BlockTracing(self.device, session, has_lead=has_lead)
         self.applied = AppliedPlan(self.tracing, optimizer)
         self.min_bytes = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")

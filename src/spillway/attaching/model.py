@@ -129,7 +129,8 @@ class ModelCall(ModuleCall):
         self.passes += 1
         # If the user has opened a pass around this call, blocks belong to that.
         if not (self._recomputes and scope_of_hooks() is not None) and not (
-            controller is not None and controller.is_plain
+            # Its hooks give autograd handles of streamed parameters.
+            controller is not None and controller.is_plain and self.streams is None
         ):
             stack.enter_context(self.context)
         has_caches = self._recomputes and stack.enter_context(self._caches.off())

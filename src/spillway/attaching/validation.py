@@ -190,11 +190,6 @@ def check_limits(
     limits: Mapping[str, object], optimizer: object, *, is_planned: bool, is_streamed: bool = False
 ) -> None:
     """Refuse limits of plans without a plan, and an optimizer that cannot be divided."""
-    if is_planned and is_streamed and optimizer is not None:
-        raise UnsupportedError(
-            "got budget= or plan= with stream= and optimizer=, expected no optimizer: a plan that divides it does not "
-            "know streamed parameters yet. Give a policy, or stream frozen parameters only"
-        )
     given = [name for name, each in limits.items() if each is not None]
     given += ["optimizer"] if optimizer is not None and not is_streamed else []
     if given and not is_planned:

@@ -89,6 +89,22 @@ class Trainer(Protocol):
         ...
 
 
+class CopyListener(Protocol):
+    """A profiler that listens to the copies of a block."""
+
+    def waits(self, *, begins: bool) -> None:
+        """Compute is about to wait for copies, or has done so."""
+        ...
+
+    def rests(self, *, begins: bool) -> None:
+        """Copies are about to be freed, or have been."""
+        ...
+
+    def holds(self, copies: Sequence[torch.UntypedStorage]) -> None:
+        """A replay is over: autograd has these copies now."""
+        ...
+
+
 class StreamedBlock:
     """A block whose parameters are streamed."""
 
@@ -103,6 +119,14 @@ class StreamedBlock:
         self._here: list[Use] = []
         self.ledger = ByteCounters()
         """Counts the bytes of its last forward, and of the replays of that."""
+        self.here_bytes = 0
+        """Bytes of its copies on the device, without those that are fetched ahead, and those that a graph has."""
+        self.listener: CopyListener | None = None
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each parameter."""
+        return [each.home.nbytes for each in self.parameters if each.is_alive]
 
     def in_replay(self) -> AbstractContextManager[None]:
         """:meth:`in_use` around a replay of the block's checkpointed forward."""
@@ -126,7 +150,7 @@ class StreamedBlock:
                 yield
         finally:
             with model.lock, _unseen():
-                self._exit()
+                self._exit(is_replay=is_replay or in_replay())
 
     def _enter(self, *, is_replay: bool) -> None:
         self.users += 1
@@ -142,21 +166,37 @@ class StreamedBlock:
         self._stream = compute
         # An interrupt may have left something.
         self._rest()
+        self.here_bytes = 0
+        listener = self.listener
+        if listener is not None:
+            listener.waits(begins=True)
         self._here = model.uses(self, is_replay=is_replay)
         for use in self._here:
             parameter, entry = use.parameter, use.entry
             storage, use.round = model.mover.take(entry, -1)
+            self.here_bytes += entry.nbytes
             entry.origin = weakref.ref(storage)
             parameter.use(storage)
             set_streamed(parameter.own(), entry)
             model.identity.add(storage, entry)
+        if listener is not None:
+            listener.waits(begins=False)
         model.fetch_next(self, is_replay=is_replay)
 
-    def _exit(self) -> None:
+    def _exit(self, *, is_replay: bool) -> None:
         # An interrupt may have come before the call was counted.
         self.users = max(self.users - 1, 0)
         if not self.users:
+            listener = self.listener
+            if listener is not None:
+                listener.rests(begins=True)
+                if is_replay:
+                    copied = (use.parameter.own() for use in self._here if use.parameter.is_alive and use.round >= 0)
+                    listener.holds([each.untyped_storage() for each in copied])
             self._rest()
+            self.here_bytes = 0
+            if listener is not None:
+                listener.rests(begins=False)
             self._model.left(self)
 
     def _rest(self) -> None:
@@ -402,8 +442,10 @@ class _Ahead:
         return fetched[2] if fetched is not None and fetched[:2] == (is_replay, block) else []
 
     def drop(self) -> None:
-        """A pass begins or ends."""
+        """A pass begins or ends. No block follows the last one: with another plan, one did."""
         self._fetched = None
+        for is_replay, block in self._last.items():
+            self._next.pop((is_replay, block), None)
         self._last.clear()
 
 

@@ -78,6 +78,7 @@ def make_option(block: BlockProfile, decisions: Sequence[Decision], *, min_bytes
         output_bytes=block.nbytes(number for number in resolved.kept if _outlives(block, number)),
         input_bytes=block.nbytes(number for number in resolved.kept if block.values[number].is_input),
         let_go_bytes=_held_casts(block, resolved) - _kept_casts(block, resolved),
+        parameters=() if resolved.recomputed else tuple(each.nbytes for each in block.parameters),
     )
 
 
@@ -215,8 +216,9 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
     replay_at = max((asked_at[number] for number in results), default=0) if resolved.recomputed else None
     taken = [number for number in resolved.offloaded if values[number].saved_at is not None]
     cuts = {count, 0, *(places[number] for number in taken for places in (wanted_at, asked_at))}
-    if replay_at is not None:
-        cuts.add(replay_at)
+    # Numbers of saved parameters follow those of values. A replay has all of them.
+    saved = [] if resolved.recomputed else [min(each.place + 1, count) for each in block.parameters]
+    cuts.update(saved if replay_at is None else [replay_at])
     host_seconds = (block.host or _NO_HOST).backward
     there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
     tasks: list[Task] = []
@@ -227,6 +229,7 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
             cast_again = block.nbytes(resolved.casts)
             tasks.append(_replay(block, resolved, _part_at(block, start).begin_bytes, cast_again))
         takes = tuple(number for number in taken if asked_at[number] == start)
+        used = tuple(number for number, place in enumerate(saved, len(values)) if place == start)
         over = {number for number in there if number not in freed and (end == 0 or over_at[number] > end)}
         freed |= over
         change = -block.nbytes(over - resolved.offloaded.keys())
@@ -244,8 +247,8 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
                 seconds=block.backward_seconds * share,
                 peak_bytes=_backward_peak(block, resolved, wanted_at, over_at, start, end),
                 change_bytes=change + gradients,
-                takes=takes,
-                drops=tuple(number for number in resolved.offloaded if number in over),
+                takes=(*takes, *used),
+                drops=(*(number for number in resolved.offloaded if number in over), *used),
                 gradient_bytes=gradients,
                 recomputed_bytes=recomputed,
                 host_seconds=host_seconds * share + _RELOAD * _host_by_operator(block) * len(takes),

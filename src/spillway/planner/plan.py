@@ -258,6 +258,7 @@ def problem_with(
         rates=rates,
         budget=budget,
         extra_bytes=tuple(call.backward_extra_bytes for call in profile.calls),
+        streamed=tuple(call.streamed for call in profile.calls),
         lead=profile.lead_seconds,
     )
 

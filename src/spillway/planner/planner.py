@@ -313,6 +313,7 @@ def make_curve(
     if type(points) is not int or points < 2:
         raise UsageError(f"points: got {points!r}, expected an integer of at least 2")
     planned = functools.partial(make_plan, profile, hardware, **limits)
+    rates = planning_rates(hardware, parse_bytes(limits["window"], what="window"))
     try:
         least = planned(budget=0).predicted_peak
     except BudgetError as error:
@@ -320,7 +321,7 @@ def make_curve(
     keep, checkpoint = (
         Point(timeline.peak_bytes, timeline.seconds)
         for decision in (Decision.KEEP, Decision.RECOMPUTE)
-        for timeline in [simulate_program(uniform_program(profile, decision), ANY_RATES)]
+        for timeline in [simulate_program(uniform_program(profile, decision), rates)]
     )
     budgets = _budgets(profile.static_bytes, least, keep.peak_bytes, points)
     found = []
@@ -399,6 +400,7 @@ def make_stage_plans(
         names=tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls),
         options=tuple(options for each in alone for options in each.options),
         extra_bytes=tuple(nbytes for each in alone for nbytes in each.extra_bytes),
+        streamed=tuple(sizes for each in alone for sizes in each.streamed),
         late=max(each.late for each in alone),
         turns=tuple(few),
     )

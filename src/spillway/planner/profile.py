@@ -30,7 +30,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes
 
-SCHEMA = 11
+SCHEMA = 12
 
 
 class ReplayRule(enum.Enum):
@@ -124,6 +124,15 @@ class BackwardPart(Record):
 
 
 @dataclass(frozen=True, slots=True)
+class SavedParameter(Record):
+    """A parameter that autograd saves in a block."""
+
+    place: Count
+    """Number of operators that had run when autograd saved it."""
+    nbytes: Count
+
+
+@dataclass(frozen=True, slots=True)
 class HostTimes(Record):
     """CPU time to queue a block's work, in seconds."""
 
@@ -165,6 +174,8 @@ class BlockProfile(Record):
     cached_bytes: Count = 0
     """Bytes of its casts that live from its forward to the end of the model's forward in any plan: see NOTE [ Casts ]
     in ``block_tasks.py``."""
+    parameters: tuple[SavedParameter, ...] = ()
+    """Parameters that autograd saves, in the order in which backward needs them, if some of them are streamed."""
 
     @property
     def saved_bytes(self) -> int:
@@ -215,6 +226,9 @@ class BlockCall(Record):
     """Its place in :attr:`Profile.kinds`."""
     backward_extra_bytes: int = 0
     """Rise of the level in its backward, beyond that of its kind. See NOTE [ Counted bytes ]."""
+    streamed: tuple[Count, ...] = ()
+    """Bytes of each of its parameters that are streamed: in CPU memory, and on the GPU only while the block runs. No
+    other number of a profile has them. See NOTE [ Copies of weights ] in ``tasks.py``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +333,7 @@ class Profile(FileRecord):
                 yield f"{where}.saved_last_at", value.saved_last_at, count + 1
 
 
-_FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes"})
+_FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes", "parameters"})
 """Fields of blocks that do not grow with the inputs."""
 
 

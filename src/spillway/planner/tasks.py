@@ -16,6 +16,16 @@ reload is queued where an earlier storage was taken, and starts when compute has
 A task takes the CPU its ``host_seconds``. If the loop never waits for the GPU, a step begins with the lead that the CPU
 has from the steps before: see NOTE [ The host ] in ``timeline.py``.
 
+NOTE [ Copies of weights ]
+
+The streamed parameters of a block are on the device from the begin of its forward to its end. When it begins, the next
+block's are fetched. A replay needs them once more, and backward holds them from there to its end: the same rule, in the
+order of replays. Several such tasks in a row share one copy (:class:`Weights`).
+
+A block that is not recomputed has them saved by autograd. So they are storages that are offloaded from the start, and
+are reloaded for its backward, parameter by parameter, with all other storages and within the in-flight limit. Backward
+also takes saved parameters that are not streamed: no task sends these, so they are there.
+
 NOTE [ Turns ]
 
 Most steps are one forward and one backward of one model. A rank of a pipeline takes turns with chunks of its stages: a
@@ -27,6 +37,7 @@ after a part's first backward.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
@@ -64,6 +75,17 @@ class Sent:
     nbytes: int
     on_disk: bool = False
     """Whether it is offloaded to the disk, and not to CPU memory."""
+    is_weight: bool = False
+    """Whether it is a streamed parameter, which needs no copy out. See NOTE [ Copies of weights ]."""
+
+
+class Weights(NamedTuple):
+    """The streamed parameters of a block, on the device. See NOTE [ Copies of weights ]."""
+
+    block: int
+    nbytes: int
+    is_replay: bool = False
+    """Whether they are there for a replay and the backward after it, or for a forward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +112,8 @@ class Task:
     """The recomputed storages among ``change_bytes``; below 0 if they are freed."""
     host_seconds: float = 0.0
     """CPU time to queue it."""
+    weights: Weights | None = None
+    """Streamed parameters that must be on the GPU from its begin to its end."""
 
     def shifted(self, prefix: str, by: int) -> Task:
         """The same task of another block: names begin with ``prefix``, and keys are ``by`` higher."""
@@ -123,14 +147,20 @@ class Option:
     """Kept bytes of its inputs."""
     let_go_bytes: int = 0
     """Kept bytes that are freed at the end of the model's forward."""
+    parameters: tuple[int, ...] = ()
+    """Bytes of parameters that autograd saved, which backward takes. Their keys follow those of the values."""
 
-    def placed(self, prefix: str, by: int, twice: int, extra: int) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
+    def placed(
+        self, prefix: str, by: int, twice: int, extra: int, block: int = 0, streamed: Sequence[int] = ()
+    ) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.
 
         The block before has counted ``twice`` bytes, too, from its forward's end to its backward's. The level rises by
-        ``extra`` bytes more at the end of its backward.
+        ``extra`` bytes more at the end of its backward. The block of this number has ``streamed`` parameters, in bytes.
         """
         forward, backward = ([task.shifted(prefix, by) for task in each] for each in (self.forward, self.backward))
+        if streamed:
+            self._stream(forward, backward, block, by + len(self.decisions), streamed)
         if twice:
             forward[-1] = replace(forward[-1], change_bytes=forward[-1].change_bytes - twice)
         if twice or extra:
@@ -138,6 +168,24 @@ class Option:
             peak = max(last.peak_bytes, last.change_bytes)
             backward[-1] = replace(last, peak_bytes=peak, change_bytes=last.change_bytes + twice + extra)
         return tuple(forward), tuple(backward)
+
+    def _stream(self, forward: list[Task], backward: list[Task], block: int, key: int, streamed: Sequence[int]) -> None:
+        """Give the tasks the copies of parameters. See NOTE [ Copies of weights ]."""
+        nbytes = sum(streamed)
+        for place, task in enumerate(forward):
+            if task.phase is Phase.FORWARD:
+                forward[place] = replace(task, weights=Weights(block, nbytes))
+        again = next((place for place, task in enumerate(backward) if task.phase is Phase.RECOMPUTE), None)
+        if again is not None:
+            backward[again:] = [replace(task, weights=Weights(block, nbytes, True)) for task in backward[again:]]
+            return
+        sends, left = forward[-1].sends, Counter(streamed)
+        for number, each in enumerate(self.parameters, key):
+            if left[each]:
+                # Parameters of one size are alike.
+                left[each] -= 1
+                sends = (*sends, Sent(number, each, is_weight=True))
+        forward[-1] = replace(forward[-1], sends=sends)
 
     @property
     def kept_bytes(self) -> int:
@@ -225,6 +273,8 @@ class Problem:
     """Most bytes that may be allocated on the GPU."""
     extra_bytes: tuple[int, ...] = ()
     """See :meth:`extra_of`. ``()``: 0 for each block."""
+    streamed: tuple[tuple[int, ...], ...] = ()
+    """See :meth:`streamed_of`. ``()``: none for each block."""
     host_budget: int | None = None
     disk_budget: int | None = None
     late: float = 1.0
@@ -242,7 +292,7 @@ class Problem:
         """The step with an option for each block, by its number. Tasks are made once for each block and option."""
         options = [each[number] for each, number in zip(self.options, chosen, strict=True)]
         # The keys of each block and each chunk are different.
-        first = list(accumulate((len(option.decisions) for option in options), initial=0))
+        first = list(accumulate((len(each.decisions) + len(each.parameters) for each in options), initial=0))
         tasks: list[Task] = []
         had_backward: set[int] = set()
         for turn in self.turns:
@@ -254,7 +304,9 @@ class Problem:
                 by, twice = first[block] + turn.chunk * first[-1], counted_twice(before, option.input_bytes)
                 key = (block, chosen[block], by, twice)
                 if key not in self.placed:
-                    self.placed[key] = option.placed(f"{self.names[block]} ", by, twice, self.extra_of(block))
+                    self.placed[key] = option.placed(
+                        f"{self.names[block]} ", by, twice, self.extra_of(block), block, self.streamed_of(block)
+                    )
                 placed.append(self.placed[key])
                 before = option.output_bytes
                 let_go += option.let_go_bytes
@@ -272,6 +324,10 @@ class Problem:
     def extra_of(self, block: int) -> int:
         """The rise of the level in a block's backward, beyond that of its options."""
         return self.extra_bytes[block] if self.extra_bytes else 0
+
+    def streamed_of(self, block: int) -> tuple[int, ...]:
+        """Bytes of each of a block's streamed parameters."""
+        return self.streamed[block] if self.streamed else ()
 
     def blocks_of(self, part: int) -> range:
         """Numbers of a part's blocks."""

@@ -20,6 +20,10 @@ find the storages that it frees, and those that are taken before that. The engin
 does not copy them in the next. The simulation must know them before it queues their copies: :func:`storages_of` finds
 them in a walk of its own.
 
+Streamed parameters (NOTE [ Copies of weights ] in ``tasks.py``) that autograd saved are freed when they are sent. Those
+of a forward or a replay are fetched whatever the limit, and count as prefetched until their block begins. They are on
+the device until another task needs no or other ones.
+
 A key that no task sends stands for a storage that stays on the GPU: taking or dropping it has no effect. A key that was
 dropped may be sent again, and is another storage then.
 
@@ -43,13 +47,14 @@ sum is right: see :func:`settled`.
 from __future__ import annotations
 
 import heapq
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from itertools import groupby
 from operator import attrgetter
 from typing import Any
 
-from spillway.planner.tasks import Phase, Program, Rates, Sent, Task
+from spillway.planner.tasks import Phase, Program, Rates, Sent, Task, Weights
 
 STREAMS = ("compute", "out", "back", "disk")
 """Compute, offloading, reloading, and the disk's reads and writes."""
@@ -211,6 +216,10 @@ def storages_of(program: Program, window: int) -> tuple[list[Storage], list[Stor
                     storage.is_reused = True
                     nbytes -= storage.sent.nbytes
         for each in task.sends:
+            if each.is_weight:
+                by_key[each.key] = Storage(each, task.name, ())
+                sent.append(by_key[each.key])
+                continue
             frees = []
             while in_flight and nbytes + each.nbytes > window:
                 _, oldest = in_flight.popitem(last=False)
@@ -250,11 +259,20 @@ class _Walk:
         """A heap: turns of freed storages whose reload is not queued, and that will be taken."""
         self._returning = 0
         """Bytes that are prefetched and not used yet."""
+        needed = (task.weights for task in program.tasks if task.weights is not None)
+        self._needed = deque(weights for weights, _ in groupby(needed))
+        """Streamed parameters that are needed from here on, in order."""
+        self._weights: Weights | None = None
+        """Those that are in use."""
+        self._fetched: float | None = None
+        """When the copy of the next needed ones ends, once it is queued."""
         self._held = {"static": program.static_bytes}
         self._levels: list[Level] = []
         self._note_level()
 
     def visit(self, task: Task) -> None:
+        if task.weights != self._weights:
+            self._change_weights(task.weights, task.name)
         for key in task.takes:
             if key in self._by_key:
                 self._take(self._by_key[key], task.name)
@@ -317,6 +335,34 @@ class _Walk:
             heapq.heappop(wanted)
             self._fetch(ahead)
 
+    def _change_weights(self, weights: Weights | None, task: str) -> None:
+        """Free the streamed parameters that were in use, and wait for others."""
+        before, self._weights = self._weights, weights
+        if before is not None:
+            self._device -= before.nbytes
+            self._hold("returned", -before.nbytes)
+            self._note_level()
+        if weights is None:
+            return
+        if self._fetched is None:
+            self._fetch_weights(weights, task)
+        assert self._fetched is not None
+        self._stall += self._wait(self._fetched, "back", task)
+        self._fetched = None
+        self._returning -= weights.nbytes
+        self._hold("returning", -weights.nbytes)
+        self._hold("returned", weights.nbytes)
+        self._needed.popleft()
+        if self._needed and self._needed[0].is_replay is weights.is_replay:
+            self._fetch_weights(self._needed[0], task)
+
+    def _fetch_weights(self, weights: Weights, task: str) -> None:
+        self._fetched = self._copy("back", task, self._now, weights.nbytes / self._rates.back)
+        self._returning += weights.nbytes
+        self._device += weights.nbytes
+        self._hold("returning", weights.nbytes)
+        self._note_level()
+
     def _fetch(self, storage: Storage) -> None:
         """Queue a reload."""
         sent, ready = storage.sent, self._now
@@ -343,6 +389,11 @@ class _Walk:
         self._by_key[sent.key] = storage
         if storage.is_reused:
             return
+        if sent.is_weight:
+            storage.is_away = True
+            if storage.turn is not None:
+                heapq.heappush(self._wanted, storage.turn)
+            return
         storage.gone_at = self._copy("out", task, ready, sent.nbytes / self._rates.out)
         if sent.on_disk:
             storage.gone_at = self._copy("disk", task, storage.gone_at, sent.nbytes / self._rates.disk_write)
@@ -353,7 +404,7 @@ class _Walk:
 
     def _drop(self, storage: Storage) -> None:
         nbytes = storage.sent.nbytes
-        if not storage.is_reused:
+        if not (storage.is_reused or storage.sent.is_weight):
             self._store(storage.sent, -1)
         if not storage.is_away:
             self._device -= nbytes

@@ -85,7 +85,8 @@ def compile_profile(
     calls: dict[int, BlockCall] = {}
     for place, (kind, numbers) in enumerate(numbers_of.items()):
         for number, extra in _extra_changes(weighed, probes[kind], numbers, end, min_bytes):
-            calls[number] = BlockCall(timed.calls[number].name, place, extra)
+            call = timed.calls[number]
+            calls[number] = BlockCall(call.name, place, extra, call.streamed)
     lead = host_lead(timed, weighed) if timed.has_host else 0.0
     before = _outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0))
     left = _left_behind(weighed, dict(zip(numbers_of, kinds, strict=True)), probes, min_bytes)
@@ -167,7 +168,7 @@ def _outside(
     level = weighed.level(since)
     host = sum(timed.host_seconds(*span) for span in spans)
     return Outside(
-        seconds=sum(timed.seconds(*span) for span in spans),
+        seconds=sum(timed.work_seconds(*span) for span in spans),
         peak_bytes=max(weighed.peak(since, until) - level, 0),
         change_bytes=weighed.level(until) - level,
         host_seconds=min(host, weighed.host_seconds(since, until)),
@@ -202,7 +203,7 @@ def _parted(weighed: StepTrace, middle: Outside, last: int, uncast: list[Place])
 def _times(timed: StepTrace, spans: list[list[Interval]]) -> float:
     """The median over calls, given their spans. See NOTE [ The device's clock ] in ``step_trace.py``."""
     shown = [each for each in spans if timed.is_behind(*(place for span in each for place in span))]
-    return max(statistics.median(sum(timed.seconds(*span) for span in each) for each in shown or spans), 0.0)
+    return max(statistics.median(sum(timed.work_seconds(*span) for span in each) for each in shown or spans), 0.0)
 
 
 def _kind(
@@ -243,6 +244,7 @@ def _kind(
         gap=_gap(timed, weighed, numbers),
         # If calls are of one module, the first of them casts.
         cached_bytes=sum(weighed.calls[number].cached_bytes for number in numbers) // len(numbers),
+        parameters=probe.parameters if any(timed.calls[number].streamed for number in numbers) else (),
     )
     if not replays:
         return block

@@ -24,6 +24,7 @@ from torch.nn import Module
 from spillway._torch import device_stats, sleep_on_gpu, storage_key, storage_parts
 from spillway.planner.profile import Static
 from spillway.runtime.process_memory import Resident, ResidentPeak, resident_bytes
+from spillway.saved_tensors.identity import is_streamed
 
 GRAIN = 512
 """Bytes to which torch's allocator for accelerators rounds up."""
@@ -172,13 +173,14 @@ class CpuMeter(Meter):
 def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Static:
     """The bytes on a device now of a model, and of an optimizer's state. Each storage is counted once, and whole."""
     seen: set[int] = set()
-    parameters = list(model.parameters())
+    # At rest, streamed parameters are in CPU memory.
+    parameters = [each for each in model.parameters() if not is_streamed(each)]
     states = () if optimizer is None else optimizer.state.values()
     # Not by the state's own values(), which would reload an offloaded state.
     values = (value for state in states if isinstance(state, dict) for value in dict.values(state))
     return Static(
         weights=_nbytes(parameters, device, seen),
-        gradients=_nbytes((each.grad for each in parameters if each.grad is not None), device, seen),
+        gradients=_nbytes((each.grad for each in model.parameters() if each.grad is not None), device, seen),
         optimizer=_nbytes(values, device, seen),
         other=0,
     )

@@ -24,7 +24,7 @@ from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.selectors import full_name
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
-from spillway.planner.profile import OperatorProfile, ReplayRule, Value
+from spillway.planner.profile import OperatorProfile, ReplayRule, SavedParameter, Value
 from spillway.profiler.meter import GRAIN, AcceleratorMeter, ClockMeter, Meter
 
 _WIDTH = 4096
@@ -62,6 +62,8 @@ class Probe(OperatorMode):
         """Known once the call has ended and :meth:`read` was called."""
         self.values: tuple[Value, ...] = ()
         self.saves_at: tuple[int, ...] = ()
+        self.parameters: tuple[SavedParameter, ...] = ()
+        """Parameters that autograd saves, in the order in which backward needs them."""
         self.shared_inputs: set[int] = set()
         """Places of tensors that other blocks share, and that may be offloaded."""
         self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
@@ -124,6 +126,11 @@ class Probe(OperatorMode):
                 )
             )
         self.saves_at = tuple(recorder.saves_at)
+        self.parameters = tuple(
+            SavedParameter(each.place, each.recipe.size.numel() * each.recipe.dtype.itemsize)
+            for each in reversed(recorder.saved)
+            if each.is_parameter and each.recipe is not None
+        )
         self._ended = list(recorder.operators), tuple(values)
         self._inputs = list(recorder.inputs)
         self._opaque = recorder.values.opaque is not None

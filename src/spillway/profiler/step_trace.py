@@ -10,6 +10,9 @@ Streams carry bytes that are on the device and no part of what the program holds
 works, and there is an instant before that and one after it. Between any two other instants the number is constant, so
 it can be subtracted. Peaks while the mover works are the mover's, and do not count.
 
+Copies of streamed parameters are no bytes of the program either. In backward, autograd frees each of them somewhere in
+its block. So in the step whose bytes are counted they are held until the block's backward has ended.
+
 The program may still hold bytes that streams have released, as the model holds the input of its stack of blocks. These
 are subtracted, too: they go when the program releases them, and a plan that offloads nothing would not see them.
 
@@ -36,7 +39,7 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -69,6 +72,8 @@ class CallTrace:
     """CPU seconds of the block's own code, without the code that checkpoints it."""
     cached_bytes: int = 0
     """Bytes of casts of leaves that were made in it, and were alive when it returned."""
+    streamed: tuple[int, ...] = ()
+    """Bytes of each of its streamed parameters."""
 
 
 @dataclass(slots=True)
@@ -143,6 +148,14 @@ class StepTrace:
     def seconds(self, since: Place, until: Place) -> float:
         return self.readings[until].seconds - self.readings[since].seconds
 
+    def work_seconds(self, since: Place, until: Place) -> float:
+        """As :meth:`seconds`, without the time in which compute waited for copies of streamed parameters."""
+        start, end = self.order.index(since), self.order.index(until)
+        ends = [place for place in self.order[start : end + 1] if place[0] == "waited"]
+        return self.seconds(since, until) - sum(
+            self.seconds(("waiting", number), (what, number)) for what, number in ends
+        )
+
     @property
     def step_peak(self) -> int:
         """Most bytes in the step. The peaks at its begin were before it."""
@@ -175,6 +188,7 @@ class StepTracer:
         times_host: whether the CPU is timed: see NOTE [ The CPU's clock ].
         lag: seconds by which the device is made to lag at the blocks: see NOTE [ The device's clock ].
         lead: seconds by which it is made to lag at the start of the step, so that the CPU is ahead by that.
+        weighs: whether bytes are counted, so that copies of streamed parameters are held in backward.
     """
 
     def __init__(
@@ -186,12 +200,17 @@ class StepTracer:
         times_host: bool = False,
         lag: float = 0.0,
         lead: float = 0.0,
+        weighs: bool = False,
     ) -> None:
         self._meter = meter_of(device) if meter is None else meter
         if times_host:
             self._meter.wait()
         self._lag = lag
+        self._times_host, self._weighs = times_host, weighs
         self._carried = carried
+        self._held: list[torch.UntypedStorage] = []
+        """Copies of the streamed parameters of the block whose backward runs."""
+        self._held_bytes = 0
         self._trace = StepTrace()
         self._spent = 0.0
         self._begun: float | None = None
@@ -220,11 +239,13 @@ class StepTracer:
         """Whether a backward has come through all the blocks."""
         return ("back", 0) in self._trace.carried
 
-    def block_begins(self, name: str, kind: Hashable, inputs: tuple[object, ...]) -> int:
-        """A block is called; gives the number of the call."""
+    def block_begins(
+        self, name: str, kind: Hashable, inputs: tuple[object, ...], streamed: tuple[int, ...] = ()
+    ) -> int:
+        """A block is called, with streamed parameters of so many bytes each; gives the number of the call."""
         number = len(self._trace.calls)
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-        self._trace.calls.append(CallTrace(name, kind))
+        self._trace.calls.append(CallTrace(name, kind, streamed=streamed))
         self._note_inputs(tensors, number)
         self._fall_behind("started")
         self._mark("forward", number)
@@ -294,8 +315,34 @@ class StepTracer:
             self._mark("moving" if begins else "moved", self._counts["moves"])
             self._counts["moves"] += not begins
 
+    def waits(self, *, begins: bool) -> None:
+        """Compute waits for copies of streamed parameters."""
+        if self._times_host and not self._closed:
+            self._mark("waiting" if begins else "waited", self._counts["waits"])
+            self._counts["waits"] += not begins
+
+    def rests(self, *, begins: bool) -> None:
+        """Copies of streamed parameters are about to be freed, or have been."""
+        if self._weighs:
+            self.moves(begins)
+
+    def holds(self, copies: Sequence[torch.UntypedStorage]) -> None:
+        """A replay is over, and autograd has these copies of streamed parameters."""
+        if self._weighs and not self._closed:
+            self._held += copies
+            self._held_bytes += sum(each.nbytes() for each in copies)
+
+    def _let_go_of_copies(self) -> None:
+        """The backward of a block has ended."""
+        if self._held:
+            self.moves(True)
+            self._held.clear()
+            self._held_bytes = 0
+            self.moves(False)
+
     def finish(self) -> StepTrace:
         """The step has ended. Waits for the device."""
+        self._let_go_of_copies()
         self._mark("done", 0)
         trace = self._trace
         trace.readings = dict(zip(trace.order, self._meter.finish(), strict=True))
@@ -307,6 +354,7 @@ class StepTracer:
     def close(self) -> None:
         """Remove all hooks, and measure nothing any more."""
         self._closed = True
+        self._held.clear()
         self._meter.close()
         for hook in self._hooks:
             hook.remove()
@@ -374,6 +422,7 @@ class StepTracer:
     def _on_gradient(self, what: str, number: int) -> None:
         if self._closed or (what, number) in self._trace.carried:
             return
+        self._let_go_of_copies()
         if what == "back":
             self._fall_behind("turned")
         self._mark(what, number)
@@ -389,7 +438,7 @@ class StepTracer:
         self._meter.mark()
         trace, place = self._trace, (what, number)
         trace.order.append(place)
-        trace.carried[place] = self._carried()
+        trace.carried[place] = self._carried() + self._held_bytes
         trace.host[place] = now - self._spent
         self._begun = now if self._begun is None else self._begun
         trace.queued[place] = now - self._begun
