@@ -83,7 +83,7 @@ UNMET = [
     pytest.param(REPLICATED, "DistributedDataParallel", id="DataParallel"),
     pytest.param(WITHOUT_BLOCKS, "blocks=nn.GRU takes each GRU", id="no blocks"),
     pytest.param(NEVER_CALLED, "No module was called as model(...)", id="never called"),
-    pytest.param(CHILDREN, "Spillway does not see child processes", id="children"),
+    pytest.param(CHILDREN, "Child processes are not managed, since", id="children"),
 ]
 
 

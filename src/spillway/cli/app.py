@@ -13,6 +13,7 @@ from spillway.cli.bench import bench, demo
 from spillway.cli.doctor import doctor
 from spillway.cli.plan import plan, report
 from spillway.cli.run import profile, run
+from spillway.cli.startup import disarm
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
 USAGE_CODE = 2
@@ -75,6 +76,7 @@ def main() -> None:
 
     ``spillway run`` exits with the script's code, or with 3 if that is 0 and nothing was done as asked.
     """
+    disarm()
     invocation = Invocation()
     try:
         app(prog_name="spillway", obj=invocation)

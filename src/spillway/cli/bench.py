@@ -25,6 +25,7 @@ import typer
 import spillway
 from spillway.cli.plan import hardware_of
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
+from spillway.cli.variables import OFF, variable
 from spillway.errors import BudgetError, SpillwayError, UsageError, printable
 from spillway.units import format_bytes, format_seconds
 
@@ -173,7 +174,7 @@ def _run(script: Script, way: str, steps: int) -> Result:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            env={**CHILD_ENVIRONMENT, **os.environ},
+            env={**CHILD_ENVIRONMENT, **os.environ, variable("budget"): OFF},
             check=False,
         )
         output.seek(0)

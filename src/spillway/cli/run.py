@@ -62,24 +62,21 @@ def run(
     The exit code is the script's, or 3 if that is 0 and no model was treated as asked.
     """
     from spillway.cli.running.managed import Files, run_managed
-    from spillway.cli.running.options import RunOptions
+    from spillway.cli.running.options import RunOptions, split_words
     from spillway.cli.running.script import Script
 
-    loaded = None
-    if plan is not None:
-        from spillway.planner.plan import Plan
-
-        loaded = Plan.load(plan)
     options = RunOptions(
         budget=budget,
         policy=policy,
         ratio=ratio,
-        plan=loaded,
+        plan=plan,
         host_budget=host_budget,
         disk_budget=disk_budget,
-        allow=None if allow is None else tuple(each.strip() for each in allow.split(",")),
+        allow=None if allow is None else split_words(allow),
         hardware=hardware,
     )
+    if options == RunOptions():
+        options = RunOptions.of_environment()
     script = Script(target, tuple(arguments or ()), is_module=module)
     files = Files(profile=profile, report=report, json=json)
     if not quiet:
