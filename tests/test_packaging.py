@@ -125,7 +125,7 @@ def test_ci_runs_what_make_has_in_a_folder_named_as_a_clone(name: str, tmp_path:
     said = [line for line in done.stdout.splitlines() if not line.startswith(".ci/run:")]
     assert said[-4:] == [
         f"make check in spillway: changed {ignored}kept,new file,",
-        f"make demo ARGS=--json build/demo.json in spillway: changed build,{ignored}kept,new file,",
+        f"make demo ARGS=-o build/demo.json in spillway: changed build,{ignored}kept,new file,",
         f"make test in spillway: changed build,{ignored}kept,new file,",
     ]
     first, *others = places.read_text().splitlines()

@@ -18,7 +18,7 @@ from spillway.cli.variables import asked
 pytestmark = pytest.mark.timeout(300)
 STEPS = 7
 BUDGET = {"SPILLWAY_BUDGET": "3GiB"}
-ATTACHED = "GPT: 4 blocks, budget of 3.0 GiB, active"
+ATTACHED = "GPT: 4 blocks, budget 3GiB, active"
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def test_children_of_a_program_are_managed_and_the_program_is_content(
 
 def test_children_of_run_are_managed_and_count(installed: Environment, plain: str) -> None:
     launcher = installed.folder.write("launcher.py", LAUNCHER)
-    command = ["-m", "spillway", "run", "--budget", "3GiB", "--json", "children.json", launcher.name]
+    command = ["-m", "spillway", "run", "--budget", "3GiB", "-o", "children.json", launcher.name]
     done = installed.python(*command, "train.py", STEPS)
     assert (done.code, done.out) == (0, plain), done.err
     assert done.err.count(ATTACHED) == 1

@@ -48,11 +48,11 @@ class Files:
 
     profile: Path | None = None
     report: Path | None = None
-    json: Path | None = None
+    output: Path | None = None
 
     def check(self, options: RunOptions) -> None:
         """Raise :class:`~spillway.errors.UsageError` for a file that cannot be written, before hours of training."""
-        for name in ("profile", "report", "json"):
+        for name in ("profile", "report", "output"):
             check_writable(f"--{name}", getattr(self, name))
         options.check_machine()
         for name, other in (
@@ -174,10 +174,13 @@ class _ManagedProcess:
             self._tree.tell(result)
         lines = [] if self._rank else list(self._told(result))
         try:
-            if self._files.json is not None:
-                write_file(numbered(self._files.json, "rank", self._rank), result.to_json(), what="--json")
+            if self._files.output is not None:
+                write_file(numbered(self._files.output, "rank", self._rank), result.to_json(), what="--output")
             for number, model in enumerate(self.models.managed):
                 lines += _write(model, number, self._files, self._rank)
+            for path in (self._files.profile, self._files.report):
+                if path is not None and not result.models:
+                    lines.append(printable(f"{path}: not written: no model was attached in this process"))
         except (SpillwayError, OSError) as error:
             # An exit handler has no caller that could catch it.
             lines.append(f"error: {error}")
@@ -192,8 +195,7 @@ class _ManagedProcess:
             yield result.to_text()
         is_told_above = self._tree.told is not None and not (result.models or result.not_attached)
         if not self._is_run and not is_told_above and (why := self._why_unmet(result)) is not None:
-            name = self._options.option or variable("budget")
-            yield printable(f"spillway: {name}={os.environ.get(name, '')} was not met, since {why}")
+            yield printable(f"spillway: {self._options.asked_for} was not met, since {why}")
 
     def _why_unmet(self, result: RunResult) -> str | None:
         if self.models.fatal is not None:
@@ -215,7 +217,7 @@ class _ManagedProcess:
         if not quiet and why.startswith("nothing was attached"):
             why = "nothing was attached: the table says why"
         raise UnmetError(
-            f"{self._options.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the "
+            f"{self._options.asked_for} was not met, since {why.rstrip('.')}. Give --best-effort to end with the "
             f"script's exit code all the same."
         )
 
@@ -264,7 +266,7 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> None:
         BaseException: what the script raises.
     """
     script.check()
-    check_writable("-o", path)
+    check_writable("--output", path)
     os.environ[variable("budget")] = OFF
     collectors: list[_EndingCollector] = []
 
@@ -322,8 +324,13 @@ def _summary(profile: Profile) -> list[str]:
 class _EndingCollector(ProfileCollector):
     """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete."""
 
+    _calls = 0
+
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""
         super().begin(model, args, kwargs)
         if self.profile is not None:
             raise ScriptExit
+        self._calls += 1
+        if not rank_of():
+            _print_error(printable(f"profiling {type(model).__name__}, call {self._calls}") + "\n")

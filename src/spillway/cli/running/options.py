@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spillway.cli.variables import AUTO, LIMITS, OFF, WAYS, asked, variable
+from spillway.cli.words import POLICIES
 from spillway.errors import UsageError
 from spillway.units import parse_bytes, read_budget
 
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 
     from spillway.attaching import Attached
 
-POLICIES = ("offload", "recompute", "keep")
 BASELINE = "baseline"
 """The way of ``spillway bench`` that attaches nothing."""
 DEFAULT_SHARE = 0.9
@@ -131,6 +131,13 @@ class RunOptions:
         return "".join(self._given(WAYS))
 
     @property
+    def asked_for(self) -> str:
+        """The way and its value, as the user gave them."""
+        name = next((each for each in WAYS if getattr(self, each) is not None), "budget")
+        value = AUTO if getattr(self, name) is None else getattr(self, name)
+        return f"{self._name(name)}{'=' if self.from_environment else ' '}{value}"
+
+    @property
     def is_measured(self) -> bool:
         """Whether there is a budget, and so a profile."""
         import torch
@@ -171,7 +178,7 @@ class RunOptions:
             policy = self.policy or "offload"
             return attach(model, policy=policy), policy
         limits = {name: getattr(self, name) for name in LIMITS}
-        return attach(model, budget=budget, **limits), "budget"
+        return attach(model, budget=budget, **limits), "budget" if self.budget is None else f"budget {self.budget}"
 
 
 def options_of_way(way: str) -> RunOptions | None:

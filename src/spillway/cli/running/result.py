@@ -14,7 +14,7 @@ from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.cli.variables import HOOK, is_hooked
 from spillway.errors import printable
 from spillway.types import StepStats
-from spillway.units import format_bytes, format_seconds
+from spillway.units import format_bytes, format_seconds, read_budget
 
 WIDEST = 80
 """Columns of a terminal."""
@@ -37,7 +37,7 @@ class ModelResult:
     """Its class."""
     blocks: int
     way: str
-    """``"budget"``, ``"plan"``, or the policy."""
+    """``"budget 40GiB"`` as it was given, ``"budget"`` for the default, ``"plan"``, ``"ratio 0.5"``, or the policy."""
     stage: str | None
     """The last stage of the search for a plan."""
     budget: int | None
@@ -163,7 +163,9 @@ def _lines(result: RunResult) -> Iterator[str]:
 
 
 def _model_lines(model: ModelResult, seconds: float | None) -> Iterator[str]:
-    budget = "" if model.budget is None else f" of {format_bytes(model.budget)}"
+    # The user's own figure, and bytes for a share.
+    is_size = model.way.startswith("budget ") and isinstance(read_budget(model.way.partition(" ")[2]), int)
+    budget = "" if model.budget is None or is_size else f" ({format_bytes(model.budget)})"
     stage = "" if model.stage is None else f", {model.stage}"
     yield from wrapped(f"{model.kind}: {model.blocks} blocks, {model.way}{budget}{stage}", "  ")
     if model.missing is not None:
