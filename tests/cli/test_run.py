@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import spillway
-from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
+from running.scripts import RANKS, TRAINING, Folder, Server, keep_hardware
 from spillway.cli import plan, words
 from spillway.cli.app import main
 from spillway.cli.bench import Result, to_text
@@ -148,29 +148,6 @@ def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
     failed = folder.spillway("bench", "--ways", "baseline", "ends.py")
     assert "baseline: the script ended with exit code 5" in failed.out
     assert failed.code == 1, "no way came to its end"
-
-
-RANKS = (
-    MODELS
-    + """
-import os
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(GPT())
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-torch.manual_seed(dist.get_rank())
-with open(f"losses.{dist.get_rank()}.{sys.argv[1]}", "w") as file:
-    for step in range(7):
-        loss = model(torch.randint(64, (4, 64)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(loss.item().hex(), file=file)
-dist.destroy_process_group()
-"""
-)
 
 
 @pytest.mark.long

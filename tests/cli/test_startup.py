@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from running.scripts import MODELS, SOURCE, TRAINING, Ended, Folder, keep_hardware
+from running.scripts import MODELS, RANKS, SOURCE, TRAINING, Ended, Folder, keep_hardware
 from spillway.cli.variables import asked
 
 pytestmark = pytest.mark.timeout(300)
@@ -162,7 +162,7 @@ def test_torch_that_a_sitecustomize_imports_is_managed_too_but_not_in_our_comman
     done = installed.python("-m", "spillway", "run", "--policy", "keep", "train.py", 1, **path, **BUDGET)
     assert done.err.count("GPT: 4 blocks") == done.err.count("GPT: 4 blocks, keep\n") == 1
     assert not unmet(done)
-    assert installed.python("-m", "spillway", "version", **path, **BUDGET).err == ""
+    assert installed.python("-m", "spillway", "--version", **path, **BUDGET).err == ""
 
 
 def test_a_look_for_torch_imports_nothing_and_its_loader_is_as_before(installed: Environment) -> None:
@@ -290,26 +290,6 @@ def test_children_of_multiprocessing_are_managed(method: str, installed: Environ
     assert "attached in child processes: GPT" in run.err
 
 
-RANKS = (
-    MODELS
-    + """
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(GPT())
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-torch.manual_seed(dist.get_rank())
-with open(f"losses.{dist.get_rank()}.{sys.argv[1]}", "w") as file:
-    for step in range(7):
-        loss = model(torch.randint(64, (4, 64)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(loss.item().hex(), file=file)
-dist.destroy_process_group()
-"""
-)
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
