@@ -37,7 +37,8 @@ def test_the_wheel_has_all_files_of_the_package_its_types_among_them(wheel: zipf
     package = ROOT / "src" / "spillway"
     ours = {f"spillway/{file.relative_to(package).as_posix()}" for file in package.rglob("*") if file.is_file()}
     built = {name for name in wheel.namelist() if ".dist-info/" not in name}
-    assert built == {name for name in ours if "__pycache__" not in name}
+    hook = "spillway/cli/spillway.pth"
+    assert built == {name for name in ours if "__pycache__" not in name} - {hook} | {"spillway.pth"}
     assert wheel.read("spillway/py.typed") == b""
     assert {"spillway/planner/report/assets/page.html", "spillway/planner/report/assets/page.js"} <= built
 
@@ -124,7 +125,7 @@ def test_ci_runs_what_make_has_in_a_folder_named_as_a_clone(name: str, tmp_path:
     said = [line for line in done.stdout.splitlines() if not line.startswith(".ci/run:")]
     assert said[-4:] == [
         f"make check in spillway: changed {ignored}kept,new file,",
-        f"make demo ARGS=--json build/demo.json in spillway: changed build,{ignored}kept,new file,",
+        f"make demo ARGS=-o build/demo.json in spillway: changed build,{ignored}kept,new file,",
         f"make test in spillway: changed build,{ignored}kept,new file,",
     ]
     first, *others = places.read_text().splitlines()

@@ -149,7 +149,7 @@ def walk(folder: Folder, script: str, python: str, **environment: str) -> None:
     plan = json.loads(said("-m", "spillway", "plan", "profile.json", "--budget", "60%", "--json"))
     budget = first = plan["budget"] + (24 << 20)
     for _ in range(3):
-        done = command("-m", "spillway", "run", "--budget", budget, "--json", "run.json", "--report", "run.html", file)
+        done = command("-m", "spillway", "run", "--budget", budget, "-o", "run.json", "--report", "run.html", file)
         if done.returncode == 0:
             break
         # What a CPU's process has beside a step is not the same in two of them: then as the error says, and some more.

@@ -40,7 +40,7 @@ def test_a_plan_is_told_in_80_columns_and_written(
     file = tmp_path / "plan.json"
     assert not ended(monkeypatch, profile, "--budget", "50%", "--hardware", "h100", "-o", file)
     out, err = capsys.readouterr()
-    assert max(map(len, out.splitlines())) <= 80 and err == ""
+    assert max(map(len, out.splitlines())) <= 80 and err in ("", "planning ...\n")
     plan = spillway.Plan.load(file)
     assert plan == spillway.plan(SMALL, budget=0.5, hardware="h100")
     assert plan.budget == parse_budget(0.5, SMALL)
@@ -66,8 +66,9 @@ def test_a_budget_that_nothing_fits_is_told_in_one_sentence_with_the_least_one(
     assert ended(monkeypatch, profile, "--budget", "1GiB", "--hardware", "h200") == 1
     out, err = capsys.readouterr()
     assert out == ""
-    assert err == f"error: {error.value}\n"
-    assert err.startswith("error: No plan fits 1.0 GiB. The smallest ")
+    # On a slow machine it first says that it is planning.
+    assert err.removeprefix("planning ...\n") == f"error: {error.value}\n"
+    assert str(error.value).startswith("No plan fits 1.0 GiB. The smallest ")
 
 
 def test_where_the_hosts_budget_is_what_nothing_fits_it_is_said_so(

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import spillway
-from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
+from running.scripts import RANKS, TRAINING, Folder, Server, keep_hardware
+from spillway.cli import plan, words
 from spillway.cli.app import main
 from spillway.cli.bench import Result, to_text
+from spillway.cli.running.options import options_of_way
 from spillway.cli.running.script import numbered, rank_of
+from spillway.planner.hardware import PRESETS
+from spillway.planner.plan import ALL
 
 STEPS = 7
 COMMANDS = ["run", "profile", "plan", "report", "bench", "demo", "doctor"]
@@ -38,13 +44,13 @@ def plain(folder: Folder) -> str:
 def test_losses_within_a_budget_are_bit_for_bit_those_of_the_script_alone(
     server: Server, folder: Folder, plain: str
 ) -> None:
-    options = ["--budget", "3GiB", "--json", "out.json", "--profile", "profile.json"]
+    options = ["--budget", "3GiB", "-o", "out.json", "--profile", "profile.json"]
     done = server.spillway(folder.path, "run", *options, "train.py", STEPS)
     assert done.code == 0, done.err
     assert done.out == plain
     said = json.loads((folder.path / "out.json").read_text())
     [root] = said["models"]
-    assert (root["kind"], root["blocks"], root["way"], root["stage"]) == ("GPT", 4, "budget", "active")
+    assert (root["kind"], root["blocks"], root["way"], root["stage"]) == ("GPT", 4, "budget 3GiB", "active")
     assert root["budget"] == 3 << 30
     assert 0 < root["peak"] <= 3 << 30
     assert root["predicted_peak"] > 0
@@ -56,12 +62,12 @@ def test_losses_within_a_budget_are_bit_for_bit_those_of_the_script_alone(
     table = done.err[done.err.index("spillway:") :].splitlines()
     assert max(map(len, table)) <= 80
     assert table[0] == f"spillway: 1 model attached, {STEPS} optimizer steps"
-    assert "  GPT: 4 blocks, budget of 3.0 GiB, active" in table
+    assert "  GPT: 4 blocks, budget 3GiB, active" in table
     assert [line.split()[0] for line in table[3:6]] == ["peak", "predicted", "measured"]
 
 
 def test_another_rank_prints_nothing_and_writes_files_of_its_own(server: Server, folder: Folder, plain: str) -> None:
-    done = server.spillway(folder.path, "run", "--ratio", "0.5", "--json", "ranks.json", "train.py", STEPS, RANK="1")
+    done = server.spillway(folder.path, "run", "--ratio", "0.5", "-o", "ranks.json", "train.py", STEPS, RANK="1")
     assert (done.code, done.out, done.err) == (0, plain, "")
     assert not (folder.path / "ranks.json").exists()
     said = json.loads((folder.path / "ranks.rank1.json").read_text())
@@ -133,7 +139,7 @@ def test_a_row_has_the_median() -> None:
 @pytest.mark.long
 def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
     folder.write("ends.py", "import sys; sys.stdin.read(); raise SystemExit(5)")
-    done = folder.spillway("bench", "--ways", "baseline,recompute", "--json", "bench.json", "train.py", 1000000)
+    done = folder.spillway("bench", "--ways", "baseline,recompute", "-o", "bench.json", "train.py", 1000000)
     assert done.code == 0, done.err
     said = json.loads((folder.path / "bench.json").read_text())
     # Of twelve steps, three warm up.
@@ -144,36 +150,13 @@ def test_a_bench_runs_each_way_in_a_process_of_its_own(folder: Folder) -> None:
     assert failed.code == 1, "no way came to its end"
 
 
-RANKS = (
-    MODELS
-    + """
-import os
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-model = torch.nn.parallel.DistributedDataParallel(GPT())
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-torch.manual_seed(dist.get_rank())
-with open(f"losses.{dist.get_rank()}.{sys.argv[1]}", "w") as file:
-    for step in range(7):
-        loss = model(torch.randint(64, (4, 64)))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        print(loss.item().hex(), file=file)
-dist.destroy_process_group()
-"""
-)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("command", [["-m", "spillway"], ["--no-python", sys.executable, "-m", "spillway"]])
 def test_ranks_of_ddp_train_bit_for_bit_under_torchrun(command: list[str], folder: Folder) -> None:
     folder.write("ranks.py", RANKS)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     assert folder.python(*launcher, "ranks.py", "plain").code == 0
-    options = ["run", "--budget", "3GiB", "--json", "ddp.json", "ranks.py", "managed"]
+    options = ["run", "--budget", "3GiB", "-o", "ddp.json", "ranks.py", "managed"]
     done = folder.python(*launcher, *command, *options)
     assert done.code == 0, done.err
     for rank in (0, 1):
@@ -204,9 +187,9 @@ def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
         (["run", "--policy", "keep", "--allow", "keep", "absent.py"], "got --allow beside --policy"),
         (["run", "--budget", "1GiB", "--allow", "keeps", "absent.py"], "allow: got"),
         (["run", "--plan", "absent.json", "absent.py"], "absent.json"),
-        (["run", "--policy", "keep", "--json", "absent/out.json", __file__], "--json: 'absent/out.json' cannot be"),
+        (["run", "--policy", "keep", "-o", "absent/out.json", __file__], "--output: 'absent/out.json' cannot be"),
         (["run", "--policy", "keep", "--profile", "out.json", __file__], "got --profile without a budget"),
-        (["profile", "-o", "absent/out.json", __file__], "-o: 'absent/out.json' cannot be written"),
+        (["profile", "-o", "absent/out.json", __file__], "--output: 'absent/out.json' cannot be written"),
         (["bench", "--ways", "keeps", "absent.py"], "--ways: got 'keeps'"),
         (["bench", "--ways", ",", "absent.py"], "--ways: got none"),
         (["bench", "--steps", "2", __file__], "--steps: got 2"),
@@ -229,6 +212,18 @@ def test_bench_is_refused_in_one_of_several_ranks(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert ended_here(monkeypatch, "bench", __file__) == 2
     assert "got bench in one of several ranks" in capsys.readouterr().err
+
+
+def test_options_of_the_environment_are_those_of_run_unless_it_has_options(
+    server: Server, folder: Folder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = server.told(folder.path, "run", "train.py", 1, SPILLWAY_POLICY="keep")
+    assert "GPT: 4 blocks, keep\n" in done.err
+    done = server.told(folder.path, "run", "--ratio", "0.5", "train.py", 1, SPILLWAY_POLICY="keep")
+    assert "GPT: 4 blocks, ratio 0.5\n" in done.err
+    monkeypatch.setenv("SPILLWAY_BUDGET", "off")
+    assert ended_here(monkeypatch, "run", __file__) == 2
+    assert "got SPILLWAY_BUDGET=off in the environment and spillway run without a way" in capsys.readouterr().err
 
 
 def test_debug_shows_where_an_error_is_from(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +260,7 @@ import contextlib, io, json, sys
 from spillway.cli.app import main
 said = []
 for words in json.loads(sys.argv[1]):
-    sys.argv = ["spillway", *words, "--help"]
+    sys.argv = ["spillway", *words]
     text = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(text):
         main()
@@ -276,17 +271,82 @@ print(json.dumps({"said": said, "imported": sorted(name.partition(".")[0] for na
 
 def test_help_waits_for_nothing_that_is_slow(folder: Folder) -> None:
     folder.write("imported.py", IMPORTED)
-    words = [[], *([name] for name in COMMANDS)]
-    found = json.loads(folder.python("imported.py", json.dumps(words)).out)
-    assert len(found["said"]) == len(words)
-    for each, said in zip(words, found["said"], strict=True):
-        assert f"Usage: {' '.join(['spillway', *each])}" in said
+    asked = [[*words, option] for words in ([], *([name] for name in COMMANDS)) for option in ("--help", "-h")]
+    found = json.loads(folder.python("imported.py", json.dumps([*asked, ["--version"]])).out)
+    *helps, version = found["said"]
+    for each, said in zip(asked, helps, strict=True):
+        assert f"Usage: {' '.join(['spillway', *each[:-1]])}" in said
+    listed = helps[0].partition("Commands:\n")[2].splitlines()
+    assert [line.split()[0] for line in listed if line] == COMMANDS
+    assert not [line for line in listed if line.endswith("...")], "a description is cut off"
+    assert version.startswith(f"spillway {spillway.__version__}, torch {torch.__version__}, Python 3.")
     # Typer looks for pydantic itself.
     assert not {"torch", "numpy", "scipy", "psutil"} & set(found["imported"])
 
 
 def test_names_of_commands_and_options_are_completed(folder: Folder) -> None:
-    words = {"_SPILLWAY_COMPLETE": "complete_bash"}
-    names = folder.spillway(**words, COMP_WORDS="spillway ", COMP_CWORD="1").out.split()
+    variables = {"_SPILLWAY_COMPLETE": "complete_bash"}
+    names = folder.spillway(**variables, COMP_WORDS="spillway ", COMP_CWORD="1").out.split()
     assert set(names) >= set(COMMANDS)
-    assert folder.spillway(**words, COMP_WORDS="spillway run --bud", COMP_CWORD="2").out.split() == ["--budget"]
+    assert folder.spillway(**variables, COMP_WORDS="spillway run --bud", COMP_CWORD="2").out.split() == ["--budget"]
+
+
+@pytest.mark.parametrize(
+    ("line", "completed"),
+    [
+        ("run --policy ", ["offload", "recompute", "keep"]),
+        ("run --hardware h", ["h200", "h100"]),
+        ("plan --allow keep,re", ["keep,recompute"]),
+        ("bench --ways baseline,o", ["baseline,offload"]),
+        ("doctor --device c", ["cpu", "cuda"]),
+    ],
+)
+def test_values_of_options_are_completed(line: str, completed: list[str], folder: Folder) -> None:
+    variables = {"_SPILLWAY_COMPLETE": "complete_bash", "COMP_WORDS": f"spillway {line}", "COMP_CWORD": "3"}
+    assert folder.spillway(**variables).out.split() == completed
+
+
+def test_completed_words_are_all_that_there_are() -> None:
+    assert set(words.MACHINES) == set(PRESETS)
+    assert set(words.TIERS) == ALL
+    for way in words.WAYS:
+        value = {"ratio=": "0.5", "budget=": "1GiB"}.get(way, "")
+        if way != "plan=":
+            options_of_way(f"{way}{value}")
+
+
+def test_a_budget_is_told_as_it_was_given(server: Server, folder: Folder) -> None:
+    done = server.told(folder.path, "run", "--budget", "3221225472", "train.py", 1)
+    assert "budget 3221225472, " in done.err
+    assert "error: --budget 3221225472 was not met" in done.err
+
+
+def test_files_of_models_that_there_are_not_are_told(server: Server, folder: Folder) -> None:
+    folder.write("idle.py", "import torch\n")
+    done = server.told(folder.path, "run", "--budget", "3GiB", "--profile", "idle.json", "idle.py")
+    assert done.code == 3
+    assert "idle.json: not written: no model was attached in this process" in done.err
+
+
+def test_a_profiled_script_is_told_how_far_it_is(server: Server, folder: Folder) -> None:
+    done = server.told(folder.path, "profile", "-o", "progress.json", "train.py", 100)
+    assert [line for line in done.err.splitlines() if line.startswith("profiling ")] == [
+        f"profiling GPT, call {number}" for number in (1, 2, 3)
+    ]
+
+
+def test_work_of_more_than_a_second_says_so_where_there_is_no_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(plan, "_SHORT", 0.05)
+    with plan.working("planning"):
+        time.sleep(0.5)
+    assert capsys.readouterr().err == "planning ...\n"
+    with plan.working("curve") as tell:
+        tell("curve: 1/2")
+        time.sleep(0.2)
+    assert capsys.readouterr().err == "curve: 1/2\n"
+    monkeypatch.setattr(plan, "_SHORT", 60)
+    with plan.working("planning"):
+        pass
+    assert capsys.readouterr().err == ""

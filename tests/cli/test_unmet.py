@@ -11,6 +11,7 @@ import pytest
 import spillway
 from running.scripts import MODELS, TRAINING, Folder, Server, keep_hardware
 from spillway.planner.profile import Profile
+from spillway.units import format_bytes
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
 LOOP = """
@@ -83,7 +84,7 @@ UNMET = [
     pytest.param(REPLICATED, "DistributedDataParallel", id="DataParallel"),
     pytest.param(WITHOUT_BLOCKS, "blocks=nn.GRU takes each GRU", id="no blocks"),
     pytest.param(NEVER_CALLED, "No module was called as model(...)", id="never called"),
-    pytest.param(CHILDREN, "Spillway does not see child processes", id="children"),
+    pytest.param(CHILDREN, "Child processes are not managed, since", id="children"),
 ]
 
 
@@ -91,10 +92,10 @@ UNMET = [
 @pytest.mark.parametrize(("text", "reason"), UNMET)
 def test_a_budget_with_nothing_attached_ends_with_3(text: str, reason: str, folder: Folder, server: Server) -> None:
     script = folder.write("script.py", text)
-    done = server.told(folder.path, "run", "--budget", "3GiB", "--json", "out.json", script.name)
+    done = server.told(folder.path, "run", "--budget", "3GiB", "-o", "out.json", script.name)
     assert done.code == 3, done.err
     assert done.out == "trained\n"
-    assert "error: --budget was not met, since nothing was attached: the table says why" in done.err
+    assert "error: --budget 3GiB was not met, since nothing was attached: the table says why" in done.err
     assert "Traceback" not in done.err
     said = " ".join(done.err[done.err.index("\nspillway: 0 models attached") :].split())
     assert reason in said
@@ -118,7 +119,7 @@ def test_the_scripts_exit_code_stands_where_the_user_says_so_or_asked_for_nothin
     assert server.told(folder.path, "run", "--budget", "3GiB", ending.name).code == 3
     quiet = server.told(folder.path, "run", "--quiet", "--budget", "3GiB", script.name)
     assert quiet.code == 3
-    assert quiet.err.startswith("error: --budget was not met, since nothing was attached: ")
+    assert quiet.err.startswith("error: --budget 3GiB was not met, since nothing was attached: ")
     assert reason in quiet.err
     assert quiet.err.count("\n") == 1
 
@@ -129,7 +130,7 @@ def test_any_other_way_that_was_asked_for_ends_with_3_too(options: list[str], fo
     script = folder.write("script.py", NEVER_CALLED)
     done = server.told(folder.path, "run", *options, script.name)
     assert done.code == 3
-    assert f"error: {options[0]} was not met" in done.err
+    assert f"error: {' '.join(options)} was not met" in done.err
 
 
 @pytest.mark.timeout(120)
@@ -146,7 +147,7 @@ def test_checkpointing_of_transformers_is_named(folder: Folder, server: Server) 
 def test_a_script_that_ends_before_there_is_a_plan_is_told_what_it_takes(
     steps: int, left: str, folder: Folder, server: Server
 ) -> None:
-    done = server.told(folder.path, "run", "--budget", "3GiB", "--json", "short.json", "train.py", steps)
+    done = server.told(folder.path, "run", "--budget", "3GiB", "-o", "short.json", "train.py", steps)
     assert done.code == 3
     assert f"the script ended before there was a plan (GPT takes {left}" in done.err
     assert f"no plan yet: it takes {left}" in " ".join(done.err.split())
@@ -175,7 +176,7 @@ def test_what_threads_train_after_the_script_has_ended_counts(folder: Folder, se
     script = folder.write("threaded.py", THREADED.replace("model = call = GPT()", "call = (model := GPT()).forward"))
     done = server.told(folder.path, "run", "--budget", "3GiB", script.name)
     assert (done.code, done.out) == (3, "trained\n"), done.err
-    assert done.err.splitlines()[-1].startswith("error: --budget was not met, since nothing was attached")
+    assert done.err.splitlines()[-1].startswith("error: --budget 3GiB was not met, since nothing was attached")
 
 
 POOLED = "from concurrent.futures import ThreadPoolExecutor\npool = ThreadPoolExecutor(1)\npool.submit(int).result()\n"
@@ -198,7 +199,7 @@ def test_stacks_of_recurrent_layers_have_a_plan(folder: Folder, server: Server) 
     script = folder.write("stack.py", text)
     done = server.told(folder.path, "run", "--budget", "3GiB", script.name)
     assert done.code == 0, done.err
-    assert "Tagger: 3 blocks, budget of 3.0 GiB, active" in done.err
+    assert "Tagger: 3 blocks, budget 3GiB, active" in done.err
 
 
 # What is missing is said before training.
@@ -261,13 +262,14 @@ def test_a_plan_of_a_cpus_profile_for_a_gpu_says_whose_times_it_has(folder: Fold
 def test_run_takes_the_words_of_plan(folder: Folder, server: Server) -> None:
     text = TRAINING.replace("torch.randint(64, (4, 64))", "torch.randint(64, (16, 256))")
     script = folder.write("large.py", text)
-    options = ["--budget", "60%", "--hardware", "h100", "--json", "words.json"]
+    options = ["--budget", "60%", "--hardware", "h100", "-o", "words.json"]
     done = server.told(folder.path, "run", *options, script.name, 8)
     assert done.code == 0, done.err
     [root] = json.loads((folder.path / "words.json").read_text())["models"]
     assert root["predicted_peak"] <= root["budget"]
+    assert f"GPT: 4 blocks, budget 60% ({format_bytes(root['budget'])}), active" in done.err
     assert root["missing"] is None
-    size = server.told(folder.path, "run", "--budget", "3G", "--json", "words.json", "train.py", 7)
+    size = server.told(folder.path, "run", "--budget", "3G", "-o", "words.json", "train.py", 7)
     assert size.code == 0, size.err
     [root] = json.loads((folder.path / "words.json").read_text())["models"]
     assert root["budget"] == 3 << 30

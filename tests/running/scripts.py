@@ -70,6 +70,27 @@ finally:
 """
 )
 
+RANKS = (
+    MODELS
+    + """
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.parallel.DistributedDataParallel(GPT())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+torch.manual_seed(dist.get_rank())
+with open(f"losses.{dist.get_rank()}.{sys.argv[1]}", "w") as file:
+    for step in range(7):
+        loss = model(torch.randint(64, (4, 64)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        print(loss.item().hex(), file=file)
+dist.destroy_process_group()
+"""
+)
+
 
 @dataclass(frozen=True)
 class Ended:

@@ -13,6 +13,7 @@ from spillway.cli.bench import bench, demo
 from spillway.cli.doctor import doctor
 from spillway.cli.plan import plan, report
 from spillway.cli.run import profile, run
+from spillway.cli.startup import disarm
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
 USAGE_CODE = 2
@@ -25,6 +26,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
@@ -38,10 +40,32 @@ class Invocation:
     """Runs the user's script when the command line has been read, so that no frame of a parser is around it."""
 
 
+def _print_version(is_asked: bool) -> None:
+    """Print the versions without importing torch, which takes seconds."""
+    import platform
+    from importlib import metadata
+
+    import spillway
+
+    if is_asked:
+        torch = metadata.version("torch")
+        typer.echo(f"spillway {spillway.__version__}, torch {torch}, Python {platform.python_version()}")
+        raise typer.Exit
+
+
 @app.callback()
 def _root(
     context: typer.Context,
     debug: Annotated[bool, typer.Option("--debug", help="Show errors with their tracebacks.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the versions, and exit.",
+        ),
+    ] = False,
 ) -> None:
     """Spillway, the training-memory manager for PyTorch."""
     context.ensure_object(Invocation).debug = debug
@@ -58,23 +82,12 @@ app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args"
 app.command()(doctor)
 
 
-@app.command()
-def version() -> None:
-    """Print the versions of Spillway, torch and Python."""
-    import platform
-
-    import torch
-
-    import spillway
-
-    typer.echo(f"spillway {spillway.__version__}, torch {torch.__version__}, Python {platform.python_version()}")
-
-
 def main() -> None:
     """Run the command line and exit: 0, 2 for a wrong argument, 1 for every other error.
 
     ``spillway run`` exits with the script's code, or with 3 if that is 0 and nothing was done as asked.
     """
+    disarm()
     invocation = Invocation()
     try:
         app(prog_name="spillway", obj=invocation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json as json_module
+import json
 import os
 import signal
 import statistics
@@ -25,6 +25,9 @@ import typer
 import spillway
 from spillway.cli.plan import hardware_of
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
+from spillway.cli.variables import OFF, variable
+from spillway.cli.words import WAYS as COMPLETED_WAYS
+from spillway.cli.words import AsJson, completed, output
 from spillway.errors import BudgetError, SpillwayError, UsageError, printable
 from spillway.units import format_bytes, format_seconds
 
@@ -42,10 +45,14 @@ CHILD_ENVIRONMENT = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Set for each way, unless the user has set it: with it, cuBLAS is deterministic."""
 WAYS = "baseline,recompute,offload"
 Ways = Annotated[
-    str, typer.Option(help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.")
+    str,
+    typer.Option(
+        help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.",
+        autocompletion=completed(*COMPLETED_WAYS, is_list=True),
+    ),
 ]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")]
-Table = Annotated[Path | None, typer.Option("--json", help="Write the table to this file, too.")]
+Output = Annotated[Path | None, output("the table, as JSON,")]
 _ROW = "{:<17}{:>10}{:>9}{:>11}{:>13}{:>9}{:>10}"
 
 
@@ -60,7 +67,7 @@ class Result:
     activation_bytes: int | None = None
     """The peak minus the memory in use just before these steps."""
     outcome: dict[str, Any] | None = None
-    """As ``spillway run --json`` writes it."""
+    """As ``spillway run --output`` writes it."""
     output: str | None = None
     """SHA-256 of what the script printed."""
     error: str | None = None
@@ -79,22 +86,23 @@ def bench(
     module: AsModule = False,
     ways: Ways = WAYS,
     steps: Steps = 12,
-    json: Table = None,
+    out: Output = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Run a script in several ways, each in its own process; compare time, memory and output.
+    """Run a script in several ways, and compare them.
 
-    Each process ends after so many optimizer steps.
+    Each way is a process, which ends after so many optimizer steps. Compared are time, memory and output.
     """
     from spillway.cli.running.script import Script
 
     script = Script(target, tuple(arguments or ()), is_module=module)
     warn_of_misplaced_options(context, target, script.arguments)
-    if all(result.error for result in compare(script, ways, steps, json).values()):
+    if all(result.error for result in compare(script, ways, steps, out, as_json=as_json).values()):
         raise typer.Exit(1)
 
 
-def compare(script: Script, ways: str, steps: int, json: Path | None) -> dict[str, Result]:
-    """Run a script in several ways, print the table, and write it to a file.
+def compare(script: Script, ways: str, steps: int, out: Path | None, *, as_json: bool) -> dict[str, Result]:
+    """Run a script in several ways, print the table or its JSON, and write that to a file.
 
     Raises:
         UsageError: for a wrong argument, before anything runs.
@@ -105,9 +113,9 @@ def compare(script: Script, ways: str, steps: int, json: Path | None) -> dict[st
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
             "got bench in one of several ranks. It starts processes of its own, and runs in one process only: compare "
-            "the files of `torchrun ... spillway run --json` instead"
+            "the files of `torchrun ... spillway run --output` instead"
         )
-    check_writable("--json", json)
+    check_writable("--output", out)
     names = [name for way in dict.fromkeys(ways.split(",")) if (name := way.strip())]
     for way in names:
         options_of_way(way)
@@ -120,11 +128,11 @@ def compare(script: Script, ways: str, steps: int, json: Path | None) -> dict[st
     for way in names:
         typer.echo(printable(f"{way} ..."), err=True)
         results[way] = _run(script, way, steps)
-    typer.echo(to_text(results))
-    if json is not None:
-        rows = [{"way": way, "answer": asdict(result)} for way, result in results.items()]
-        report = {"script": asdict(script), "steps": steps, "rows": rows, "schema": 1}
-        write_file(json, json_module.dumps(report, indent=1), what="--json")
+    rows = [{"way": way, "answer": asdict(result)} for way, result in results.items()]
+    report = json.dumps({"script": asdict(script), "steps": steps, "rows": rows, "schema": 1}, indent=1)
+    typer.echo(report if as_json else to_text(results))
+    if out is not None:
+        write_file(out, report, what="--output")
     return results
 
 
@@ -173,13 +181,13 @@ def _run(script: Script, way: str, steps: int) -> Result:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=errors,
-            env={**CHILD_ENVIRONMENT, **os.environ},
+            env={**CHILD_ENVIRONMENT, **os.environ, variable("budget"): OFF},
             check=False,
         )
         output.seek(0)
         if file.exists():
             digest = hashlib.file_digest(output, "sha256").hexdigest()
-            return replace(Result(**json_module.loads(file.read_bytes())), output=digest)
+            return replace(Result(**json.loads(file.read_bytes())), output=digest)
         errors.seek(0)
         lines = [line for line in errors.read().decode(errors="replace").splitlines() if line.strip()]
         code = done.returncode
@@ -259,7 +267,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
     clock.end()
     if isinstance(clock, ScriptObserver):
         result = result_of(clock)
-        outcome = json_module.loads(result.to_json())
+        outcome = json.loads(result.to_json())
         clock.models.close()
         if not result.models:
             return Result(error=f"nothing was attached: {result.reasons}", outcome=outcome)
@@ -285,9 +293,12 @@ def demo(
     context: typer.Context,
     ways: Ways = "baseline,recompute,offload,budget=60%",
     steps: Steps = 16,
-    json: Table = None,
+    out: Output = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Train a small GPT on real text in several ways; compare time, memory, losses and gradients.
+    """Train a small GPT in several ways, and compare them.
+
+    It learns real text. Compared are time, memory, losses and gradients.
 
     Other options are the training's: --device, --layers, --width, --sequence, --batch and --data.
     """
@@ -299,7 +310,7 @@ def demo(
     if "budget=" in ways:
         # Before processes start that would disturb it.
         hardware_of(None, settings.device)
-    results = compare(Script("spillway.cli.training", context.args, is_module=True), ways, steps, json)
+    results = compare(Script("spillway.cli.training", context.args, is_module=True), ways, steps, out, as_json=as_json)
     outputs = {result.output for result in results.values() if not result.error}
     if failed := [way for way, result in results.items() if result.error]:
         raise DemoError(f"{', '.join(failed)}: no step was measured. The table says why")
@@ -318,7 +329,7 @@ def main() -> None:
         result = measure(Script(target, arguments, is_module=is_module), way, int(steps))
     except SpillwayError as error:
         result = Result(error=str(error))
-    Path(file).write_text(json_module.dumps(asdict(result)))
+    Path(file).write_text(json.dumps(asdict(result)))
 
 
 if __name__ == "__main__":

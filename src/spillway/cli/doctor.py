@@ -12,6 +12,7 @@ import typer
 
 import spillway
 from spillway.cli.plan import working
+from spillway.cli.words import AsJson, completed, output
 from spillway.errors import BackendError, TierError, UsageError, printable
 from spillway.units import format_bytes
 
@@ -28,7 +29,10 @@ _COLOURS = {"stops": "red", "costs": "yellow", "note": "cyan"}
 
 
 def doctor(
-    device: Annotated[str, typer.Option(help="The device: auto, cpu, cuda, cuda:1, ...")] = "auto",
+    device: Annotated[
+        str,
+        typer.Option(help="The device: auto, cpu, cuda, cuda:1, ...", autocompletion=completed("auto", "cpu", "cuda")),
+    ] = "auto",
     spill_directory: Annotated[
         Path | None,
         typer.Option(help="Directory of the spill file; else SPILLWAY_DIR or a default.", show_default=False),
@@ -36,16 +40,22 @@ def doctor(
     seconds: Annotated[float, typer.Option(min=0.1, max=600, help="Longest time for measuring.")] = 20,
     fast: Annotated[bool, typer.Option("--fast", help="Do not measure.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again, even if the machine is known.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on stdout.")] = False,
+    out: Annotated[Path | None, output("all of it, as JSON,")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Measure this machine, and find what will go wrong on it. Exit code 1: Spillway does not work here as it is."""
+    """Measure this machine, and find problems with it.
+
+    Exit code 1: Spillway does not work here as it is.
+    """
     from rich.console import Console
 
     spillway._require_torch()
     from spillway.cli.findings import findings, read_facts
+    from spillway.planner.files import check_writable, write_file
     from spillway.profiler.machine import known_hardware
     from spillway.runtime.system import which_device
 
+    check_writable("--output", out)
     if fast and fresh:
         raise UsageError("got --fast and --fresh, expected one of them: --fast does not measure, --fresh does")
     where = which_device(None if device == "auto" else device)
@@ -53,7 +63,7 @@ def doctor(
     found = findings(facts)
     hardware = None
     if not fast and not _stops(found):
-        with working("looking", quiet=as_json) as tell:
+        with working("looking") as tell:
             try:
                 hardware = known_hardware(
                     where,
@@ -65,6 +75,8 @@ def doctor(
             except (TierError, BackendError) as error:
                 facts.measuring_error = str(error)
         found = findings(facts, hardware)
+    if out is not None:
+        write_file(out, to_json(facts, hardware, found), what="--output")
     if as_json:
         typer.echo(to_json(facts, hardware, found))
     else:

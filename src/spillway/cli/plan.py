@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from spillway.cli.words import MACHINES, TIERS, AsJson, completed, output
 from spillway.errors import BackendError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -16,9 +18,16 @@ if TYPE_CHECKING:
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
 
+_SHORT = 1.0
+"""Seconds that a user waits without a word."""
+
 HardwareName = Annotated[
     str | None,
-    typer.Option(help="h200, h100, a100, rtx4090, or a file of Hardware.save().", show_default="this machine"),
+    typer.Option(
+        help="h200, h100, a100, rtx4090, or a file of Hardware.save().",
+        show_default="this machine",
+        autocompletion=completed(*MACHINES),
+    ),
 ]
 
 
@@ -40,24 +49,27 @@ def plan(
     ] = None,
     allow: Annotated[
         str | None,
-        typer.Option(help="The allowed decisions of keep,host,disk,recompute.", show_default="by device"),
+        typer.Option(
+            help="The allowed decisions of keep,host,disk,recompute.",
+            show_default="by device",
+            autocompletion=completed(*TIERS, is_list=True),
+        ),
     ] = None,
     hardware: HardwareName = None,
     window: Annotated[str | None, typer.Option(help="In-flight limit, in bytes.", show_default="the best one")] = None,
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the plan to this file.", show_default=False)
-    ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print the plan as JSON, and nothing else on stdout.")
-    ] = False,
+    out: Annotated[Path | None, output("the plan")] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Plan a step within a memory budget, and say what it keeps, offloads and recomputes."""
+    """Plan a step within a memory budget, from a profile.
+
+    It says what the plan keeps, offloads and recomputes. Nothing is run.
+    """
     import spillway
     from spillway.planner.files import check_writable
     from spillway.planner.report.facts import facts_of
     from spillway.planner.report.text import to_text
 
-    check_writable("--output", output)
+    check_writable("--output", out)
     measured = spillway.Profile.load(profile)
     machine = hardware_of(hardware, measured.device)
     with working("planning"):
@@ -70,8 +82,8 @@ def plan(
             hardware=machine,
             window=window,
         )
-    if output is not None:
-        found.save(output)
+    if out is not None:
+        found.save(out)
     notes = notes_of(measured, machine, is_named=hardware is not None)
     if as_json:
         for note in notes:
@@ -118,16 +130,27 @@ def notes_of(profile: Profile, hardware: Hardware, *, is_named: bool) -> tuple[s
 
 
 @contextlib.contextmanager
-def working(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]]:
-    """Show on a terminal that something takes a while. Gives a function that shows its progress.
+def working(what: str) -> Iterator[Callable[[str], None]]:
+    """Show on stderr that something takes a while. Gives a function that shows its progress.
 
-    Without a terminal, progress is a line each time, or nothing if ``quiet``.
+    Without a terminal, progress is a line each time, and ``what`` is one if it takes longer than a second.
     """
     from rich.console import Console
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield lambda text: None if quiet else console.print(text, highlight=False)
+        late = threading.Timer(_SHORT, lambda: console.print(f"{what} ...", highlight=False, soft_wrap=True))
+        late.daemon = True
+        late.start()
+
+        def tell(text: str) -> None:
+            late.cancel()
+            console.print(text, highlight=False, soft_wrap=True)
+
+        try:
+            yield tell
+        finally:
+            late.cancel()
         return
     with console.status(what) as status:
         yield status.update
@@ -136,9 +159,7 @@ def working(what: str, *, quiet: bool = False) -> Iterator[Callable[[str], None]
 def report(
     profile: Annotated[Path, typer.Argument(help="A file of Profile.save().", show_default=False)],
     plan: Annotated[Path, typer.Argument(help="A file of Plan.save(), of this profile.", show_default=False)],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="Write the page to this file.", show_default="report.html")
-    ] = None,
+    out: Annotated[Path | None, output("the page", "report.html")] = None,
     trace: Annotated[
         Path | None,
         typer.Option(help="Also write the simulated step to this file, for Chrome and Perfetto.", show_default=False),
@@ -151,7 +172,7 @@ def report(
         bool, typer.Option("--text", help="Print the plan here; write a page only if -o names one.")
     ] = False,
 ) -> None:
-    """Write what a plan does to one HTML file, which needs no network."""
+    """Write a plan as an HTML page, which needs no network."""
     import spillway
     from spillway.planner.files import check_writable, write_file
     from spillway.planner.planner import make_curve
@@ -160,7 +181,7 @@ def report(
     from spillway.planner.report.text import to_text
     from spillway.planning import WINDOW
 
-    page = output if output is not None or text else Path("report.html")
+    page = out if out is not None or text else Path("report.html")
     check_writable("--output", page)
     check_writable("--trace", trace)
     if page is not None:

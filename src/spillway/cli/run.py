@@ -9,6 +9,8 @@ from typing import Annotated
 
 import typer
 
+from spillway.cli.words import MACHINES, POLICIES, TIERS, completed, output
+
 Target = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.", show_default=False)]
 Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="[ARGUMENTS]...", help="The script's own.", show_default=False)
@@ -31,57 +33,67 @@ def run(
     ] = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="Instead of a budget: offload, recompute or keep.", show_default="offload on the CPU"),
+        typer.Option(
+            help="Instead of a budget: offload, recompute or keep.",
+            show_default="offload on the CPU",
+            autocompletion=completed(*POLICIES),
+        ),
     ] = None,
     ratio: Annotated[float | None, typer.Option(help="Offload this share of the saved bytes.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Use the plan in this file.")] = None,
     host_budget: Annotated[str | None, typer.Option(help="With a budget: CPU memory to use, in bytes.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="With a budget: disk to use, in bytes.")] = None,
     allow: Annotated[
-        str | None, typer.Option(help="With a budget: the allowed decisions: keep,host,disk,recompute.")
+        str | None,
+        typer.Option(
+            help="With a budget: the allowed decisions: keep,host,disk,recompute.",
+            autocompletion=completed(*TIERS, is_list=True),
+        ),
     ] = None,
     hardware: Annotated[
         str | None,
         typer.Option(
             help="With a budget: plan for h200, h100, a100, rtx4090, or for a file of Hardware.save().",
             show_default="this machine",
+            autocompletion=completed(*MACHINES),
         ),
     ] = None,
     profile: Annotated[Path | None, typer.Option(help="With a budget: write the profile to this file.")] = None,
     report: Annotated[Path | None, typer.Option(help="With a budget: write an HTML page to this file.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write the result to this file.")] = None,
+    out: Annotated[Path | None, output("the result, as JSON,")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print no table in the end.")] = False,
     best_effort: Annotated[
         bool, typer.Option("--best-effort", help="Keep the script's exit code if nothing could be done as asked.")
     ] = False,
 ) -> None:
-    """Run an unmodified script, and keep, offload or recompute the activations that its models save.
+    """Run an unmodified script within a memory budget.
+
+    Spillway keeps, offloads or recomputes the activations that its models save, and those of its child processes.
 
     All words after SCRIPT are the script's. In the end, a table on stderr says what was saved and what it cost.
+
+    Without options, the variables SPILLWAY_BUDGET, SPILLWAY_POLICY and so on are read, if there are any.
 
     The exit code is the script's, or 3 if that is 0 and no model was treated as asked.
     """
     from spillway.cli.running.managed import Files, run_managed
-    from spillway.cli.running.options import RunOptions
+    from spillway.cli.running.options import RunOptions, split_words
     from spillway.cli.running.script import Script
 
-    loaded = None
-    if plan is not None:
-        from spillway.planner.plan import Plan
-
-        loaded = Plan.load(plan)
     options = RunOptions(
         budget=budget,
         policy=policy,
         ratio=ratio,
-        plan=loaded,
+        plan=plan,
         host_budget=host_budget,
         disk_budget=disk_budget,
-        allow=None if allow is None else tuple(each.strip() for each in allow.split(",")),
+        allow=None if allow is None else split_words(allow),
         hardware=hardware,
     )
+    if options == RunOptions():
+        options = RunOptions.of_environment()
     script = Script(target, tuple(arguments or ()), is_module=module)
-    files = Files(profile=profile, report=report, json=json)
+    files = Files(profile=profile, report=report, output=out)
     if not quiet:
         warn_of_misplaced_options(context, target, script.arguments)
     context.obj.job = lambda: run_managed(script, options, files, quiet=quiet, best_effort=best_effort)
@@ -92,10 +104,12 @@ def profile(
     target: Target,
     arguments: Arguments = None,
     module: AsModule = False,
-    out: Annotated[Path, typer.Option("-o", "--out", help="Write the profile to this file.")] = Path("profile.json"),
+    out: Annotated[Path, output("the profile", "profile.json")] = Path("profile.json"),
     steps: Annotated[int, typer.Option(min=1, help="Optimizer steps to wait for, at most.")] = 16,
 ) -> None:
-    """Run a script until one of its models is profiled, write the profile, and end the script.
+    """Run a script until one of its models is profiled.
+
+    The profile is written, and the script ends.
 
     The script ends in the fourth call of its first model in training, as by sys.exit(): open files are closed, and the
     rest of the script does not run.

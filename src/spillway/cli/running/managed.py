@@ -5,6 +5,8 @@ from __future__ import annotations
 import atexit
 import functools
 import logging
+import multiprocessing.process
+import multiprocessing.util
 import os
 import sys
 import threading
@@ -21,8 +23,10 @@ from spillway.attaching.collector import ProfileCollector
 from spillway.attaching.model import ModelCall
 from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.cli.running.options import RunOptions
-from spillway.cli.running.result import result_of, wrapped
+from spillway.cli.running.result import RunResult, result_of, wrapped
 from spillway.cli.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
+from spillway.cli.running.tree import ProcessTree
+from spillway.cli.variables import OFF, QUIET, variable
 from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planner.files import check_writable, write_file
 from spillway.planner.profile import Profile
@@ -44,11 +48,11 @@ class Files:
 
     profile: Path | None = None
     report: Path | None = None
-    json: Path | None = None
+    output: Path | None = None
 
     def check(self, options: RunOptions) -> None:
         """Raise :class:`~spillway.errors.UsageError` for a file that cannot be written, before hours of training."""
-        for name in ("profile", "report", "json"):
+        for name in ("profile", "report", "output"):
             check_writable(f"--{name}", getattr(self, name))
         options.check_machine()
         for name, other in (
@@ -76,31 +80,29 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
     """
     script.check()
     files.check(options)
-    rank = rank_of()
-    if torch.accelerator.current_accelerator() is None:
-        # Before the script makes a model.
-        set_malloc()
-    observer = ScriptObserver(options.attach)
-    models = observer.models
-    if not quiet and rank == 0:
-        # Not only at the end, which may be days later.
-        models.tell = lambda each: _print_error(
-            f"spillway: {printable(f'{each.kind} is not attached: {each.reason}')}\n"
-        )
-    check, late = functools.partial(_check_met, options, observer, quiet=quiet), threading.Event()
+    process = _ManagedProcess(options, files, quiet=quiet, is_run=True)
+    check = functools.partial(process.check_met, quiet=quiet)
+    late = threading.Event()
     # Exit handlers run from the last to the first, so this one runs after the result is printed.
+    atexit.unregister(process.finish)
     atexit.register(_check_late, os.getpid(), late, check)
-    finish = functools.partial(_finish, os.getpid(), observer, files, rank, quiet)
-    atexit.register(finish)
+    atexit.register(process.finish)
+    for name, value in options.to_environment().items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    if quiet:
+        os.environ[QUIET] = "1"
     try:
         script.run()
     except UsageError as error:
         if not is_of_script(error):
-            atexit.unregister(finish)
+            process.leave()
         raise
-    if models.fatal is not None:
+    if process.models.fatal is not None:
         # The script caught the error, and trained on without its budget.
-        raise models.fatal
+        raise process.models.fatal
     if best_effort or not options.option:
         return
     if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
@@ -108,6 +110,116 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
         late.set()
     else:
         check()
+
+
+def manage(options: RunOptions, *, quiet: bool) -> Callable[[], None]:
+    """Manage the models of a program that has begun, as its environment asks. Gives a function that ends it.
+
+    The program keeps its exit code. A line on stderr says if no model of it, or of its children, was treated as asked.
+    """
+    options.check_machine()
+    return _ManagedProcess(options, Files(), quiet=quiet, is_run=False).leave
+
+
+class _ManagedProcess:
+    """This process from now on: its models are managed, and the result is printed and written when it ends."""
+
+    def __init__(self, options: RunOptions, files: Files, *, quiet: bool, is_run: bool) -> None:
+        self._options, self._files, self._quiet, self._is_run = options, files, quiet, is_run
+        self._rank, self._process = rank_of(), os.getpid()
+        if torch.accelerator.current_accelerator() is None:
+            # Before the program makes a model.
+            set_malloc()
+        self._observer = ScriptObserver(options.attach)
+        self.models = self._observer.models
+        if not quiet and self._rank == 0:
+            # Not only at the end, which may be days later.
+            self.models.tell = lambda each: _print_error(
+                f"spillway: {printable(f'{each.kind} is not attached: {each.reason}')}\n"
+            )
+        self._tree = ProcessTree.joined(is_run=is_run)
+        self._result: RunResult | None = None
+        self._is_over = False
+        atexit.register(self.finish)
+        # Processes of multiprocessing run these functions, not those of atexit, and forget those of before their start.
+        finalize = functools.partial(multiprocessing.util.Finalize, None, self.finish, exitpriority=0)
+        multiprocessing.util.register_after_fork(self, lambda _: finalize())
+        if multiprocessing.process.parent_process() is not None:
+            finalize()
+        os.register_at_fork(after_in_child=self._forked)
+
+    def _forked(self) -> None:
+        """Manage a forked child, unless it has a model that is attached here: workers and servers fork early."""
+        if os.getppid() == self._process and not self._is_over and not self.models.managed:
+            _ManagedProcess(self._options, Files(), quiet=self._quiet, is_run=False)
+
+    def leave(self) -> None:
+        """Manage nothing from now on, and print no result."""
+        self._observer.end()
+        self.models.close()
+        self._close()
+
+    def _close(self) -> None:
+        self._is_over = True
+        atexit.unregister(self.finish)
+        self._tree.close()
+
+    def finish(self) -> None:
+        """Print and write the result."""
+        if os.getpid() != self._process or self._is_over:
+            return
+        self._observer.end()
+        result = self._result = result_of(self._observer, rank=self._rank, children=self._tree.children())
+        if result.models or result.not_attached or result.children:
+            self._tree.tell(result)
+        lines = [] if self._rank else list(self._told(result))
+        try:
+            if self._files.output is not None:
+                write_file(numbered(self._files.output, "rank", self._rank), result.to_json(), what="--output")
+            for number, model in enumerate(self.models.managed):
+                lines += _write(model, number, self._files, self._rank)
+            for path in (self._files.profile, self._files.report):
+                if path is not None and not result.models:
+                    lines.append(printable(f"{path}: not written: no model was attached in this process"))
+        except (SpillwayError, OSError) as error:
+            # An exit handler has no caller that could catch it.
+            lines.append(f"error: {error}")
+        self.models.close()
+        self._close()
+        if lines:
+            _print_error("\n" + "\n".join(lines) + "\n")
+
+    def _told(self, result: RunResult) -> Iterator[str]:
+        """The lines of the first rank."""
+        if not self._quiet and (self._is_run or result.models):
+            yield result.to_text()
+        is_told_above = self._tree.told is not None and not (result.models or result.not_attached)
+        if not self._is_run and not is_told_above and (why := self._why_unmet(result)) is not None:
+            yield printable(f"spillway: {self._options.asked_for} was not met, since {why}")
+
+    def _why_unmet(self, result: RunResult) -> str | None:
+        if self.models.fatal is not None:
+            return "no plan fits it"
+        models = (*result.models, *result.models_below)
+        if not models:
+            return f"nothing was attached: {result.reasons}"
+        if self._options.budget is None or any(model.missing is None for model in models):
+            return None
+        missing = ", ".join(f"{model.kind} takes {model.missing}" for model in models)
+        return f"the script ended before there was a plan ({missing})"
+
+    def check_met(self, *, quiet: bool) -> None:
+        """Raise :class:`UnmetError` if nothing was attached, or no budget has a plan."""
+        result = self._result or result_of(self._observer, rank=self._rank, children=self._tree.children())
+        why = self._why_unmet(result)
+        if why is None:
+            return
+        if not quiet and why.startswith("nothing was attached"):
+            why = "nothing was attached: the table says why"
+        raise UnmetError(
+            f"{self._options.asked_for} was not met, since {why.rstrip('.')}. Give --best-effort to end with the "
+            f"script's exit code all the same."
+        )
 
 
 def _check_late(process: int, late: threading.Event, check: Callable[[], None]) -> None:
@@ -125,45 +237,10 @@ def _check_late(process: int, late: threading.Event, check: Callable[[], None]) 
         os._exit(UNMET_CODE)
 
 
-def _check_met(options: RunOptions, observer: ScriptObserver, *, quiet: bool) -> None:
-    """Raise :class:`UnmetError` if nothing was attached, or no budget has a plan."""
-    managed = observer.models.managed
-    if managed and (options.budget is None or any(model.attached.missing is None for model in managed)):
-        return
-    if managed:
-        missing = ", ".join(f"{model.kind} takes {model.attached.missing}" for model in managed)
-        why = f"the script ended before there was a plan ({missing})"
-    else:
-        why = f"nothing was attached: {result_of(observer).reasons if quiet else 'the table says why'}"
-    raise UnmetError(
-        f"{options.option} was not met, since {why.rstrip('.')}. Give --best-effort to end with the script's exit code "
-        f"all the same."
-    )
-
-
 def _print_error(text: str) -> None:
     """To the process's own stderr, whatever the script made of it."""
     if sys.__stderr__ is not None:
         sys.__stderr__.write(text)
-
-
-def _finish(process: int, observer: ScriptObserver, files: Files, rank: int, quiet: bool) -> None:
-    if os.getpid() != process:
-        return
-    observer.end()
-    result = result_of(observer, rank=rank)
-    lines = [] if quiet or rank else [result.to_text()]
-    try:
-        if files.json is not None:
-            write_file(numbered(files.json, "rank", rank), result.to_json(), what="--json")
-        for number, model in enumerate(observer.models.managed):
-            lines += _write(model, number, files, rank)
-    except (SpillwayError, OSError) as error:
-        # An exit handler has no caller that could catch it.
-        lines.append(f"error: {error}")
-    observer.models.close()
-    if lines:
-        _print_error("\n" + "\n".join(lines) + "\n")
 
 
 def _write(model: ManagedModel, number: int, files: Files, rank: int) -> Iterator[str]:
@@ -189,7 +266,8 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> None:
         BaseException: what the script raises.
     """
     script.check()
-    check_writable("-o", path)
+    check_writable("--output", path)
+    os.environ[variable("budget")] = OFF
     collectors: list[_EndingCollector] = []
 
     def attach_collector(model: Module) -> tuple[Attached, str]:
@@ -246,8 +324,13 @@ def _summary(profile: Profile) -> list[str]:
 class _EndingCollector(ProfileCollector):
     """Profiles and plans nothing. It ends the script in the call of the model in which the profile is complete."""
 
+    _calls = 0
+
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""
         super().begin(model, args, kwargs)
         if self.profile is not None:
             raise ScriptExit
+        self._calls += 1
+        if not rank_of():
+            _print_error(printable(f"profiling {type(model).__name__}, call {self._calls}") + "\n")

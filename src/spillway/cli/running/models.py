@@ -74,6 +74,7 @@ NO_BLOCKS = (
 BY_HAND = "is run by model.forward(...), which bypasses everything that is attached; call model(...)"
 UNSEEN = "was not called as model(...) in training with gradients on, in this process"
 COMPILED = "is compiled as a whole, which bypasses everything that is attached; compile its blocks: block.compile()"
+BY_SCRIPT = "is attached by the script itself, whose own options are in force"
 IN_NO_MODULE = "in no module"
 
 _PATIENCE = 8
@@ -187,8 +188,9 @@ class ModelRegistry:
         inner = {id(child) for module, _ in holding for child in module.modules() if child is not module}
         for module, ids in holding:
             if id(module) not in inner:
-                compiled = any(is_compiled(each) or each.__dict__.get(PLACE) is not None for each in module.modules())
-                self.reject(module, COMPILED if compiled else UNSEEN)
+                parts = list(module.modules())
+                compiled = any(is_compiled(each) or each.__dict__.get(PLACE) is not None for each in parts)
+                self.reject(module, BY_SCRIPT if any(map(is_attached, parts)) else COMPILED if compiled else UNSEEN)
             for key in ids:
                 left.pop(key, None)
         self.rejected += [Rejected("Parameter", weakref.ref(each), IN_NO_MODULE) for each in left.values()]

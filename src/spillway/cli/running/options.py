@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from spillway.cli.variables import AUTO, LIMITS, OFF, WAYS, asked, variable
+from spillway.cli.words import POLICIES
 from spillway.errors import UsageError
 from spillway.units import parse_bytes, read_budget
 
@@ -14,15 +18,11 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from spillway.attaching import Attached
-    from spillway.planner.plan import Plan
 
-POLICIES = ("offload", "recompute", "keep")
 BASELINE = "baseline"
 """The way of ``spillway bench`` that attaches nothing."""
 DEFAULT_SHARE = 0.9
 """Share of an accelerator's memory that is the default budget. The rest is for the driver and fragmentation."""
-_WAYS = ("budget", "policy", "ratio", "plan")
-_LIMITS = ("host_budget", "disk_budget", "allow", "hardware")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,28 +36,75 @@ class RunOptions:
     budget: str | None = None
     policy: str | None = None
     ratio: float | None = None
-    plan: Plan | None = None
+    plan: Path | None = None
     host_budget: str | None = None
     disk_budget: str | None = None
     allow: Sequence[str] | None = None
     hardware: str | None = None
+    from_environment: bool = False
+    """Whether messages call the options by their variables."""
+
+    @classmethod
+    def of_environment(cls) -> RunOptions:
+        """The options that the variables of the environment give."""
+        given = asked()
+        if not given and os.environ.get(variable("budget")) == OFF:
+            raise UsageError(
+                f"got {variable('budget')}={OFF} in the environment and spillway run without a way: the variable says "
+                f"that nothing is managed. Unset it, give --budget, or start the script with python"
+            )
+        ratio, allow = given.get("ratio"), given.get("allow")
+        try:
+            share = None if ratio is None else float(ratio)
+        except ValueError as error:
+            raise UsageError(
+                f"{variable('ratio')}: got {ratio!r}, expected a number from 0 (keep all) to 1 (offload all)"
+            ) from error
+        return cls(
+            budget=None if given.get("budget") == AUTO else given.get("budget"),
+            policy=given.get("policy"),
+            ratio=share,
+            plan=Path(given["plan"]) if "plan" in given else None,
+            host_budget=given.get("host_budget"),
+            disk_budget=given.get("disk_budget"),
+            allow=None if allow is None else split_words(allow),
+            hardware=given.get("hardware"),
+            from_environment=True,
+        )
+
+    def to_environment(self) -> dict[str, str | None]:
+        """The variables that give child processes these options; ``None``: not set."""
+        values: dict[str, object] = {name: getattr(self, name) for name in (*WAYS, *LIMITS)}
+        if self.plan is not None:
+            values["plan"] = self.plan.absolute()
+        if self.allow is not None:
+            values["allow"] = ",".join(self.allow)
+        if self.hardware is not None and Path(self.hardware).is_file():
+            values["hardware"] = Path(self.hardware).absolute()
+        if not self._given(WAYS):
+            values["budget"] = AUTO
+        return {variable(name): None if value is None else str(value) for name, value in values.items()}
 
     def __post_init__(self) -> None:
-        given = self._given(_WAYS)
+        given = self._given(WAYS)
         if len(given) > 1:
             raise UsageError(f"got {' and '.join(given)}, expected one of them: each says what is done")
         if self.budget is not None:
-            read_budget(self.budget, what="--budget")
+            read_budget(self.budget, what=self._name("budget"))
         for name in ("host_budget", "disk_budget"):
             if getattr(self, name) is not None:
-                parse_bytes(getattr(self, name), what=_option(name))
+                parse_bytes(getattr(self, name), what=self._name(name))
         if self.policy is not None and self.policy not in POLICIES:
-            raise UsageError(f"--policy: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
+            raise UsageError(f"{self._name('policy')}: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
         if self.ratio is not None and not 0 <= self.ratio <= 1:
-            raise UsageError(f"--ratio: got {self.ratio}, expected a number from 0 (keep all) to 1 (offload all)")
-        limits = self._given(_LIMITS)
+            raise UsageError(
+                f"{self._name('ratio')}: got {self.ratio}, expected a number from 0 (keep all) to 1 (offload all)"
+            )
+        limits = self._given(LIMITS)
         if limits and given and self.budget is None:
-            raise UsageError(f"got {' and '.join(limits)} beside {given[0]}, expected --budget, whose plan they limit")
+            raise UsageError(
+                f"got {' and '.join(limits)} beside {given[0]}, expected {self._name('budget')}, whose plan they limit"
+            )
         # Planning takes a while to import.
         if self.allow is not None:
             from spillway.planner.plan import check_allow
@@ -67,14 +114,28 @@ class RunOptions:
             from spillway.planner.hardware import Hardware
 
             Hardware.of(self.hardware)
+        if self.plan is not None:
+            from spillway.planner.plan import Plan
+
+            Plan.load(self.plan)
+
+    def _name(self, option: str) -> str:
+        return variable(option) if self.from_environment else f"--{option.replace('_', '-')}"
 
     def _given(self, names: Sequence[str]) -> list[str]:
-        return [_option(name) for name in names if getattr(self, name) is not None]
+        return [self._name(name) for name in names if getattr(self, name) is not None]
 
     @property
     def option(self) -> str:
-        """The way as it was asked for on the command line; empty: the device decides."""
-        return "".join(self._given(_WAYS))
+        """The way as it was asked for; empty: the device decides."""
+        return "".join(self._given(WAYS))
+
+    @property
+    def asked_for(self) -> str:
+        """The way and its value, as the user gave them."""
+        name = next((each for each in WAYS if getattr(self, each) is not None), "budget")
+        value = AUTO if getattr(self, name) is None else getattr(self, name)
+        return f"{self._name(name)}{'=' if self.from_environment else ' '}{value}"
 
     @property
     def is_measured(self) -> bool:
@@ -85,7 +146,7 @@ class RunOptions:
 
     def check_machine(self) -> None:
         """Raise :class:`~spillway.errors.UsageError` for limits of a budget if there is no budget."""
-        if self._given(_LIMITS) and not self.option and not self.is_measured:
+        if self._given(LIMITS) and not self.option and not self.is_measured:
             raise UsageError(
                 "got --host-budget, --disk-budget, --allow or --hardware without --budget. They limit the plan of a "
                 "budget, and without an accelerator there is no default one: give --budget"
@@ -107,15 +168,17 @@ class RunOptions:
         from spillway.attaching.collector import device_of
 
         if self.plan is not None:
-            return attach(model, plan=self.plan), "plan"
+            from spillway.planner.plan import Plan
+
+            return attach(model, plan=Plan.load(self.plan)), "plan"
         if self.ratio is not None:
             return attach(model, policy=policies.Ratio(self.ratio)), f"ratio {self.ratio:g}"
         budget = self.budget_on(device_of(model))
         if budget is None:
             policy = self.policy or "offload"
             return attach(model, policy=policy), policy
-        limits = {name: getattr(self, name) for name in _LIMITS}
-        return attach(model, budget=budget, **limits), "budget"
+        limits = {name: getattr(self, name) for name in LIMITS}
+        return attach(model, budget=budget, **limits), "budget" if self.budget is None else f"budget {self.budget}"
 
 
 def options_of_way(way: str) -> RunOptions | None:
@@ -128,9 +191,7 @@ def options_of_way(way: str) -> RunOptions | None:
     if sign and name == "budget":
         return RunOptions(budget=value)
     if sign and name == "plan":
-        from spillway.planner.plan import Plan
-
-        return RunOptions(plan=Plan.load(value))
+        return RunOptions(plan=Path(value))
     if sign and name == "ratio" and value.replace(".", "", 1).isdecimal():
         return RunOptions(ratio=float(value))
     raise UsageError(
@@ -138,5 +199,6 @@ def options_of_way(way: str) -> RunOptions | None:
     )
 
 
-def _option(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+def split_words(text: str) -> tuple[str, ...]:
+    """Words separated by commas."""
+    return tuple(each.strip() for each in text.split(","))

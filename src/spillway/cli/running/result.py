@@ -11,17 +11,21 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from spillway.cli.running.models import ManagedModel, ScriptObserver
+from spillway.cli.variables import HOOK, is_hooked
 from spillway.errors import printable
 from spillway.types import StepStats
-from spillway.units import format_bytes, format_seconds
+from spillway.units import format_bytes, format_seconds, read_budget
 
 WIDEST = 80
 """Columns of a terminal."""
 NOTHING_CALLED = (
-    "No module was called as model(...) in training with gradients on, in this process. Spillway does not see child "
-    "processes: start each of them with spillway run, as torchrun does."
+    "No module was called as model(...) in training with gradients on, in this process or in a managed child"
 )
 """Why nothing was attached, if there is no other reason."""
+_UNHOOKED = (
+    f". Child processes are not managed, since this Python's site-packages lack {HOOK}: install Spillway with pip, or "
+    f"start each of them with spillway run, as torchrun does"
+)
 _HEADINGS = ("", "peak", "step", "stall", "kept", "offloaded", "recomputed")
 
 
@@ -33,7 +37,7 @@ class ModelResult:
     """Its class."""
     blocks: int
     way: str
-    """``"budget"``, ``"plan"``, or the policy."""
+    """``"budget 40GiB"`` as it was given, ``"budget"`` for the default, ``"plan"``, ``"ratio 0.5"``, or the policy."""
     stage: str | None
     """The last stage of the search for a plan."""
     budget: int | None
@@ -71,6 +75,8 @@ class RunResult:
     """Median of the time between the last steps."""
     models: tuple[ModelResult, ...]
     not_attached: tuple[NotAttached, ...]
+    children: tuple[RunResult, ...] = ()
+    """Results of managed child processes that attached to a model, or rejected one."""
     schema: int = 1
 
     def to_json(self) -> str:
@@ -84,10 +90,17 @@ class RunResult:
     @property
     def reasons(self) -> str:
         """Why nothing was attached, in a line."""
-        return "; ".join(f"{each.kind} {each.reason}" for each in self.not_attached) or NOTHING_CALLED
+        not_attached = (*self.not_attached, *(each for child in self.children for each in child.not_attached))
+        reasons = dict.fromkeys(f"{each.kind} {each.reason}" for each in not_attached)
+        return "; ".join(reasons) or f"{NOTHING_CALLED}{'' if is_hooked() else _UNHOOKED}"
+
+    @property
+    def models_below(self) -> tuple[ModelResult, ...]:
+        """Models of managed child processes, and of theirs."""
+        return tuple(model for child in self.children for model in (*child.models, *child.models_below))
 
 
-def result_of(observer: ScriptObserver, *, rank: int = 0) -> RunResult:
+def result_of(observer: ScriptObserver, *, rank: int = 0, children: tuple[RunResult, ...] = ()) -> RunResult:
     """The result so far."""
     reasons = Counter((each.kind, each.reason) for each in observer.models.rejected)
     return RunResult(
@@ -96,6 +109,7 @@ def result_of(observer: ScriptObserver, *, rank: int = 0) -> RunResult:
         seconds=observer.seconds,
         models=tuple(map(_model_result, observer.models.managed)),
         not_attached=tuple(NotAttached(kind, count, reason) for (kind, reason), count in reasons.items()),
+        children=children,
     )
 
 
@@ -128,11 +142,14 @@ def _model_result(model: ManagedModel) -> ModelResult:
 
 def _lines(result: RunResult) -> Iterator[str]:
     rank = f" (rank {result.rank})" if result.rank else ""
-    models, steps = len(result.models), result.steps
+    models, steps, below = len(result.models), result.steps, Counter(each.kind for each in result.models_below)
     yield (
         f"spillway{rank}: {models} model{'' if models == 1 else 's'} attached, "
         f"{steps} optimizer step{'' if steps == 1 else 's'}"
     )
+    if below:
+        kinds = ", ".join(kind if count == 1 else f"{count} x {kind}" for kind, count in below.items())
+        yield from wrapped(f"attached in child processes: {kinds}", "  ")
     for model in result.models:
         yield ""
         yield from _model_lines(model, result.seconds)
@@ -140,13 +157,15 @@ def _lines(result: RunResult) -> Iterator[str]:
         yield ""
         kind = each.kind if each.count == 1 else f"{each.count} x {each.kind}"
         yield from wrapped(f"{kind} not attached: {each.reason}", "  ")
-    if not result.models and not result.not_attached:
+    if not (result.models or result.not_attached or below):
         yield ""
-        yield from wrapped(NOTHING_CALLED)
+        yield from wrapped(f"{result.reasons}.")
 
 
 def _model_lines(model: ModelResult, seconds: float | None) -> Iterator[str]:
-    budget = "" if model.budget is None else f" of {format_bytes(model.budget)}"
+    # The user's own figure, and bytes for a share.
+    is_size = model.way.startswith("budget ") and isinstance(read_budget(model.way.partition(" ")[2]), int)
+    budget = "" if model.budget is None or is_size else f" ({format_bytes(model.budget)})"
     stage = "" if model.stage is None else f", {model.stage}"
     yield from wrapped(f"{model.kind}: {model.blocks} blocks, {model.way}{budget}{stage}", "  ")
     if model.missing is not None:
