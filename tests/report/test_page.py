@@ -18,6 +18,7 @@ from spillway import UsageError
 from spillway.planner.report.facts import Facts
 from spillway.planner.report.page import curve_figure, memory_figure, streams_figure, to_page
 from spillway.planner.tasks import Phase
+from spillway.units import format_bytes, format_seconds
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
 
@@ -113,6 +114,10 @@ def test_all_that_there_is_to_say_is_on_the_page(facts: Made, reader: Reader) ->
     found, said = facts(), " ".join(" ".join(reader.words).split())
     for name, value in found.figures:
         assert name[1:] in said and value in said
+    assert found.in_short in said
+    for way in found.ways:
+        assert all(each in said for each in (way.name.capitalize(), way.distance))
+        assert {format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds)} <= set(reader.words)
     for sentence in found.peak_sentences:
         assert sentence in said
     for why, _ in found.stalls:
@@ -123,6 +128,14 @@ def test_all_that_there_is_to_say_is_on_the_page(facts: Made, reader: Reader) ->
     assert all(note in said for note in found.notes)
     assert all(figure in said for line in found.compared for figure in line[1:])
     assert all(layer.name.capitalize() in said and layer.meaning in said for layer in found.layers)
+
+
+def test_the_bars_of_the_three_steps_are_relative_to_the_largest(facts: Made, reader: Reader) -> None:
+    ways = facts().ways
+    widths = [float(str(each["style"]).removeprefix("width: ").removesuffix("%")) for each in reader.of("i")]
+    for place, name in enumerate(("peak_bytes", "seconds")):
+        values = [getattr(way.point, name) for way in ways]
+        assert widths[place::2] == [pytest.approx(100 * value / max(values), abs=0.1) for value in values]
 
 
 def test_equal_blocks_share_what_is_told_of_their_operators(facts: Made, reader: Reader) -> None:
@@ -242,6 +255,8 @@ def test_the_curve_marks_this_plan_and_what_needs_no_plan(facts: Made) -> None:
     traces = named(curve_figure(found))
     assert list(traces) == ["plans", "keep everything", "full checkpointing", "this plan", "measured"]
     assert traces["this plan"]["x"] == [pytest.approx(found.timeline.peak_bytes / (1 << 30))]
-    assert traces["full checkpointing"]["y"] == [pytest.approx(250)]
+    for name, point in (("keep everything", found.keep), ("full checkpointing", found.checkpoint)):
+        assert traces[name]["x"] == [pytest.approx(point.peak_bytes / (1 << 30))]
+        assert traces[name]["y"] == [pytest.approx(point.seconds * 1e3)]
     assert len(traces["plans"]["x"]) == 2
     assert curve_figure(replace(found, curve=None)) is None

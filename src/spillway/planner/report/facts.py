@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
-from spillway.planner.plan import BlockPlan, Plan, options_of, program_of
-from spillway.planner.planner import Curve, Point, rates_of
+from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
+from spillway.planner.planner import Curve, Point, divided, rates_of
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.tasks import Option, Phase, in_words
 from spillway.planner.timeline import Timeline, settled, simulate_program
@@ -63,6 +63,22 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """A way to run the step, with its simulated peak and time."""
+
+    name: str
+    point: Point
+    budget: int
+    is_plan: bool = False
+
+    @property
+    def distance(self) -> str:
+        """Whether it is within the budget, in words."""
+        over = self.point.peak_bytes - self.budget
+        return f"{format_bytes(over)} over budget" if over > 0 else "within the budget"
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """All numbers of a plan. Made by :func:`facts_of`."""
 
@@ -81,12 +97,40 @@ class Facts:
     host_bytes: tuple[int, ...]
     """In CPU memory, at each instant."""
     disk_bytes: tuple[int, ...]
+    keep: Point
+    """The simulated step that keeps everything."""
+    checkpoint: Point
+    """The simulated step of full checkpointing: it keeps the inputs of blocks, and recomputes the rest."""
     measured: Point | None
     """The peak and the time of a real step, if one was measured."""
     notes: tuple[str, ...]
     """Notes on the search for the plan."""
     curve: Curve | None
     """Plans for other budgets, if there are any."""
+
+    @property
+    def point(self) -> Point:
+        """Peak and time of the plan's simulated step."""
+        return Point(self.timeline.peak_bytes, self.timeline.seconds)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The plan between the two steps that need no plan."""
+        budget = self.plan.budget
+        return (
+            Way("keep everything", self.keep, budget),
+            Way("this plan", self.point, budget, is_plan=True),
+            Way("full checkpointing", self.checkpoint, budget),
+        )
+
+    @property
+    def in_short(self) -> str:
+        """The plan's gain and its price in one sentence, against keeping everything and full checkpointing."""
+        plan = self.point
+        return (
+            f"Against keeping everything, this plan {_against(plan, self.keep)}; "
+            f"against full checkpointing, it {_against(plan, self.checkpoint)}."
+        )
 
     @property
     def peak_place(self) -> int:
@@ -181,11 +225,20 @@ def facts_of(
 ) -> Facts:
     """Simulate a plan with the bandwidths of some hardware, and gather its numbers.
 
+    If the plan divides an optimizer, all simulated steps have the same part of it on the GPU.
+
     Raises:
         UsageError: for a plan of another model.
     """
-    program = program_of(profile, plan)
-    timeline = simulate_program(program, rates_of(plan, hardware), spans=True)
+    if plan.optimizer_fraction is not None:
+        profile = divided(profile, plan.optimizer_fraction, hardware)
+    program, rates = program_of(profile, plan), rates_of(plan, hardware)
+    timeline = simulate_program(program, rates, spans=True)
+    keep, checkpoint = (
+        Point(step.peak_bytes, step.seconds)
+        for decision in (Decision.KEEP, Decision.RECOMPUTE)
+        for step in [simulate_program(uniform_program(profile, decision), rates)]
+    )
     places, instants = _instants(timeline)
     kinds, stacks = _stacked(profile, timeline)
     layers = tuple(Layer(*kind, tuple(stacks[place][number] for place in places)) for number, kind in enumerate(kinds))
@@ -204,6 +257,8 @@ def facts_of(
         layers=tuple(layer for layer in layers if any(layer.nbytes)),
         host_bytes=tuple(timeline.levels[place].host for place in places),
         disk_bytes=tuple(timeline.levels[place].disk for place in places),
+        keep=keep,
+        checkpoint=checkpoint,
         measured=measured,
         notes=tuple(notes),
         curve=curve,
@@ -275,6 +330,23 @@ def _instants(timeline: Timeline) -> tuple[list[int], tuple[float, ...]]:
         seconds = levels[place].seconds
         instants.append(max(seconds, instants[-1] + step) if instants else seconds)
     return places, tuple(instants)
+
+
+_ALIKE = 0.005
+"""A smaller difference is shown as none: it would be rounded to 0 %."""
+
+
+def _against(plan: Point, other: Point) -> str:
+    """The plan's peak and time beside those of another step, in words."""
+    more, longer = plan.peak_bytes - other.peak_bytes, plan.seconds - other.seconds
+    peak, seconds = "has the same peak", "takes the same time"
+    if abs(more) > _ALIKE * other.peak_bytes:
+        much = f"{format_bytes(abs(more))} ({_share(abs(more), other.peak_bytes)})"
+        peak = f"takes {much} more at the peak" if more > 0 else f"saves {much} at the peak"
+    if abs(longer) > _ALIKE * other.seconds:
+        much = f"{format_seconds(abs(longer))} ({_share(abs(longer), other.seconds)})"
+        seconds = f"takes {much} longer" if longer > 0 else f"is {much} faster"
+    return f"{peak} and {seconds}"
 
 
 def _share(part: float, whole: float) -> str:

@@ -64,7 +64,10 @@ def to_page(facts: Facts) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        size=format_bytes, duration=format_seconds, heading=lambda text: text[:1].upper() + text[1:]
+        size=format_bytes,
+        duration=format_seconds,
+        heading=lambda text: text[:1].upper() + text[1:],
+        percent=lambda part, whole: f"{part / whole if whole else 0:.1%}",
     )
 
     def asset(name: str) -> Markup:
@@ -79,6 +82,8 @@ def to_page(facts: Facts) -> str:
     blocks = [(row, tables.setdefault(row.operators, f"operators-{len(tables)}")) for row in facts.rows]
     return environment.get_template("page.html").render(
         facts=facts,
+        # The bars of the three steps are relative to the largest.
+        most=Point(*(max(getattr(way.point, name) for way in facts.ways) for name in ("peak_bytes", "seconds"))),
         blocks=blocks,
         tables=tables,
         hashes=[base64.b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, asset("page.js"))],
@@ -197,8 +202,8 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
     """Predicted step time over predicted peak for several budgets, with this plan; ``None`` without a curve."""
     if facts.curve is None:
         return None
-    curve, plan = facts.curve, Point(facts.timeline.peak_bytes, facts.timeline.seconds)
-    scale, unit = _byte_scale(max(curve.keep.peak_bytes, plan.peak_bytes))
+    curve, plan = facts.curve, facts.point
+    scale, unit = _byte_scale(max(facts.keep.peak_bytes, plan.peak_bytes))
     faster, time_unit = _time_scale(max(plan.seconds, *(point.seconds for point in curve.points)))
 
     def add(name: str, points: Sequence[Point], **looks: Any) -> None:
@@ -216,8 +221,8 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
     figure = graph_objects().Figure()
     add("plans", curve.points, mode="lines+markers", line={"color": "#3f83c8", "width": 2}, marker={"size": 6})
     for name, point, symbol, colour in (
-        ("keep everything", curve.keep, "square", "#64748b"),
-        ("full checkpointing", curve.checkpoint, "diamond", "#3fa37c"),
+        ("keep everything", facts.keep, "square", "#64748b"),
+        ("full checkpointing", facts.checkpoint, "diamond", "#3fa37c"),
         ("this plan", plan, "star", _RED),
         ("measured", facts.measured, "x", "#e08a3c"),
     ):
