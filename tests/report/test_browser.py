@@ -272,7 +272,7 @@ def colours(browser: Any) -> tuple[str, str, str]:
     return (
         run(browser, "return getComputedStyle(document.body).backgroundColor"),
         run(browser, "return getComputedStyle(document.body).color"),
-        run(browser, "return getComputedStyle(document.querySelector('#memory .xtitle')).fill"),
+        run(browser, "return getComputedStyle(document.querySelector('#streams .xtitle')).fill"),
     )
 
 
@@ -284,7 +284,7 @@ def test_dark_and_light_follow_the_system_and_the_switch(browser: Any, page: Pat
     assert not set(light) & set(dark)
     assert light[1] == light[2] and dark[1] == dark[2]
     switch = "document.getElementById('theme').click()"
-    fill = "return getComputedStyle(document.querySelector('#memory .xtitle')).fill === arguments[0]"
+    fill = "return getComputedStyle(document.querySelector('#streams .xtitle')).fill === arguments[0]"
     run(browser, switch)
     until(browser, fill, light[2])
     assert colours(browser) == light
@@ -294,13 +294,51 @@ def test_dark_and_light_follow_the_system_and_the_switch(browser: Any, page: Pat
     assert colours(browser) == dark
 
 
-def test_what_is_always_there_can_be_left_out_of_the_picture(browser: Any, page: Path, facts: Made) -> None:
+def test_what_is_always_there_is_left_out_of_the_picture_and_can_be_shown(
+    browser: Any, page: Path, facts: Made
+) -> None:
     show(browser, page.as_uri())
-    press = "document.getElementById('closer').click(); return document.getElementById('memory').layout.yaxis.range"
-    bottom, top = run(browser, press)
-    static = facts(slow=True).profile.static_bytes / (1 << 30)
-    assert 0.9 * static < bottom < static < top
-    assert run(browser, press) == [0, top]
+    found = facts(slow=True)
+    looks = (
+        "const { layout, data } = document.getElementById('memory');"
+        "const named = data.filter(each => each.showlegend !== false).map(each => each.name);"
+        "return [layout.yaxis.range[0], layout.yaxis.range[1], layout.yaxis.title.text, named]"
+    )
+    low, high, title, named = run(browser, looks)
+    assert low == found.constant_bytes / (1 << 30) and "axis from" in title and "weights" not in named
+    press = "document.getElementById('closer').click();"
+    run(browser, press)
+    assert until(browser, looks.replace("return [", "return data[0].showlegend !== false && ["))[::2] == [
+        0,
+        "memory, GiB",
+    ]
+    assert "weights" in run(browser, looks)[3]
+    run(browser, press)
+    until(browser, looks.replace("return [", "return data[0].showlegend === false && ["))
+    assert run(browser, looks) == [low, high, title, named]
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_memory_and_streams_stand_and_are_zoomed_on_one_time_axis(browser: Any, page: Path, width: int) -> None:
+    show(browser, page.as_uri(), width=width)
+    ends = (
+        "return ['memory', 'streams'].map(id => {"
+        " const box = document.querySelector(`#${id} .nsewdrag`).getBoundingClientRect();"
+        " return [box.left, box.right]; })"
+    )
+    memory, streams = run(browser, ends)
+    assert memory == pytest.approx(streams, abs=0.5) and streams[1] - streams[0] > 0.6 * width
+    for zoomed, other in (("memory", "streams"), ("streams", "memory")):
+        part = [1, 2] if zoomed == "memory" else [3, 4]
+        run(browser, "Plotly.relayout(arguments[0], {'xaxis.range': arguments[1]})", zoomed, part)
+        until(
+            browser,
+            "const [from, to] = document.getElementById(arguments[0]).layout.xaxis.range;"
+            "return from === arguments[1][0] && to === arguments[1][1]",
+            other,
+            part,
+        )
+    assert run(browser, ends) == [pytest.approx(memory, abs=0.5)] * 2
 
 
 def test_whoever_has_only_a_keyboard_reaches_all_that_can_be_used(browser: Any, page: Path, facts: Made) -> None:

@@ -187,7 +187,11 @@ def test_what_was_measured_stands_beside_what_was_predicted(facts: Made) -> None
     assert found.measured is not None
     assert peaks[:2] == [format_bytes(found.timeline.peak_bytes), format_bytes(found.measured.peak_bytes)]
     assert steps[2] == "+50.0%"
-    assert replace(found, measured=None).compared == ()
+    first, second = found.measured_sentences
+    assert first == f"The measured step had a peak of {peaks[1]}, 1.0 GiB above the predicted one."
+    assert "its peak and its time only" in second
+    alone = replace(found, measured=None)
+    assert alone.compared == alone.measured_sentences == ()
 
 
 def test_another_machine_is_said_to_be_one(facts: Made) -> None:

@@ -210,22 +210,63 @@ def named(figure: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
 def test_the_picture_of_memory_has_each_layer_the_budget_and_the_peak(facts: Made) -> None:
     found = facts()
     traces = named(memory_figure(found))
-    assert list(traces) == [*(layer.name for layer in found.layers), "budget", "peak"]
+    assert list(traces) == [*(layer.name for layer in found.layers), "budget", "measured peak", "peak"]
     gib = 1 << 30
     for layer in found.layers:
         assert traces[layer.name]["y"] == pytest.approx([nbytes / gib for nbytes in layer.nbytes])
         assert traces[layer.name]["stackgroup"] == "device"
     assert traces["budget"]["y"] == [found.plan.budget / gib] * 2
+    assert found.measured is not None
+    assert traces["measured peak"]["y"] == [found.measured.peak_bytes / gib] * 2
+    assert "measured peak" not in named(memory_figure(replace(found, measured=None)))
     assert traces["peak"]["x"] == [pytest.approx(found.instants[found.peak_place] * 1e3)]
     assert traces["peak"]["y"] == [pytest.approx(found.timeline.peak_bytes / gib)]
 
 
 def test_a_budget_far_above_all_is_not_drawn(facts: Made) -> None:
     found = facts()
-    figure = memory_figure(replace(found, plan=replace(found.plan, budget=100 * found.plan.budget)))
+    far = replace(found.plan, budget=100 * found.plan.budget)
+    figure = memory_figure(replace(found, plan=far, measured=None))
     assert "budget" not in named(figure)
     top = found.timeline.peak_bytes / (1 << 30)
-    assert figure["layout"]["yaxis"]["range"][1] < 1.2 * top
+    assert top < figure["layout"]["yaxis"]["range"][1] < 1.2 * top
+
+
+def test_static_memory_is_left_out_if_it_is_more_than_half_of_the_peak(facts: Made) -> None:
+    gib = 1 << 30
+    found = facts(told=False)
+    static = found.layers[0]
+    assert static.key == "static" and min(static.nbytes) == found.constant_bytes > found.timeline.peak_bytes / 2
+    figure = memory_figure(found)
+    low, high = figure["layout"]["yaxis"]["range"]
+    assert low == found.constant_bytes / gib
+    assert found.measured is not None and found.measured.peak_bytes / gib < high
+    assert format_bytes(found.constant_bytes) in figure["layout"]["yaxis"]["title"]["text"]
+    assert [trace["name"] for trace in figure["data"] if trace.get("showlegend") is False] == ["static memory"]
+    [closer] = [each for each in Reader(to_page(found)).of("button") if each.get("id") == "closer"]
+    assert closer["aria-pressed"] == "true"
+    # The same bytes above less that is always there.
+    less = replace(static, nbytes=tuple(nbytes // 4 for nbytes in static.nbytes))
+    figure = memory_figure(replace(found, layers=(less, *found.layers[1:])))
+    assert figure["layout"]["yaxis"]["range"][0] == 0 and figure["layout"]["yaxis"]["title"]["text"] == "memory, GiB"
+    assert not [trace for trace in figure["data"] if trace.get("showlegend") is False]
+    assert [axis["range"][0] for axis in figure["layout"]["meta"]["axes"]] == [0, min(less.nbytes) / gib]
+
+
+def test_static_memory_is_what_no_instant_is_without(facts: Made) -> None:
+    found = facts()
+    assert found.profile.static is not None
+    # Gradients from before the step go in the step.
+    assert found.constant_bytes == found.profile.static_bytes - found.profile.static.gradients
+    lowest = min(sum(each) for each in zip(*(layer.nbytes for layer in found.layers), strict=True))
+    assert found.constant_bytes <= lowest
+
+
+def test_memory_and_streams_have_one_time_axis(facts: Made) -> None:
+    found = facts(slow=True)
+    memory, streams = (figure["layout"]["xaxis"] for figure in (memory_figure(found), streams_figure(found)))
+    assert memory["range"] == streams["range"]
+    assert memory["range"][1] >= found.timeline.seconds and memory["showticklabels"] is False
 
 
 @pytest.mark.parametrize("hosted", [False, True])

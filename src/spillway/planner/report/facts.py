@@ -133,6 +133,11 @@ class Facts:
         )
 
     @property
+    def constant_bytes(self) -> int:
+        """Static memory that no instant of the step is without."""
+        return sum(min(layer.nbytes) for layer in self.layers if layer.key in STATIC)
+
+    @property
     def peak_place(self) -> int:
         """Index into :attr:`instants` of the highest memory use of the device."""
         return max(range(len(self.instants)), key=lambda place: sum(layer.nbytes[place] for layer in self.layers))
@@ -163,6 +168,18 @@ class Facts:
         return (
             ("peak", format_bytes(peak), format_bytes(real_peak), _difference(real_peak, peak)),
             ("step", format_seconds(seconds), format_seconds(real_seconds), _difference(real_seconds, seconds)),
+        )
+
+    @property
+    def measured_sentences(self) -> tuple[str, ...]:
+        """The measured peak in words, and how a figure shows it; none without a measured step."""
+        if self.measured is None:
+            return ()
+        peak, real = self.timeline.peak_bytes, self.measured.peak_bytes
+        distance = f"{format_bytes(abs(real - peak))} {'above' if real > peak else 'below'} the predicted one"
+        return (
+            f"The measured step had a peak of {format_bytes(real)}, {distance}.",
+            "A measured step records its peak and its time only, so the figure has that peak as a line over the step.",
         )
 
     @property
@@ -280,6 +297,8 @@ _OTHER_WITH_STATE = (
     "#a9b1bd",
     "Buffers, all other memory of the process, and optimizer state: the profile was given no optimizer.",
 )
+STATIC = frozenset(layer[0] for layer in (_STATIC, _WEIGHTS, _OPTIMIZER, _OTHER))
+"""Keys of layers that lie below all others, and stay the same."""
 _MOVING = (
     ("gradients", "gradients", "#8b7cc4", "Gradients of parameters: those of the step, and those from before it."),
     ("outside", "outside of blocks", "#b08d57", "Activations of embeddings, head and loss."),

@@ -22,7 +22,7 @@ from typing import Any
 
 from spillway.errors import UsageError, printable
 from spillway.planner.planner import Point
-from spillway.planner.report.facts import STALLS, Facts, OperatorRow
+from spillway.planner.report.facts import STALLS, STATIC, Facts, OperatorRow
 from spillway.planner.tasks import Phase
 from spillway.planner.timeline import STREAMS, Span
 from spillway.units import format_bytes, format_seconds
@@ -36,6 +36,7 @@ _PHASES = {
 _COPIES = {"out": ("offloading", "#e08a3c"), "back": ("reloading", "#c9a227"), "disk": ("disk", "#64748b")}
 _RED = "#d0303a"
 """The colour of stalls, the budget, the peak and this plan."""
+_MEASURED = "#c2479e"
 _ORDER = [
     *(name for name, _ in _PHASES.values()),
     *(f"stalls for {reason}" for reason in STALLS),
@@ -84,6 +85,7 @@ def to_page(facts: Facts) -> str:
         facts=facts,
         # The bars of the three steps are relative to the largest.
         most=Point(*(max(getattr(way.point, name) for way in facts.ways) for name in ("peak_bytes", "seconds"))),
+        hides_static=hides_static(facts),
         blocks=blocks,
         tables=tables,
         hashes=[base64.b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, asset("page.js"))],
@@ -114,10 +116,11 @@ def graph_objects() -> ModuleType:
 
 
 def memory_figure(facts: Facts) -> dict[str, Any]:
-    """Memory of the device over the step, as stacked layers, with the budget and the peak."""
+    """Memory of the device over the step, as stacked layers, with the budget, the peak and the measured peak."""
     scale, unit = _byte_scale(facts.timeline.peak_bytes)
     faster, time_unit = _time_scale(facts.timeline.seconds)
     times = [seconds * faster for seconds in facts.instants]
+    hides = hides_static(facts)
     figure = graph_objects().Figure()
     for layer in facts.layers:
         figure.add_scatter(
@@ -128,18 +131,21 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
             mode="lines",
             line={"width": 0.5, "shape": "hv", "color": layer.colour},
             fillcolor=layer.colour,
+            showlegend=not (hides and layer.key in STATIC),
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
     top = facts.timeline.peak_bytes / scale
     budget = facts.plan.budget / scale
-    shown = budget <= 1.5 * top
-    if shown:
+    lines = [("budget", budget, _RED, "dash")] if budget <= 1.5 * top else []
+    if facts.measured is not None:
+        lines.append(("measured peak", facts.measured.peak_bytes / scale, _MEASURED, "dot"))
+    for name, height, colour, dash in lines:
         figure.add_scatter(
             x=[times[0], times[-1]],
-            y=[budget, budget],
-            name="budget",
+            y=[height, height],
+            name=name,
             mode="lines",
-            line={"color": _RED, "width": 2, "dash": "dash"},
+            line={"color": colour, "width": 2, "dash": dash},
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
     figure.add_scatter(
@@ -150,18 +156,33 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
         hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
     )
+    ground, highest = facts.constant_bytes / scale, max([top, *(height for _, height, *_ in lines)])
+    # Both looks of the axis: all memory, or only what lies above the ground. The latter says where it begins.
+    axes = [
+        {"range": [low, highest + 0.06 * (highest - low)], "title": f"memory, {unit}{words}"}
+        for low, words in ((0.0, ""), (ground, f" (axis from {format_bytes(facts.constant_bytes)})"))
+    ]
+    chosen = axes[hides]
     return _laid_out(
         figure,
+        legend={"y": 1, "yanchor": "top"},
         hovermode="x unified",
-        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, times[-1]]},
-        yaxis={
-            "title": {"text": f"memory, {unit}"},
-            "range": [0, 1.06 * max(top, budget if shown else 0)],
-            "tickformat": "~g",
-        },
-        # Memory above this changes over the step.
-        meta={"ground": facts.profile.static_bytes / scale},
+        # The time is written below the streams, whose axis is the same.
+        xaxis={"range": _over(facts), "showticklabels": False, "ticksuffix": f" {time_unit}"},
+        yaxis={"title": {"text": chosen["title"]}, "range": chosen["range"], "tickformat": "~g"},
+        meta={"axes": axes, "static": [place for place, each in enumerate(facts.layers) if each.key in STATIC]},
     )
+
+
+def hides_static(facts: Facts) -> bool:
+    """Whether the figure of memory begins above static memory: it would fill most of the figure."""
+    return 2 * facts.constant_bytes > facts.timeline.peak_bytes
+
+
+def _over(facts: Facts) -> list[float]:
+    """The range of the time axis, which memory and streams share."""
+    scale, _ = _time_scale(facts.timeline.seconds)
+    return [0, max(facts.instants[-1], facts.timeline.seconds) * scale]
 
 
 def streams_figure(facts: Facts) -> dict[str, Any]:
@@ -188,7 +209,7 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
         barmode="overlay",
         bargap=0.25,
         hovermode="closest",
-        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, facts.timeline.seconds * scale]},
+        xaxis={"title": {"text": f"time, {time_unit}"}, "range": _over(facts)},
         yaxis={
             "categoryorder": "array",
             "categoryarray": list(STREAMS),
@@ -224,7 +245,7 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
         ("keep everything", facts.keep, "square", "#64748b"),
         ("full checkpointing", facts.checkpoint, "diamond", "#3fa37c"),
         ("this plan", plan, "star", _RED),
-        ("measured", facts.measured, "x", "#e08a3c"),
+        ("measured", facts.measured, "x", _MEASURED),
     ):
         if point is not None:
             marker = {"symbol": symbol, "size": 13, "color": colour, "line": {"color": "white", "width": 1}}
@@ -237,9 +258,10 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
     )
 
 
-def _laid_out(figure: Any, **layout: Any) -> dict[str, Any]:
-    legend = {"orientation": "h", "traceorder": "normal", "yref": "container", "yanchor": "bottom", "y": 0}
-    figure.update_layout(template="none", legend={**legend, "xanchor": "left", "x": 0}, **layout)
+def _laid_out(figure: Any, legend: dict[str, Any] | None = None, **layout: Any) -> dict[str, Any]:
+    beside = {"orientation": "h", "traceorder": "normal", "yref": "container", "yanchor": "bottom", "y": 0}
+    beside |= {"xanchor": "left", "x": 0, **(legend or {})}
+    figure.update_layout(template="none", legend=beside, **layout)
     found: dict[str, Any] = figure.to_plotly_json()
     return found
 
