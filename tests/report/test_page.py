@@ -146,6 +146,35 @@ def test_equal_blocks_share_what_is_told_of_their_operators(facts: Made, reader:
     assert set(opened) == {each["id"] for each in reader.of("template")}
 
 
+def test_blocks_of_one_kind_are_one_row_with_their_sums(facts: Made, reader: Reader) -> None:
+    [kind] = facts().kinds
+    assert kind.rows == facts().rows
+    bodies = [each for each in reader.of("tbody") if "data-kind" in each]
+    assert [each.get("class") for each in bodies] == ["kind", *["member"] * 6]
+    assert ["hidden" in each for each in bodies] == [False, *[True] * 6]
+    said = " ".join(" ".join(reader.words).split())
+    assert "layers.0 to 5 x 6" in said and kind.decision in said
+    sums = [sum(getattr(row, name) for row in kind.rows) for name in ("kept_bytes", "sent_bytes", "recomputed_bytes")]
+    values = [each["data-value"] for each in reader.of("td") if "data-value" in each]
+    assert values[1:4] == list(map(str, sums))
+    assert float(str(values[4])) == pytest.approx(sum(row.recompute_seconds for row in kind.rows))
+
+
+def test_a_kind_of_one_block_is_that_block(facts: Made) -> None:
+    rows = facts().rows
+    found = replace(facts(), rows=(replace(rows[0], kind=1, name="stem"), *rows[1:]))
+    stem, layers = found.kinds
+    assert stem.rows == found.rows[:1] and layers.name == "layers.1 to 5"
+    bodies = [each for each in Reader(to_page(found)).of("tbody") if "data-kind" in each]
+    assert [each.get("class") for each in bodies] == [None, "kind", *["member"] * 5]
+
+
+def test_a_kind_says_how_many_blocks_have_each_decision(facts: Made) -> None:
+    rows = tuple(replace(row, decision="keep" if place < 2 else "offload") for place, row in enumerate(facts().rows))
+    assert replace(facts(), rows=rows).kinds[0].decision == "keep x 2, offload x 4"
+    assert replace(facts(), rows=rows[:2]).kinds[0].decision == "keep"
+
+
 def test_without_a_curve_a_measurement_and_notes_nothing_is_said_of_them(facts: Made) -> None:
     found = Reader(to_page(replace(facts(), curve=None, measured=None, notes=())))
     said = " ".join(found.words)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
 from spillway.planner.planner import Curve, Point, divided, rates_of
 from spillway.planner.profile import BlockProfile, Profile
+from spillway.planner.report.text import names_of
 from spillway.planner.tasks import Option, Phase, in_words
 from spillway.planner.timeline import Timeline, settled, simulate_program
 from spillway.types import Decision
@@ -47,6 +49,48 @@ class Row:
     recompute_seconds: float
     reason: str
     operators: tuple[OperatorRow, ...]
+    kind: int = 0
+    """Its place in :attr:`Profile.kinds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """All calls of one kind of block. Its figures are their sums."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of its blocks, in short."""
+        return names_of([row.name for row in self.rows])
+
+    @property
+    def decision(self) -> str:
+        """The decision for each block, or for how many of them each is."""
+        counts = Counter(row.decision for row in self.rows)
+        if len(counts) == 1:
+            return self.rows[0].decision
+        return ", ".join(f"{decision} x {count}" for decision, count in counts.items())
+
+    @property
+    def kept_bytes(self) -> int:
+        """As :attr:`Row.kept_bytes`."""
+        return sum(row.kept_bytes for row in self.rows)
+
+    @property
+    def sent_bytes(self) -> int:
+        """As :attr:`Row.sent_bytes`."""
+        return sum(row.sent_bytes for row in self.rows)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """As :attr:`Row.recomputed_bytes`."""
+        return sum(row.recomputed_bytes for row in self.rows)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """As :attr:`Row.recompute_seconds`."""
+        return sum(row.recompute_seconds for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +175,14 @@ class Facts:
             f"Against keeping everything, this plan {_against(plan, self.keep)}; "
             f"against full checkpointing, it {_against(plan, self.checkpoint)}."
         )
+
+    @property
+    def kinds(self) -> tuple[KindRow, ...]:
+        """The rows by kinds of blocks, in the order in which the forward comes to these."""
+        rows: dict[int, list[Row]] = {}
+        for row in self.rows:
+            rows.setdefault(row.kind, []).append(row)
+        return tuple(KindRow(tuple(each)) for each in rows.values())
 
     @property
     def constant_bytes(self) -> int:
@@ -266,7 +318,7 @@ def facts_of(
         hardware=hardware.name,
         phases={task.name: task.phase for task in program.tasks},
         rows=tuple(
-            _row(profile.kinds[call.kind], block, option, profile.min_bytes)
+            replace(_row(profile.kinds[call.kind], block, option, profile.min_bytes), kind=call.kind)
             for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
         ),
         instants=instants,

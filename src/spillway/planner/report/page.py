@@ -80,13 +80,16 @@ def to_page(facts: Facts) -> str:
     data = json.dumps({name: figure for name, figure in figures.items() if figure is not None}, allow_nan=False)
     # Blocks with equal operators share the table that opens below them.
     tables: dict[tuple[OperatorRow, ...], str] = {}
-    blocks = [(row, tables.setdefault(row.operators, f"operators-{len(tables)}")) for row in facts.rows]
+    kinds = [
+        (kind, [(row, tables.setdefault(row.operators, f"operators-{len(tables)}")) for row in kind.rows])
+        for kind in facts.kinds
+    ]
     return environment.get_template("page.html").render(
         facts=facts,
         # The bars of the three steps are relative to the largest.
         most=Point(*(max(getattr(way.point, name) for way in facts.ways) for name in ("peak_bytes", "seconds"))),
         hides_static=hides_static(facts),
-        blocks=blocks,
+        kinds=kinds,
         tables=tables,
         hashes=[base64.b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, asset("page.js"))],
         # No parser of HTML takes anything in it for the end of its element.
@@ -165,7 +168,8 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
     chosen = axes[hides]
     return _laid_out(
         figure,
-        legend={"y": 1, "yanchor": "top"},
+        # Below plotly's buttons.
+        legend={"y": 0.95, "yanchor": "top"},
         hovermode="x unified",
         # The time is written below the streams, whose axis is the same.
         xaxis={"range": _over(facts), "showticklabels": False, "ticksuffix": f" {time_unit}"},

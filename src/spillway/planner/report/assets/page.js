@@ -112,7 +112,8 @@
     }
   });
 
-  // Each block is a body of the table: its row, and the row of its operators once opened.
+  // Each block is a body of the table: its row, and the row of its operators once opened. Blocks of one kind are the
+  // members that follow the body of their kind.
   const table = document.getElementById("blocks");
   const headings = [...table.tHead.rows[0].cells];
   headings.forEach((heading, place) => {
@@ -129,7 +130,9 @@
       const compare = (a, b) => byNumber ? Number(value(a)) - Number(value(b))
         : value(a).localeCompare(value(b), "en", { numeric: true });
       const bodies = [...table.tBodies].sort((a, b) => falls ? compare(b, a) : compare(a, b));
-      table.append(...bodies);
+      const isMember = (body) => body.classList.contains("member");
+      const membersOf = (top) => bodies.filter((body) => isMember(body) && body.dataset.kind === top.dataset.kind);
+      table.append(...bodies.filter((body) => !isMember(body)).flatMap((top) => [top, ...membersOf(top)]));
     });
   });
 
@@ -141,12 +144,19 @@
     const body = button.closest("tbody");
     const opened = button.getAttribute("aria-expanded") === "true";
     button.setAttribute("aria-expanded", String(!opened));
+    if (button.dataset.opens) {
+      for (const member of table.querySelectorAll(`tbody.member[data-kind="${body.dataset.kind}"]`)) {
+        member.hidden = opened;
+      }
+      return;
+    }
     if (opened) {
       body.rows[1].remove();
       return;
     }
     body.append(document.getElementById(button.dataset.operators).content.cloneNode(true));
     body.rows[1].querySelector(".why").textContent = body.rows[0].lastElementChild.dataset.value;
+    body.rows[1].querySelector(".module code").textContent = body.rows[0].cells[0].dataset.value;
     body.rows[1].id = button.getAttribute("aria-controls");
   });
 
