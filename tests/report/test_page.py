@@ -197,10 +197,21 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
     spoilt = replace(
         found,
         plan=replace(found.plan, model=EVIL, device=EVIL),
-        profile=replace(found.profile, model=EVIL),
+        profile=replace(
+            found.profile,
+            model=EVIL,
+            calls=tuple(replace(call, name=f"{EVIL}{call.name}") for call in found.profile.calls),
+            kinds=tuple(
+                replace(kind, operators=tuple(replace(each, name=EVIL) for each in kind.operators))
+                for kind in found.profile.kinds
+            ),
+        ),
         hardware=EVIL,
         notes=(EVIL,),
         timeline=timeline,
+        program=replace(
+            found.program, tasks=tuple(replace(task, name=evil(task.name)) for task in found.program.tasks)
+        ),
         phases={evil(name): phase for name, phase in found.phases.items()},
         # Rows of the same operators share what is said of them.
         rows=(
@@ -318,6 +329,8 @@ def test_the_picture_of_streams_has_a_bar_for_whatever_takes_time(facts: Made, s
     assert all(set(traces[name]["y"]) == {"compute"} for name in stalls)
     assert set(traces["offloading"]["y"]) == {"out"} and set(traces["reloading"]["y"]) == {"back"}
     assert all("compute stalls<br>for" in told for name in stalls for told in traces[name]["hovertext"])
+    copied = [told for name in ("offloading", "reloading") for told in traces[name]["hovertext"]]
+    assert all(re.match(r"(aten::\S+|input) of layers\.\d<br>[\d.]+ [KMG]iB<br>", told) for told in copied)
 
 
 def test_the_curve_marks_this_plan_and_what_needs_no_plan(facts: Made) -> None:

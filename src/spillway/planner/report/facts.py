@@ -12,8 +12,9 @@ from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
 from spillway.planner.planner import Curve, Point, divided, rates_of
 from spillway.planner.profile import BlockProfile, Profile
+from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
-from spillway.planner.tasks import Option, Phase, in_words
+from spillway.planner.tasks import Option, Phase, Program, in_words
 from spillway.planner.timeline import Timeline, settled, simulate_program
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
@@ -131,6 +132,7 @@ class Facts:
     timeline: Timeline
     hardware: str
     """Name of the machine whose bandwidths are used."""
+    program: Program
     phases: dict[str, Phase]
     """Phases of tasks, by their names."""
     rows: tuple[Row, ...]
@@ -183,6 +185,11 @@ class Facts:
         for row in self.rows:
             rows.setdefault(row.kind, []).append(row)
         return tuple(KindRow(tuple(each)) for each in rows.values())
+
+    @property
+    def copies(self) -> tuple[Copied, ...]:
+        """The offloaded storages, with the spans of their copies."""
+        return copies_of(self.profile, self.program, self.plan.window, self.timeline.spans)
 
     @property
     def constant_bytes(self) -> int:
@@ -316,6 +323,7 @@ def facts_of(
         plan=plan,
         timeline=timeline,
         hardware=hardware.name,
+        program=program,
         phases={task.name: task.phase for task in program.tasks},
         rows=tuple(
             replace(_row(profile.kinds[call.kind], block, option, profile.min_bytes), kind=call.kind)

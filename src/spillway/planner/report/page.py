@@ -22,6 +22,7 @@ from typing import Any
 
 from spillway.errors import UsageError, printable
 from spillway.planner.planner import Point
+from spillway.planner.report.copies import Copied
 from spillway.planner.report.facts import STALLS, STATIC, Facts, OperatorRow
 from spillway.planner.tasks import Phase
 from spillway.planner.timeline import STREAMS, Span
@@ -193,18 +194,22 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
     """The tasks of each stream over time, and why compute stalls."""
     figure = graph_objects().Figure()
     scale, time_unit = _time_scale(facts.timeline.seconds)
+    copied = {number: each for each in facts.copies for number in each.spans}
     sorts: dict[tuple[str, str, str], list[Span]] = {}
-    for span in facts.timeline.spans:
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for number, span in enumerate(facts.timeline.spans):
         if span.end > span.start:
             sorts.setdefault(_sort(facts, span), []).append(span)
+            told.setdefault(_sort(facts, span), []).append(_told(span, copied.get(number)))
     for (name, colour, pattern), spans in sorted(sorts.items(), key=lambda sort: _ORDER.index(sort[0][0])):
+        texts = told[name, colour, pattern]
         figure.add_bar(
             orientation="h",
             name=name,
             y=[span.stream for span in spans],
             base=[_short(span.start * scale) for span in spans],
             x=[_short((span.end - span.start) * scale) for span in spans],
-            hovertext=[_told(span) for span in spans],
+            hovertext=texts,
             hoverinfo="text",
             marker={"color": colour, "pattern": {"shape": pattern, "size": 6}, "line": {"width": 0}},
         )
@@ -278,10 +283,12 @@ def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
     return (*_COPIES[span.stream], "")
 
 
-def _told(span: Span) -> str:
+def _told(span: Span, copied: Copied | None) -> str:
     when = f"{format_seconds(span.start)} to {format_seconds(span.end)}, {format_seconds(span.end - span.start)}"
     if span.reason:
         return f"Before {_safe(span.name)} compute stalls<br>{STALLS[span.reason]}<br>{when}"
+    if copied is not None:
+        return f"{_safe(f'{copied.operator} of {copied.block}')}<br>{format_bytes(copied.nbytes)}<br>{when}"
     return f"{_safe(span.name)}<br>{when}"
 
 
@@ -313,8 +320,9 @@ def to_trace(facts: Facts) -> str:
     """The simulated step as JSON in the Trace Event Format.
 
     Chrome (``chrome://tracing``) and Perfetto (https://ui.perfetto.dev) read it. Streams are threads. Stalls of the
-    compute stream are there too, with their reasons. Memory is shown by counters: device memory by layers, CPU memory,
-    and disk. Times are microseconds from the begin of the step.
+    compute stream are there too, with their reasons. Arguments of a slice name its block and its bytes, and for a copy
+    the operator. A flow leads from each offload to its reload. Memory is shown by counters: device memory by layers,
+    CPU memory, and disk. Times are microseconds from the start of the step.
     """
     return json.dumps({"traceEvents": list(_events(facts)), "displayTimeUnit": "ms"}, allow_nan=False)
 
@@ -328,17 +336,29 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
     for stream, number in _THREADS.items():
         yield event("M", "thread_name", tid=number, args={"name": stream})
         yield event("M", "thread_sort_index", tid=number, args={"sort_index": number})
-    for span in facts.timeline.spans:
+    copied = {number: each for each in facts.copies for number in each.spans}
+    blocks = {call.name for call in facts.profile.calls}
+    tasks = iter(facts.program.tasks)
+    for number, span in enumerate(facts.timeline.spans):
         task = printable(span.name)
         name, category = task, span.stream
-        args: dict[str, str] = {}
+        block = span.name.rpartition(" ")[0]
+        args: dict[str, str | int] = {"block": printable(block)} if block in blocks else {}
         if span.reason:
             name, category = f"stall: {span.reason}", "stall"
-            args = {"task": task, "reason": STALLS[span.reason]}
+            args |= {"task": task, "reason": STALLS[span.reason]}
         elif span.stream == "compute":
-            category = facts.phases[span.name].value
+            # Each task has one span.
+            work = next(tasks)
+            category = work.phase.value
+            args |= {"allocated bytes": work.peak_bytes, "offloaded bytes": sum(sent.nbytes for sent in work.sends)}
+        else:
+            storage = copied[number]
+            args = {"block": printable(storage.block), "operator": printable(storage.operator)}
+            args |= {"bytes": storage.nbytes, "task": task}
         start, seconds = span.start * _MICRO, (span.end - span.start) * _MICRO
         yield event("X", name, tid=_THREADS[span.stream], cat=category, ts=start, dur=seconds, args=args)
+    yield from _flows(facts)
     for place, seconds in enumerate(facts.instants):
         for name, values in (
             ("device", {layer.name: layer.nbytes[place] for layer in facts.layers}),
@@ -346,3 +366,22 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
             ("disk", {"bytes": facts.disk_bytes[place]}),
         ):
             yield event("C", name, ts=seconds * _MICRO, args=values)
+
+
+def _flows(facts: Facts) -> Iterator[dict[str, Any]]:
+    """From the copy out of each storage to its reload, through the disk if it is there."""
+    for number, copied in enumerate(facts.copies):
+        last = len(copied.spans) - 1
+        for place, each in enumerate(copied.spans if last else ()):
+            span = facts.timeline.spans[each]
+            # A flow belongs to the slice that its time lies in.
+            yield {
+                "ph": "s" if place == 0 else "f" if place == last else "t",
+                "bp": "e",
+                "id": number,
+                "cat": "storage",
+                "name": "offload to reload",
+                "pid": 1,
+                "tid": _THREADS[span.stream],
+                "ts": (span.start + span.end) / 2 * _MICRO,
+            }
