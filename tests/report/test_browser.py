@@ -11,6 +11,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +209,10 @@ def test_a_label_comes_where_the_mouse_is(browser: Any, page: Path) -> None:
     assert "compute stalls" in label and label.replace(" ", "") == longest.replace("<br>", "").replace(" ", "")
 
 
-ORDER = "return [...document.querySelectorAll('#blocks > tbody > tr:first-child > th')].map(each => each.dataset.value)"
+ORDER = (
+    "return [...document.querySelectorAll('#blocks > tbody.member')].map(each => each.rows[0].cells[0].dataset.value)"
+)
+OPEN = "document.querySelectorAll('#blocks button[data-opens]').forEach(each => each.click())"
 
 
 def test_a_heading_sorts_up_and_down_by_number_and_by_name(browser: Any, page: Path, facts: Made) -> None:
@@ -231,17 +235,53 @@ def test_a_heading_sorts_up_and_down_by_number_and_by_name(browser: Any, page: P
     assert run(browser, ORDER) == names[::-1]
 
 
+@pytest.fixture(scope="module")
+def two_kinds(facts: Made, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A page with four blocks of one kind, and two of another."""
+    found = facts(slow=True)
+    rows = tuple(replace(row, kind=place // 4) for place, row in enumerate(found.rows))
+    path = tmp_path_factory.mktemp("kinds") / "plan.html"
+    path.write_text(to_page(replace(found, rows=rows)), encoding="utf-8")
+    return path
+
+
+def test_blocks_of_a_kind_are_one_row_until_it_is_opened(browser: Any, two_kinds: Path, facts: Made) -> None:
+    show(browser, two_kinds.as_uri())
+    names = [row.name for row in facts(slow=True).rows]
+    shown = (
+        "return [...document.querySelectorAll('#blocks > tbody')].filter(each => each.checkVisibility())"
+        ".map(each => each.rows[0].cells[0].textContent)"
+    )
+    first, second = "layers.0 to 3 x 4", "layers.4, 5 x 2"
+    click = "document.querySelectorAll('#blocks button[data-opens]')[arguments[0]].click()"
+    assert run(browser, shown) == [first, second]
+    run(browser, click, 1)
+    assert run(browser, shown) == [first, second, *names[4:]]
+    # Blocks stay below their kind, whatever is sorted.
+    sort = "document.querySelectorAll('#blocks thead button')[arguments[0]].click()"
+    run(browser, sort, 0)
+    run(browser, sort, 0)
+    assert run(browser, shown) == [second, *names[:3:-1], first]
+    run(browser, click, 1)
+    assert run(browser, shown) == [second, *names[:3:-1], first, *names[3::-1]]
+    run(browser, click, 0)
+    assert run(browser, shown) == [second, first, *names[3::-1]]
+    assert complaints(browser) == []
+
+
 def test_a_name_opens_the_operators_of_its_block_and_shuts_them(browser: Any, page: Path, facts: Made) -> None:
     from selenium.webdriver.common.by import By
     from selenium.webdriver.common.keys import Keys
 
     show(browser, page.as_uri())
     row = facts(slow=True).rows[1]
-    button = browser.find_elements(By.CSS_SELECTOR, "#blocks tbody button")[1]
+    run(browser, OPEN)
+    button = browser.find_elements(By.CSS_SELECTOR, "#blocks tbody.member button")[1]
     # By keyboard.
     button.send_keys(Keys.ENTER)
     told = until(browser, "return document.querySelector('.operators')?.textContent")
     assert all(each.operator in told and each.reason in told for each in row.operators)
+    assert run(browser, "return document.querySelector('.operators .module code').textContent") == row.name
     assert button.get_attribute("aria-expanded") == "true"
     assert browser.find_element(By.ID, button.get_attribute("aria-controls")).is_displayed()
     # What is opened goes where its block goes.
@@ -259,8 +299,9 @@ def test_why_a_block_is_treated_so_stands_where_there_is_room(
     browser: Any, page: Path, facts: Made, width: int
 ) -> None:
     show(browser, page.as_uri(), width=width)
-    run(browser, "document.querySelector('#blocks tbody button').click()")
-    displays = "return [...document.querySelectorAll('td.reason, .why')].map(e => e.checkVisibility())"
+    run(browser, OPEN)
+    run(browser, "document.querySelector('#blocks tbody.member button').click()")
+    displays = "return [...document.querySelectorAll('.member td.reason, .why')].map(e => e.checkVisibility())"
     in_row, among_operators, *_ = run(browser, displays)
     assert (in_row, among_operators) == (width == 1600, width == 400)
     why = run(browser, "return document.querySelector('.why').textContent")
@@ -272,7 +313,7 @@ def colours(browser: Any) -> tuple[str, str, str]:
     return (
         run(browser, "return getComputedStyle(document.body).backgroundColor"),
         run(browser, "return getComputedStyle(document.body).color"),
-        run(browser, "return getComputedStyle(document.querySelector('#memory .xtitle')).fill"),
+        run(browser, "return getComputedStyle(document.querySelector('#streams .xtitle')).fill"),
     )
 
 
@@ -284,7 +325,7 @@ def test_dark_and_light_follow_the_system_and_the_switch(browser: Any, page: Pat
     assert not set(light) & set(dark)
     assert light[1] == light[2] and dark[1] == dark[2]
     switch = "document.getElementById('theme').click()"
-    fill = "return getComputedStyle(document.querySelector('#memory .xtitle')).fill === arguments[0]"
+    fill = "return getComputedStyle(document.querySelector('#streams .xtitle')).fill === arguments[0]"
     run(browser, switch)
     until(browser, fill, light[2])
     assert colours(browser) == light
@@ -294,13 +335,51 @@ def test_dark_and_light_follow_the_system_and_the_switch(browser: Any, page: Pat
     assert colours(browser) == dark
 
 
-def test_what_is_always_there_can_be_left_out_of_the_picture(browser: Any, page: Path, facts: Made) -> None:
+def test_what_is_always_there_is_left_out_of_the_picture_and_can_be_shown(
+    browser: Any, page: Path, facts: Made
+) -> None:
     show(browser, page.as_uri())
-    press = "document.getElementById('closer').click(); return document.getElementById('memory').layout.yaxis.range"
-    bottom, top = run(browser, press)
-    static = facts(slow=True).profile.static_bytes / (1 << 30)
-    assert 0.9 * static < bottom < static < top
-    assert run(browser, press) == [0, top]
+    found = facts(slow=True)
+    looks = (
+        "const { layout, data } = document.getElementById('memory');"
+        "const named = data.filter(each => each.showlegend !== false).map(each => each.name);"
+        "return [layout.yaxis.range[0], layout.yaxis.range[1], layout.yaxis.title.text, named]"
+    )
+    low, high, title, named = run(browser, looks)
+    assert low == found.constant_bytes / (1 << 30) and "axis from" in title and "weights" not in named
+    press = "document.getElementById('closer').click();"
+    run(browser, press)
+    assert until(browser, looks.replace("return [", "return data[0].showlegend !== false && ["))[::2] == [
+        0,
+        "memory, GiB",
+    ]
+    assert "weights" in run(browser, looks)[3]
+    run(browser, press)
+    until(browser, looks.replace("return [", "return data[0].showlegend === false && ["))
+    assert run(browser, looks) == [low, high, title, named]
+
+
+@pytest.mark.parametrize("width", [400, 1600])
+def test_memory_and_streams_stand_and_are_zoomed_on_one_time_axis(browser: Any, page: Path, width: int) -> None:
+    show(browser, page.as_uri(), width=width)
+    ends = (
+        "return ['memory', 'streams'].map(id => {"
+        " const box = document.querySelector(`#${id} .nsewdrag`).getBoundingClientRect();"
+        " return [box.left, box.right]; })"
+    )
+    memory, streams = run(browser, ends)
+    assert memory == pytest.approx(streams, abs=0.5) and streams[1] - streams[0] > 0.6 * width
+    for zoomed, other in (("memory", "streams"), ("streams", "memory")):
+        part = [1, 2] if zoomed == "memory" else [3, 4]
+        run(browser, "Plotly.relayout(arguments[0], {'xaxis.range': arguments[1]})", zoomed, part)
+        until(
+            browser,
+            "const [from, to] = document.getElementById(arguments[0]).layout.xaxis.range;"
+            "return from === arguments[1][0] && to === arguments[1][1]",
+            other,
+            part,
+        )
+    assert run(browser, ends) == [pytest.approx(memory, abs=0.5)] * 2
 
 
 def test_whoever_has_only_a_keyboard_reaches_all_that_can_be_used(browser: Any, page: Path, facts: Made) -> None:
@@ -311,6 +390,8 @@ def test_whoever_has_only_a_keyboard_reaches_all_that_can_be_used(browser: Any, 
     reached = []
     for _ in range(60):
         ActionChains(browser).send_keys(Keys.TAB).perform()
+        if run(browser, "return 'opens' in document.activeElement.dataset"):
+            ActionChains(browser).send_keys(Keys.ENTER).perform()
         reached.append(
             run(browser, "const e = document.activeElement; return e.id || e.className || e.textContent.trim()")
         )

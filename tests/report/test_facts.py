@@ -11,14 +11,17 @@ import pytest
 from spillway import UsageError
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
-from spillway.planner.plan import Plan, options_of
-from spillway.planner.profile import Profile
+from spillway.planner.plan import Plan, options_of, program_of, uniform_program
+from spillway.planner.planner import Point, divided, rates_of
+from spillway.planner.profile import OptimizerProfile, Profile
 from spillway.planner.report.facts import Facts, Row, facts_of
 from spillway.planner.report.text import grouped, names_of
+from spillway.planner.timeline import simulate_program
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
 
 Made = Callable[..., Facts]
+GIB = 1 << 30
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -73,6 +76,57 @@ def test_the_peak_is_told_in_words_that_add_up(facts: Made) -> None:
     assert all(name in third and format_bytes(nbytes) in third for name, nbytes in found.peak_shares)
     over = replace(found, plan=replace(found.plan, budget=0))
     assert "above the budget" in over.peak_sentences[0]
+
+
+@pytest.mark.parametrize("gib", [15, 200])
+def test_the_plan_stands_between_keeping_everything_and_full_checkpointing(facts: Made, gib: int) -> None:
+    found = facts(gib=gib)
+    rates = rates_of(found.plan, Hardware.named("h200"))
+    steps = [
+        simulate_program(uniform_program(found.profile, Decision.KEEP), rates),
+        found.timeline,
+        simulate_program(uniform_program(found.profile, Decision.RECOMPUTE), rates),
+    ]
+    assert [(way.point.peak_bytes, way.point.seconds) for way in found.ways] == [
+        (step.peak_bytes, step.seconds) for step in steps
+    ]
+    assert [way.is_plan for way in found.ways] == [False, True, False]
+    over = [step.peak_bytes > found.plan.budget for step in steps]
+    assert [way.distance.endswith("over budget") for way in found.ways] == over == [gib == 15, False, gib == 15]
+    assert [way.distance == "within the budget" for way in found.ways] == [not each for each in over]
+
+
+def test_gain_and_price_are_told_in_one_sentence(facts: Made) -> None:
+    found = replace(facts(), keep=Point(20 * GIB, 1.0), checkpoint=Point(10 * GIB, 2.0))
+
+    def told(peak: int, seconds: float) -> str:
+        return replace(found, timeline=replace(found.timeline, peak_bytes=peak, seconds=seconds)).in_short
+
+    assert told(15 * GIB, 1.5) == (
+        "Against keeping everything, this plan saves 5.0 GiB (25%) at the peak and takes 500.0 ms (50%) longer; "
+        "against full checkpointing, it takes 5.0 GiB (50%) more at the peak and is 500.0 ms (25%) faster."
+    )
+    assert told(20 * GIB - 1, 1.0) == (
+        "Against keeping everything, this plan has the same peak and takes the same time; "
+        "against full checkpointing, it takes 10.0 GiB (100%) more at the peak and is 1.00 s (50%) faster."
+    )
+    nothing = replace(found, keep=Point(0, 0.0), checkpoint=Point(0, 0.0))
+    assert (
+        "takes 15.0 GiB (-) more at the peak"
+        in replace(nothing, timeline=replace(found.timeline, peak_bytes=15 * GIB)).in_short
+    )
+
+
+def test_all_steps_have_the_part_of_the_optimizer_that_the_plan_has(facts: Made) -> None:
+    found, h200 = facts(), Hardware.named("h200")
+    optimizer = OptimizerProfile(4 * GIB, GIB, GIB, host_seconds=0.1, stall_seconds=0.0)
+    profile = replace(found.profile, optimizer=optimizer)
+    plans = {fraction: replace(found.plan, optimizer_fraction=fraction) for fraction in (0.0, 0.5, 1.0)}
+    peaks = {fraction: facts_of(profile, plan, h200).keep.peak_bytes for fraction, plan in plans.items()}
+    assert peaks[0.0] > peaks[0.5] > peaks[1.0] == found.keep.peak_bytes
+    half = facts_of(profile, plans[0.5], h200)
+    expected = simulate_program(program_of(divided(profile, 0.5, h200), found.plan), rates_of(found.plan, h200))
+    assert half.timeline.peak_bytes == expected.peak_bytes > found.timeline.peak_bytes
 
 
 def test_rows_say_what_becomes_of_what_a_block_saves(facts: Made) -> None:
@@ -133,7 +187,11 @@ def test_what_was_measured_stands_beside_what_was_predicted(facts: Made) -> None
     assert found.measured is not None
     assert peaks[:2] == [format_bytes(found.timeline.peak_bytes), format_bytes(found.measured.peak_bytes)]
     assert steps[2] == "+50.0%"
-    assert replace(found, measured=None).compared == ()
+    first, second = found.measured_sentences
+    assert first == f"The measured step had a peak of {peaks[1]}, 1.0 GiB above the predicted one."
+    assert "its peak and its time only" in second
+    alone = replace(found, measured=None)
+    assert alone.compared == alone.measured_sentences == ()
 
 
 def test_another_machine_is_said_to_be_one(facts: Made) -> None:

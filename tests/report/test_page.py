@@ -18,6 +18,7 @@ from spillway import UsageError
 from spillway.planner.report.facts import Facts
 from spillway.planner.report.page import curve_figure, memory_figure, streams_figure, to_page
 from spillway.planner.tasks import Phase
+from spillway.units import format_bytes, format_seconds
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
 
@@ -113,6 +114,10 @@ def test_all_that_there_is_to_say_is_on_the_page(facts: Made, reader: Reader) ->
     found, said = facts(), " ".join(" ".join(reader.words).split())
     for name, value in found.figures:
         assert name[1:] in said and value in said
+    assert found.in_short in said
+    for way in found.ways:
+        assert all(each in said for each in (way.name.capitalize(), way.distance))
+        assert {format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds)} <= set(reader.words)
     for sentence in found.peak_sentences:
         assert sentence in said
     for why, _ in found.stalls:
@@ -125,12 +130,49 @@ def test_all_that_there_is_to_say_is_on_the_page(facts: Made, reader: Reader) ->
     assert all(layer.name.capitalize() in said and layer.meaning in said for layer in found.layers)
 
 
+def test_the_bars_of_the_three_steps_are_relative_to_the_largest(facts: Made, reader: Reader) -> None:
+    ways = facts().ways
+    widths = [float(str(each["style"]).removeprefix("width: ").removesuffix("%")) for each in reader.of("i")]
+    for place, name in enumerate(("peak_bytes", "seconds")):
+        values = [getattr(way.point, name) for way in ways]
+        assert widths[place::2] == [pytest.approx(100 * value / max(values), abs=0.1) for value in values]
+
+
 def test_equal_blocks_share_what_is_told_of_their_operators(facts: Made, reader: Reader) -> None:
     rows = facts().rows
     assert len(reader.of("template")) == len({row.operators for row in rows})
     opened = [each["data-operators"] for each in reader.of("button") if each.get("data-operators")]
     assert len(opened) == len(rows)
     assert set(opened) == {each["id"] for each in reader.of("template")}
+
+
+def test_blocks_of_one_kind_are_one_row_with_their_sums(facts: Made, reader: Reader) -> None:
+    [kind] = facts().kinds
+    assert kind.rows == facts().rows
+    bodies = [each for each in reader.of("tbody") if "data-kind" in each]
+    assert [each.get("class") for each in bodies] == ["kind", *["member"] * 6]
+    assert ["hidden" in each for each in bodies] == [False, *[True] * 6]
+    said = " ".join(" ".join(reader.words).split())
+    assert "layers.0 to 5 x 6" in said and kind.decision in said
+    sums = [sum(getattr(row, name) for row in kind.rows) for name in ("kept_bytes", "sent_bytes", "recomputed_bytes")]
+    values = [each["data-value"] for each in reader.of("td") if "data-value" in each]
+    assert values[1:4] == list(map(str, sums))
+    assert float(str(values[4])) == pytest.approx(sum(row.recompute_seconds for row in kind.rows))
+
+
+def test_a_kind_of_one_block_is_that_block(facts: Made) -> None:
+    rows = facts().rows
+    found = replace(facts(), rows=(replace(rows[0], kind=1, name="stem"), *rows[1:]))
+    stem, layers = found.kinds
+    assert stem.rows == found.rows[:1] and layers.name == "layers.1 to 5"
+    bodies = [each for each in Reader(to_page(found)).of("tbody") if "data-kind" in each]
+    assert [each.get("class") for each in bodies] == [None, "kind", *["member"] * 5]
+
+
+def test_a_kind_says_how_many_blocks_have_each_decision(facts: Made) -> None:
+    rows = tuple(replace(row, decision="keep" if place < 2 else "offload") for place, row in enumerate(facts().rows))
+    assert replace(facts(), rows=rows).kinds[0].decision == "keep x 2, offload x 4"
+    assert replace(facts(), rows=rows[:2]).kinds[0].decision == "keep"
 
 
 def test_without_a_curve_a_measurement_and_notes_nothing_is_said_of_them(facts: Made) -> None:
@@ -155,10 +197,21 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
     spoilt = replace(
         found,
         plan=replace(found.plan, model=EVIL, device=EVIL),
-        profile=replace(found.profile, model=EVIL),
+        profile=replace(
+            found.profile,
+            model=EVIL,
+            calls=tuple(replace(call, name=f"{EVIL}{call.name}") for call in found.profile.calls),
+            kinds=tuple(
+                replace(kind, operators=tuple(replace(each, name=EVIL) for each in kind.operators))
+                for kind in found.profile.kinds
+            ),
+        ),
         hardware=EVIL,
         notes=(EVIL,),
         timeline=timeline,
+        program=replace(
+            found.program, tasks=tuple(replace(task, name=evil(task.name)) for task in found.program.tasks)
+        ),
         phases={evil(name): phase for name, phase in found.phases.items()},
         # Rows of the same operators share what is said of them.
         rows=(
@@ -197,22 +250,63 @@ def named(figure: dict[str, Any] | None) -> dict[str, dict[str, Any]]:
 def test_the_picture_of_memory_has_each_layer_the_budget_and_the_peak(facts: Made) -> None:
     found = facts()
     traces = named(memory_figure(found))
-    assert list(traces) == [*(layer.name for layer in found.layers), "budget", "peak"]
+    assert list(traces) == [*(layer.name for layer in found.layers), "budget", "measured peak", "peak"]
     gib = 1 << 30
     for layer in found.layers:
         assert traces[layer.name]["y"] == pytest.approx([nbytes / gib for nbytes in layer.nbytes])
         assert traces[layer.name]["stackgroup"] == "device"
     assert traces["budget"]["y"] == [found.plan.budget / gib] * 2
+    assert found.measured is not None
+    assert traces["measured peak"]["y"] == [found.measured.peak_bytes / gib] * 2
+    assert "measured peak" not in named(memory_figure(replace(found, measured=None)))
     assert traces["peak"]["x"] == [pytest.approx(found.instants[found.peak_place] * 1e3)]
     assert traces["peak"]["y"] == [pytest.approx(found.timeline.peak_bytes / gib)]
 
 
 def test_a_budget_far_above_all_is_not_drawn(facts: Made) -> None:
     found = facts()
-    figure = memory_figure(replace(found, plan=replace(found.plan, budget=100 * found.plan.budget)))
+    far = replace(found.plan, budget=100 * found.plan.budget)
+    figure = memory_figure(replace(found, plan=far, measured=None))
     assert "budget" not in named(figure)
     top = found.timeline.peak_bytes / (1 << 30)
-    assert figure["layout"]["yaxis"]["range"][1] < 1.2 * top
+    assert top < figure["layout"]["yaxis"]["range"][1] < 1.2 * top
+
+
+def test_static_memory_is_left_out_if_it_is_more_than_half_of_the_peak(facts: Made) -> None:
+    gib = 1 << 30
+    found = facts(told=False)
+    static = found.layers[0]
+    assert static.key == "static" and min(static.nbytes) == found.constant_bytes > found.timeline.peak_bytes / 2
+    figure = memory_figure(found)
+    low, high = figure["layout"]["yaxis"]["range"]
+    assert low == found.constant_bytes / gib
+    assert found.measured is not None and found.measured.peak_bytes / gib < high
+    assert format_bytes(found.constant_bytes) in figure["layout"]["yaxis"]["title"]["text"]
+    assert [trace["name"] for trace in figure["data"] if trace.get("showlegend") is False] == ["static memory"]
+    [closer] = [each for each in Reader(to_page(found)).of("button") if each.get("id") == "closer"]
+    assert closer["aria-pressed"] == "true"
+    # The same bytes above less that is always there.
+    less = replace(static, nbytes=tuple(nbytes // 4 for nbytes in static.nbytes))
+    figure = memory_figure(replace(found, layers=(less, *found.layers[1:])))
+    assert figure["layout"]["yaxis"]["range"][0] == 0 and figure["layout"]["yaxis"]["title"]["text"] == "memory, GiB"
+    assert not [trace for trace in figure["data"] if trace.get("showlegend") is False]
+    assert [axis["range"][0] for axis in figure["layout"]["meta"]["axes"]] == [0, min(less.nbytes) / gib]
+
+
+def test_static_memory_is_what_no_instant_is_without(facts: Made) -> None:
+    found = facts()
+    assert found.profile.static is not None
+    # Gradients from before the step go in the step.
+    assert found.constant_bytes == found.profile.static_bytes - found.profile.static.gradients
+    lowest = min(sum(each) for each in zip(*(layer.nbytes for layer in found.layers), strict=True))
+    assert found.constant_bytes <= lowest
+
+
+def test_memory_and_streams_have_one_time_axis(facts: Made) -> None:
+    found = facts(slow=True)
+    memory, streams = (figure["layout"]["xaxis"] for figure in (memory_figure(found), streams_figure(found)))
+    assert memory["range"] == streams["range"]
+    assert memory["range"][1] >= found.timeline.seconds and memory["showticklabels"] is False
 
 
 @pytest.mark.parametrize("hosted", [False, True])
@@ -235,6 +329,8 @@ def test_the_picture_of_streams_has_a_bar_for_whatever_takes_time(facts: Made, s
     assert all(set(traces[name]["y"]) == {"compute"} for name in stalls)
     assert set(traces["offloading"]["y"]) == {"out"} and set(traces["reloading"]["y"]) == {"back"}
     assert all("compute stalls<br>for" in told for name in stalls for told in traces[name]["hovertext"])
+    copied = [told for name in ("offloading", "reloading") for told in traces[name]["hovertext"]]
+    assert all(re.match(r"(aten::\S+|input) of layers\.\d<br>[\d.]+ [KMG]iB<br>", told) for told in copied)
 
 
 def test_the_curve_marks_this_plan_and_what_needs_no_plan(facts: Made) -> None:
@@ -242,6 +338,8 @@ def test_the_curve_marks_this_plan_and_what_needs_no_plan(facts: Made) -> None:
     traces = named(curve_figure(found))
     assert list(traces) == ["plans", "keep everything", "full checkpointing", "this plan", "measured"]
     assert traces["this plan"]["x"] == [pytest.approx(found.timeline.peak_bytes / (1 << 30))]
-    assert traces["full checkpointing"]["y"] == [pytest.approx(250)]
+    for name, point in (("keep everything", found.keep), ("full checkpointing", found.checkpoint)):
+        assert traces[name]["x"] == [pytest.approx(point.peak_bytes / (1 << 30))]
+        assert traces[name]["y"] == [pytest.approx(point.seconds * 1e3)]
     assert len(traces["plans"]["x"]) == 2
     assert curve_figure(replace(found, curve=None)) is None

@@ -9,7 +9,7 @@ import pytest
 
 from spillway.planner.report.facts import Facts
 from spillway.planner.report.text import to_text
-from spillway.units import format_bytes
+from spillway.units import format_bytes, format_seconds
 
 Made = Callable[..., Facts]
 
@@ -23,6 +23,10 @@ def test_no_line_is_longer_than_the_terminal_and_all_figures_are_there(facts: Ma
     flat = " ".join(text.split())
     for name, value in found.figures:
         assert f"{name} {value}" in flat
+    assert found.in_short in flat
+    for way in found.ways:
+        figures = (format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds), way.distance)
+        assert f"{way.name} {' '.join(figures)}" in flat
     assert all(sentence in flat for sentence in found.peak_sentences)
     assert "Note: planned again for 15.0 GiB." in flat
     assert "predicted" in flat and "+50.0%" in flat

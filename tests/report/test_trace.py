@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
 import pytest
 
-from spillway.planner.report.facts import Facts
+from spillway.planner.hardware import Hardware
+from spillway.planner.planner import make_plan, rates_of
+from spillway.planner.report.facts import Facts, facts_of
 from spillway.planner.report.page import to_trace
 from spillway.planner.timeline import STREAMS
+from spillway.types import Decision
 
 Made = Callable[..., Facts]
+H200 = Hardware.named("h200")
 
 
 @pytest.fixture(params=[{}, {"slow": True}, {"slow": True, "hosted": True}], ids=["quick", "slow", "hosted"])
@@ -25,7 +29,7 @@ def found(facts: Made, request: pytest.FixtureRequest) -> Facts:
 def events(found: Facts, phase: str) -> list[dict[str, Any]]:
     trace = json.loads(to_trace(found))
     assert trace["displayTimeUnit"] == "ms"
-    assert {event["ph"] for event in trace["traceEvents"]} == {"M", "X", "C"}
+    assert {event["ph"] for event in trace["traceEvents"]} - {"t"} == {"M", "X", "C", "s", "f"}
     return [event for event in trace["traceEvents"] if event["ph"] == phase]
 
 
@@ -50,6 +54,84 @@ def test_each_span_is_there_once_and_streams_do_one_thing_at_a_time(found: Facts
     assert sum(span["dur"] for span in stalls) == pytest.approx(found.timeline.wait_seconds * 1e6)
     assert all(span["args"]["reason"] and span["args"]["task"] and span["tid"] == 1 for span in stalls)
     assert {span["cat"] for span in spans if span["tid"] == 1} >= {"forward", "backward", "recompute", "outside"}
+
+
+def on_disk(found: Facts) -> Facts:
+    """A plan that offloads to disk only."""
+    allow = {"keep", "disk", "recompute"}
+    plan = make_plan(found.profile, H200, budget=found.plan.budget, window=256 << 20, allow=allow)
+    return facts_of(found.profile, plan, H200)
+
+
+def test_each_copy_has_the_bytes_that_its_time_is_for(facts: Made) -> None:
+    for found in (facts(), on_disk(facts())):
+        rates = rates_of(found.plan, H200)
+        spans = found.timeline.spans
+        seen = [number for each in found.copies for number in each.spans]
+        assert sorted(seen) == [number for number, span in enumerate(spans) if span.stream != "compute"]
+        for each in found.copies:
+            out, *disk, back = (spans[number] for number in each.spans)
+            assert (out.stream, [span.stream for span in disk], back.stream) in (
+                ("out", [], "back"),
+                ("out", ["disk", "disk"], "back"),
+            )
+            assert out.end <= back.start + 1e-9 and out.name.startswith(f"{each.block} ")
+            times = [span.end - span.start for span in (out, *disk, back)]
+            bandwidths = [rates.out, *([rates.disk_write, rates.disk_read] if disk else []), rates.back]
+            assert times == pytest.approx([each.nbytes / rate for rate in bandwidths])
+
+
+def test_copies_name_the_operator_that_made_their_bytes(facts: Made) -> None:
+    found = facts()
+    told: dict[str, Counter[str]] = defaultdict(Counter)
+    for each in found.copies:
+        if each.operator != "input":
+            told[each.block][each.operator] += each.nbytes
+    for block in found.plan.blocks:
+        expected: Counter[str] = Counter()
+        for each in block.operators:
+            expected[each.operator] += each.nbytes if each.decision is not Decision.KEEP else 0
+        # Some are used before they are freed, and never copied.
+        assert told[block.name] <= expected
+    assert sum(map(len, told.values())) > 10 and any(each.operator == "input" for each in found.copies)
+
+
+def test_arguments_name_blocks_operators_and_bytes(facts: Made) -> None:
+    found = facts(slow=True)
+    names = {call.name for call in found.profile.calls}
+    for event in events(found, "X"):
+        args = event["args"]
+        assert args.get("block") in names or event["cat"] in ("outside", "stall") or "casts" in event["name"]
+        if event["tid"] > 1:
+            assert args["bytes"] > 0 and args["operator"] and args["task"] == event["name"]
+        elif event["cat"] != "stall":
+            assert args["allocated bytes"] >= 0
+    offloaded = sum(event["args"].get("offloaded bytes", 0) for event in events(found, "X"))
+    assert offloaded == found.plan.sent_bytes
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_flow_leads_from_each_offload_to_its_reload(facts: Made, tier: str) -> None:
+    found = facts() if tier == "host" else on_disk(facts())
+    slices = events(found, "X")
+    flows: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for phase in "stf":
+        for event in events(found, phase):
+            flows[event["id"]].append(event)
+    assert len(flows) == len([each for each in found.copies if len(each.spans) > 1]) > 10
+    for number, steps in flows.items():
+        assert [event["ph"] for event in steps] == list("sf" if tier == "host" else "sttf")
+        streams = [STREAMS[event["tid"] - 1] for event in steps]
+        assert streams == (["out", "back"] if tier == "host" else ["out", "disk", "disk", "back"])
+        for event in steps:
+            [there] = [
+                each
+                for each in slices
+                if each["tid"] == event["tid"] and each["ts"] <= event["ts"] <= each["ts"] + each["dur"]
+            ]
+            copied = found.copies[number]
+            args = there["args"]
+            assert (args["block"], args["operator"], args["bytes"]) == (copied.block, copied.operator, copied.nbytes)
 
 
 def test_counters_are_bytes_by_tier_and_holder(found: Facts) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
-from spillway.planner.plan import BlockPlan, Plan, options_of, program_of
-from spillway.planner.planner import Curve, Point, rates_of
+from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
+from spillway.planner.planner import Curve, Point, divided, rates_of
 from spillway.planner.profile import BlockProfile, Profile
-from spillway.planner.tasks import Option, Phase, in_words
+from spillway.planner.report.copies import Copied, copies_of
+from spillway.planner.report.text import names_of
+from spillway.planner.tasks import Option, Phase, Program, in_words
 from spillway.planner.timeline import Timeline, settled, simulate_program
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
@@ -47,6 +50,48 @@ class Row:
     recompute_seconds: float
     reason: str
     operators: tuple[OperatorRow, ...]
+    kind: int = 0
+    """Its place in :attr:`Profile.kinds`."""
+
+
+@dataclass(frozen=True, slots=True)
+class KindRow:
+    """All calls of one kind of block. Its figures are their sums."""
+
+    rows: tuple[Row, ...]
+
+    @property
+    def name(self) -> str:
+        """The names of its blocks, in short."""
+        return names_of([row.name for row in self.rows])
+
+    @property
+    def decision(self) -> str:
+        """The decision for each block, or for how many of them each is."""
+        counts = Counter(row.decision for row in self.rows)
+        if len(counts) == 1:
+            return self.rows[0].decision
+        return ", ".join(f"{decision} x {count}" for decision, count in counts.items())
+
+    @property
+    def kept_bytes(self) -> int:
+        """As :attr:`Row.kept_bytes`."""
+        return sum(row.kept_bytes for row in self.rows)
+
+    @property
+    def sent_bytes(self) -> int:
+        """As :attr:`Row.sent_bytes`."""
+        return sum(row.sent_bytes for row in self.rows)
+
+    @property
+    def recomputed_bytes(self) -> int:
+        """As :attr:`Row.recomputed_bytes`."""
+        return sum(row.recomputed_bytes for row in self.rows)
+
+    @property
+    def recompute_seconds(self) -> float:
+        """As :attr:`Row.recompute_seconds`."""
+        return sum(row.recompute_seconds for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +108,22 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True)
+class Way:
+    """A way to run the step, with its simulated peak and time."""
+
+    name: str
+    point: Point
+    budget: int
+    is_plan: bool = False
+
+    @property
+    def distance(self) -> str:
+        """Whether it is within the budget, in words."""
+        over = self.point.peak_bytes - self.budget
+        return f"{format_bytes(over)} over budget" if over > 0 else "within the budget"
+
+
+@dataclass(frozen=True, slots=True)
 class Facts:
     """All numbers of a plan. Made by :func:`facts_of`."""
 
@@ -71,6 +132,7 @@ class Facts:
     timeline: Timeline
     hardware: str
     """Name of the machine whose bandwidths are used."""
+    program: Program
     phases: dict[str, Phase]
     """Phases of tasks, by their names."""
     rows: tuple[Row, ...]
@@ -81,12 +143,58 @@ class Facts:
     host_bytes: tuple[int, ...]
     """In CPU memory, at each instant."""
     disk_bytes: tuple[int, ...]
+    keep: Point
+    """The simulated step that keeps everything."""
+    checkpoint: Point
+    """The simulated step of full checkpointing: it keeps the inputs of blocks, and recomputes the rest."""
     measured: Point | None
     """The peak and the time of a real step, if one was measured."""
     notes: tuple[str, ...]
     """Notes on the search for the plan."""
     curve: Curve | None
     """Plans for other budgets, if there are any."""
+
+    @property
+    def point(self) -> Point:
+        """Peak and time of the plan's simulated step."""
+        return Point(self.timeline.peak_bytes, self.timeline.seconds)
+
+    @property
+    def ways(self) -> tuple[Way, ...]:
+        """The plan between the two steps that need no plan."""
+        budget = self.plan.budget
+        return (
+            Way("keep everything", self.keep, budget),
+            Way("this plan", self.point, budget, is_plan=True),
+            Way("full checkpointing", self.checkpoint, budget),
+        )
+
+    @property
+    def in_short(self) -> str:
+        """The plan's gain and its price in one sentence, against keeping everything and full checkpointing."""
+        plan = self.point
+        return (
+            f"Against keeping everything, this plan {_against(plan, self.keep)}; "
+            f"against full checkpointing, it {_against(plan, self.checkpoint)}."
+        )
+
+    @property
+    def kinds(self) -> tuple[KindRow, ...]:
+        """The rows by kinds of blocks, in the order in which the forward comes to these."""
+        rows: dict[int, list[Row]] = {}
+        for row in self.rows:
+            rows.setdefault(row.kind, []).append(row)
+        return tuple(KindRow(tuple(each)) for each in rows.values())
+
+    @property
+    def copies(self) -> tuple[Copied, ...]:
+        """The offloaded storages, with the spans of their copies."""
+        return copies_of(self.profile, self.program, self.plan.window, self.timeline.spans)
+
+    @property
+    def constant_bytes(self) -> int:
+        """Static memory that no instant of the step is without."""
+        return sum(min(layer.nbytes) for layer in self.layers if layer.key in STATIC)
 
     @property
     def peak_place(self) -> int:
@@ -119,6 +227,18 @@ class Facts:
         return (
             ("peak", format_bytes(peak), format_bytes(real_peak), _difference(real_peak, peak)),
             ("step", format_seconds(seconds), format_seconds(real_seconds), _difference(real_seconds, seconds)),
+        )
+
+    @property
+    def measured_sentences(self) -> tuple[str, ...]:
+        """The measured peak in words, and how a figure shows it; none without a measured step."""
+        if self.measured is None:
+            return ()
+        peak, real = self.timeline.peak_bytes, self.measured.peak_bytes
+        distance = f"{format_bytes(abs(real - peak))} {'above' if real > peak else 'below'} the predicted one"
+        return (
+            f"The measured step had a peak of {format_bytes(real)}, {distance}.",
+            "A measured step records its peak and its time only, so the figure has that peak as a line over the step.",
         )
 
     @property
@@ -181,11 +301,20 @@ def facts_of(
 ) -> Facts:
     """Simulate a plan with the bandwidths of some hardware, and gather its numbers.
 
+    If the plan divides an optimizer, all simulated steps have the same part of it on the GPU.
+
     Raises:
         UsageError: for a plan of another model.
     """
-    program = program_of(profile, plan)
-    timeline = simulate_program(program, rates_of(plan, hardware), spans=True)
+    if plan.optimizer_fraction is not None:
+        profile = divided(profile, plan.optimizer_fraction, hardware)
+    program, rates = program_of(profile, plan), rates_of(plan, hardware)
+    timeline = simulate_program(program, rates, spans=True)
+    keep, checkpoint = (
+        Point(step.peak_bytes, step.seconds)
+        for decision in (Decision.KEEP, Decision.RECOMPUTE)
+        for step in [simulate_program(uniform_program(profile, decision), rates)]
+    )
     places, instants = _instants(timeline)
     kinds, stacks = _stacked(profile, timeline)
     layers = tuple(Layer(*kind, tuple(stacks[place][number] for place in places)) for number, kind in enumerate(kinds))
@@ -194,9 +323,10 @@ def facts_of(
         plan=plan,
         timeline=timeline,
         hardware=hardware.name,
+        program=program,
         phases={task.name: task.phase for task in program.tasks},
         rows=tuple(
-            _row(profile.kinds[call.kind], block, option, profile.min_bytes)
+            replace(_row(profile.kinds[call.kind], block, option, profile.min_bytes), kind=call.kind)
             for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
         ),
         instants=instants,
@@ -204,6 +334,8 @@ def facts_of(
         layers=tuple(layer for layer in layers if any(layer.nbytes)),
         host_bytes=tuple(timeline.levels[place].host for place in places),
         disk_bytes=tuple(timeline.levels[place].disk for place in places),
+        keep=keep,
+        checkpoint=checkpoint,
         measured=measured,
         notes=tuple(notes),
         curve=curve,
@@ -225,6 +357,8 @@ _OTHER_WITH_STATE = (
     "#a9b1bd",
     "Buffers, all other memory of the process, and optimizer state: the profile was given no optimizer.",
 )
+STATIC = frozenset(layer[0] for layer in (_STATIC, _WEIGHTS, _OPTIMIZER, _OTHER))
+"""Keys of layers that lie below all others, and stay the same."""
 _MOVING = (
     ("gradients", "gradients", "#8b7cc4", "Gradients of parameters: those of the step, and those from before it."),
     ("outside", "outside of blocks", "#b08d57", "Activations of embeddings, head and loss."),
@@ -275,6 +409,23 @@ def _instants(timeline: Timeline) -> tuple[list[int], tuple[float, ...]]:
         seconds = levels[place].seconds
         instants.append(max(seconds, instants[-1] + step) if instants else seconds)
     return places, tuple(instants)
+
+
+_ALIKE = 0.005
+"""A smaller difference is shown as none: it would be rounded to 0 %."""
+
+
+def _against(plan: Point, other: Point) -> str:
+    """The plan's peak and time beside those of another step, in words."""
+    more, longer = plan.peak_bytes - other.peak_bytes, plan.seconds - other.seconds
+    peak, seconds = "has the same peak", "takes the same time"
+    if abs(more) > _ALIKE * other.peak_bytes:
+        much = f"{format_bytes(abs(more))} ({_share(abs(more), other.peak_bytes)})"
+        peak = f"takes {much} more at the peak" if more > 0 else f"saves {much} at the peak"
+    if abs(longer) > _ALIKE * other.seconds:
+        much = f"{format_seconds(abs(longer))} ({_share(abs(longer), other.seconds)})"
+        seconds = f"takes {much} longer" if longer > 0 else f"is {much} faster"
+    return f"{peak} and {seconds}"
 
 
 def _share(part: float, whole: float) -> str:

@@ -22,7 +22,8 @@ from typing import Any
 
 from spillway.errors import UsageError, printable
 from spillway.planner.planner import Point
-from spillway.planner.report.facts import STALLS, Facts, OperatorRow
+from spillway.planner.report.copies import Copied
+from spillway.planner.report.facts import STALLS, STATIC, Facts, OperatorRow
 from spillway.planner.tasks import Phase
 from spillway.planner.timeline import STREAMS, Span
 from spillway.units import format_bytes, format_seconds
@@ -36,6 +37,7 @@ _PHASES = {
 _COPIES = {"out": ("offloading", "#e08a3c"), "back": ("reloading", "#c9a227"), "disk": ("disk", "#64748b")}
 _RED = "#d0303a"
 """The colour of stalls, the budget, the peak and this plan."""
+_MEASURED = "#c2479e"
 _ORDER = [
     *(name for name, _ in _PHASES.values()),
     *(f"stalls for {reason}" for reason in STALLS),
@@ -64,7 +66,10 @@ def to_page(facts: Facts) -> str:
         lstrip_blocks=True,
     )
     environment.filters.update(
-        size=format_bytes, duration=format_seconds, heading=lambda text: text[:1].upper() + text[1:]
+        size=format_bytes,
+        duration=format_seconds,
+        heading=lambda text: text[:1].upper() + text[1:],
+        percent=lambda part, whole: f"{part / whole if whole else 0:.1%}",
     )
 
     def asset(name: str) -> Markup:
@@ -76,10 +81,16 @@ def to_page(facts: Facts) -> str:
     data = json.dumps({name: figure for name, figure in figures.items() if figure is not None}, allow_nan=False)
     # Blocks with equal operators share the table that opens below them.
     tables: dict[tuple[OperatorRow, ...], str] = {}
-    blocks = [(row, tables.setdefault(row.operators, f"operators-{len(tables)}")) for row in facts.rows]
+    kinds = [
+        (kind, [(row, tables.setdefault(row.operators, f"operators-{len(tables)}")) for row in kind.rows])
+        for kind in facts.kinds
+    ]
     return environment.get_template("page.html").render(
         facts=facts,
-        blocks=blocks,
+        # The bars of the three steps are relative to the largest.
+        most=Point(*(max(getattr(way.point, name) for way in facts.ways) for name in ("peak_bytes", "seconds"))),
+        hides_static=hides_static(facts),
+        kinds=kinds,
         tables=tables,
         hashes=[base64.b64encode(sha256(script.encode()).digest()).decode() for script in (plotly, asset("page.js"))],
         # No parser of HTML takes anything in it for the end of its element.
@@ -109,10 +120,11 @@ def graph_objects() -> ModuleType:
 
 
 def memory_figure(facts: Facts) -> dict[str, Any]:
-    """Memory of the device over the step, as stacked layers, with the budget and the peak."""
+    """Memory of the device over the step, as stacked layers, with the budget, the peak and the measured peak."""
     scale, unit = _byte_scale(facts.timeline.peak_bytes)
     faster, time_unit = _time_scale(facts.timeline.seconds)
     times = [seconds * faster for seconds in facts.instants]
+    hides = hides_static(facts)
     figure = graph_objects().Figure()
     for layer in facts.layers:
         figure.add_scatter(
@@ -123,18 +135,21 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
             mode="lines",
             line={"width": 0.5, "shape": "hv", "color": layer.colour},
             fillcolor=layer.colour,
+            showlegend=not (hides and layer.key in STATIC),
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
     top = facts.timeline.peak_bytes / scale
     budget = facts.plan.budget / scale
-    shown = budget <= 1.5 * top
-    if shown:
+    lines = [("budget", budget, _RED, "dash")] if budget <= 1.5 * top else []
+    if facts.measured is not None:
+        lines.append(("measured peak", facts.measured.peak_bytes / scale, _MEASURED, "dot"))
+    for name, height, colour, dash in lines:
         figure.add_scatter(
             x=[times[0], times[-1]],
-            y=[budget, budget],
-            name="budget",
+            y=[height, height],
+            name=name,
             mode="lines",
-            line={"color": _RED, "width": 2, "dash": "dash"},
+            line={"color": colour, "width": 2, "dash": dash},
             hovertemplate=f"%{{y:.2f}} {unit}",
         )
     figure.add_scatter(
@@ -145,36 +160,56 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
         hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
     )
+    ground, highest = facts.constant_bytes / scale, max([top, *(height for _, height, *_ in lines)])
+    # Both looks of the axis: all memory, or only what lies above the ground. The latter says where it begins.
+    axes = [
+        {"range": [low, highest + 0.06 * (highest - low)], "title": f"memory, {unit}{words}"}
+        for low, words in ((0.0, ""), (ground, f" (axis from {format_bytes(facts.constant_bytes)})"))
+    ]
+    chosen = axes[hides]
     return _laid_out(
         figure,
+        # Below plotly's buttons.
+        legend={"y": 0.95, "yanchor": "top"},
         hovermode="x unified",
-        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, times[-1]]},
-        yaxis={
-            "title": {"text": f"memory, {unit}"},
-            "range": [0, 1.06 * max(top, budget if shown else 0)],
-            "tickformat": "~g",
-        },
-        # Memory above this changes over the step.
-        meta={"ground": facts.profile.static_bytes / scale},
+        # The time is written below the streams, whose axis is the same.
+        xaxis={"range": _over(facts), "showticklabels": False, "ticksuffix": f" {time_unit}"},
+        yaxis={"title": {"text": chosen["title"]}, "range": chosen["range"], "tickformat": "~g"},
+        meta={"axes": axes, "static": [place for place, each in enumerate(facts.layers) if each.key in STATIC]},
     )
+
+
+def hides_static(facts: Facts) -> bool:
+    """Whether the figure of memory begins above static memory: it would fill most of the figure."""
+    return 2 * facts.constant_bytes > facts.timeline.peak_bytes
+
+
+def _over(facts: Facts) -> list[float]:
+    """The range of the time axis, which memory and streams share."""
+    scale, _ = _time_scale(facts.timeline.seconds)
+    return [0, max(facts.instants[-1], facts.timeline.seconds) * scale]
 
 
 def streams_figure(facts: Facts) -> dict[str, Any]:
     """The tasks of each stream over time, and why compute stalls."""
     figure = graph_objects().Figure()
     scale, time_unit = _time_scale(facts.timeline.seconds)
+    copied = {number: each for each in facts.copies for number in each.spans}
     sorts: dict[tuple[str, str, str], list[Span]] = {}
-    for span in facts.timeline.spans:
+    told: dict[tuple[str, str, str], list[str]] = {}
+    for number, span in enumerate(facts.timeline.spans):
         if span.end > span.start:
             sorts.setdefault(_sort(facts, span), []).append(span)
+            told.setdefault(_sort(facts, span), []).append(_told(span, copied.get(number)))
     for (name, colour, pattern), spans in sorted(sorts.items(), key=lambda sort: _ORDER.index(sort[0][0])):
+        texts = told[name, colour, pattern]
         figure.add_bar(
             orientation="h",
             name=name,
             y=[span.stream for span in spans],
             base=[_short(span.start * scale) for span in spans],
             x=[_short((span.end - span.start) * scale) for span in spans],
-            hovertext=[_told(span) for span in spans],
+            hovertext=texts,
             hoverinfo="text",
             marker={"color": colour, "pattern": {"shape": pattern, "size": 6}, "line": {"width": 0}},
         )
@@ -183,7 +218,7 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
         barmode="overlay",
         bargap=0.25,
         hovermode="closest",
-        xaxis={"title": {"text": f"time, {time_unit}"}, "range": [0, facts.timeline.seconds * scale]},
+        xaxis={"title": {"text": f"time, {time_unit}"}, "range": _over(facts)},
         yaxis={
             "categoryorder": "array",
             "categoryarray": list(STREAMS),
@@ -197,8 +232,8 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
     """Predicted step time over predicted peak for several budgets, with this plan; ``None`` without a curve."""
     if facts.curve is None:
         return None
-    curve, plan = facts.curve, Point(facts.timeline.peak_bytes, facts.timeline.seconds)
-    scale, unit = _byte_scale(max(curve.keep.peak_bytes, plan.peak_bytes))
+    curve, plan = facts.curve, facts.point
+    scale, unit = _byte_scale(max(facts.keep.peak_bytes, plan.peak_bytes))
     faster, time_unit = _time_scale(max(plan.seconds, *(point.seconds for point in curve.points)))
 
     def add(name: str, points: Sequence[Point], **looks: Any) -> None:
@@ -216,10 +251,10 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
     figure = graph_objects().Figure()
     add("plans", curve.points, mode="lines+markers", line={"color": "#3f83c8", "width": 2}, marker={"size": 6})
     for name, point, symbol, colour in (
-        ("keep everything", curve.keep, "square", "#64748b"),
-        ("full checkpointing", curve.checkpoint, "diamond", "#3fa37c"),
+        ("keep everything", facts.keep, "square", "#64748b"),
+        ("full checkpointing", facts.checkpoint, "diamond", "#3fa37c"),
         ("this plan", plan, "star", _RED),
-        ("measured", facts.measured, "x", "#e08a3c"),
+        ("measured", facts.measured, "x", _MEASURED),
     ):
         if point is not None:
             marker = {"symbol": symbol, "size": 13, "color": colour, "line": {"color": "white", "width": 1}}
@@ -232,9 +267,10 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
     )
 
 
-def _laid_out(figure: Any, **layout: Any) -> dict[str, Any]:
-    legend = {"orientation": "h", "traceorder": "normal", "yref": "container", "yanchor": "bottom", "y": 0}
-    figure.update_layout(template="none", legend={**legend, "xanchor": "left", "x": 0}, **layout)
+def _laid_out(figure: Any, legend: dict[str, Any] | None = None, **layout: Any) -> dict[str, Any]:
+    beside = {"orientation": "h", "traceorder": "normal", "yref": "container", "yanchor": "bottom", "y": 0}
+    beside |= {"xanchor": "left", "x": 0, **(legend or {})}
+    figure.update_layout(template="none", legend=beside, **layout)
     found: dict[str, Any] = figure.to_plotly_json()
     return found
 
@@ -247,10 +283,12 @@ def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
     return (*_COPIES[span.stream], "")
 
 
-def _told(span: Span) -> str:
+def _told(span: Span, copied: Copied | None) -> str:
     when = f"{format_seconds(span.start)} to {format_seconds(span.end)}, {format_seconds(span.end - span.start)}"
     if span.reason:
         return f"Before {_safe(span.name)} compute stalls<br>{STALLS[span.reason]}<br>{when}"
+    if copied is not None:
+        return f"{_safe(f'{copied.operator} of {copied.block}')}<br>{format_bytes(copied.nbytes)}<br>{when}"
     return f"{_safe(span.name)}<br>{when}"
 
 
@@ -282,8 +320,9 @@ def to_trace(facts: Facts) -> str:
     """The simulated step as JSON in the Trace Event Format.
 
     Chrome (``chrome://tracing``) and Perfetto (https://ui.perfetto.dev) read it. Streams are threads. Stalls of the
-    compute stream are there too, with their reasons. Memory is shown by counters: device memory by layers, CPU memory,
-    and disk. Times are microseconds from the begin of the step.
+    compute stream are there too, with their reasons. Arguments of a slice name its block and its bytes, and for a copy
+    the operator. A flow leads from each offload to its reload. Memory is shown by counters: device memory by layers,
+    CPU memory, and disk. Times are microseconds from the start of the step.
     """
     return json.dumps({"traceEvents": list(_events(facts)), "displayTimeUnit": "ms"}, allow_nan=False)
 
@@ -297,17 +336,29 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
     for stream, number in _THREADS.items():
         yield event("M", "thread_name", tid=number, args={"name": stream})
         yield event("M", "thread_sort_index", tid=number, args={"sort_index": number})
-    for span in facts.timeline.spans:
+    copied = {number: each for each in facts.copies for number in each.spans}
+    blocks = {call.name for call in facts.profile.calls}
+    tasks = iter(facts.program.tasks)
+    for number, span in enumerate(facts.timeline.spans):
         task = printable(span.name)
         name, category = task, span.stream
-        args: dict[str, str] = {}
+        block = span.name.rpartition(" ")[0]
+        args: dict[str, str | int] = {"block": printable(block)} if block in blocks else {}
         if span.reason:
             name, category = f"stall: {span.reason}", "stall"
-            args = {"task": task, "reason": STALLS[span.reason]}
+            args |= {"task": task, "reason": STALLS[span.reason]}
         elif span.stream == "compute":
-            category = facts.phases[span.name].value
+            # Each task has one span.
+            work = next(tasks)
+            category = work.phase.value
+            args |= {"allocated bytes": work.peak_bytes, "offloaded bytes": sum(sent.nbytes for sent in work.sends)}
+        else:
+            storage = copied[number]
+            args = {"block": printable(storage.block), "operator": printable(storage.operator)}
+            args |= {"bytes": storage.nbytes, "task": task}
         start, seconds = span.start * _MICRO, (span.end - span.start) * _MICRO
         yield event("X", name, tid=_THREADS[span.stream], cat=category, ts=start, dur=seconds, args=args)
+    yield from _flows(facts)
     for place, seconds in enumerate(facts.instants):
         for name, values in (
             ("device", {layer.name: layer.nbytes[place] for layer in facts.layers}),
@@ -315,3 +366,22 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
             ("disk", {"bytes": facts.disk_bytes[place]}),
         ):
             yield event("C", name, ts=seconds * _MICRO, args=values)
+
+
+def _flows(facts: Facts) -> Iterator[dict[str, Any]]:
+    """From the copy out of each storage to its reload, through the disk if it is there."""
+    for number, copied in enumerate(facts.copies):
+        last = len(copied.spans) - 1
+        for place, each in enumerate(copied.spans if last else ()):
+            span = facts.timeline.spans[each]
+            # A flow belongs to the slice that its time lies in.
+            yield {
+                "ph": "s" if place == 0 else "f" if place == last else "t",
+                "bp": "e",
+                "id": number,
+                "cat": "storage",
+                "name": "offload to reload",
+                "pid": 1,
+                "tid": _THREADS[span.stream],
+                "ts": (span.start + span.end) / 2 * _MICRO,
+            }

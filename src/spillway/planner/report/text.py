@@ -29,6 +29,10 @@ def to_text(facts: Facts, *, width: int = WIDTH) -> str:
 def _lines(facts: Facts, width: int) -> Iterator[str]:
     yield from textwrap.wrap(f"{facts.plan.model} on {facts.plan.device}: {len(facts.rows)} blocks", width)
     yield ""
+    yield from textwrap.wrap(facts.in_short, width)
+    yield ""
+    yield from _ways(facts, width)
+    yield ""
     for name, value in facts.figures:
         yield from textwrap.wrap(value, width, initial_indent=name.ljust(_NAMES), subsequent_indent=" " * _NAMES)
     yield ""
@@ -46,6 +50,16 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
         yield ""
         for note in facts.notes:
             yield from textwrap.wrap(f"Note: {note}.", width)
+
+
+def _ways(facts: Facts, width: int) -> list[str]:
+    """The plan, and the two steps that need none."""
+    lines: list[tuple[str, ...]] = [("", "peak", "step", "")]
+    lines += [
+        (way.name, format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds), way.distance)
+        for way in facts.ways
+    ]
+    return aligned([list(column) for column in zip(*lines, strict=True)], width)
 
 
 def _blocks(facts: Facts, width: int) -> list[str]:

@@ -5,6 +5,7 @@
   const root = document.documentElement;
   const dark = matchMedia("(prefers-color-scheme: dark)");
   const narrow = matchMedia("(max-width: 600px)");
+  const shared = ["memory", "streams"];
   const theme = document.getElementById("theme");
   const config = {
     responsive: true,
@@ -35,8 +36,8 @@
       "hoverlabel.align": "left",
       "margin.l": small ? 58 : 76,
       "margin.r": small ? 8 : 20,
-      "margin.t": 24,
-      "margin.b": 48,
+      "margin.t": id === "streams" ? 4 : 24,
+      "margin.b": id === "memory" ? 8 : 48,
       "modebar.color": line,
       "modebar.activecolor": text,
       "modebar.bgcolor": "rgba(0,0,0,0)",
@@ -45,15 +46,31 @@
       layout[`${axis}.gridcolor`] = line;
       layout[`${axis}.linecolor`] = line;
       layout[`${axis}.zerolinecolor`] = line;
-      layout[`${axis}.automargin`] = true;
+      // Memory and streams stand below each other, with one time axis: their margins are the same.
+      layout[`${axis}.automargin`] = axis === "xaxis" || !shared.includes(id);
     }
     return layout;
   }
 
   function draw() {
     for (const [id, figure] of Object.entries(figures)) {
-      Plotly.newPlot(id, figure.data, figure.layout, config).then(() => Plotly.relayout(id, looks(id)));
+      // Buttons above the streams would lie on memory, whose buttons do the same.
+      const buttons = id === "streams" ? { displayModeBar: false } : {};
+      Plotly.newPlot(id, figure.data, figure.layout, { ...config, ...buttons }).then(() => Plotly.relayout(id, looks(id)));
     }
+    follow(...shared);
+    follow(...shared.toReversed());
+  }
+
+  // Shows the same part of the time axis as another figure.
+  function follow(leader, id) {
+    const [plot, other] = [leader, id].map((each) => document.getElementById(each));
+    plot.on("plotly_relayout", () => {
+      const { range } = plot.layout.xaxis;
+      if (range.some((value, place) => value !== other.layout.xaxis.range[place])) {
+        Plotly.relayout(id, { "xaxis.range": [...range] });
+      }
+    });
   }
 
   function redraw() {
@@ -87,12 +104,16 @@
   closer.addEventListener("click", () => {
     const pressed = closer.getAttribute("aria-pressed") !== "true";
     closer.setAttribute("aria-pressed", String(pressed));
-    const [, top] = figures.memory.layout.yaxis.range;
-    const { ground } = figures.memory.layout.meta;
-    Plotly.relayout("memory", { "yaxis.range": pressed ? [ground - 0.02 * (top - ground), top] : [0, top] });
+    const { axes, static: below } = figures.memory.layout.meta;
+    const { range, title } = axes[Number(pressed)];
+    Plotly.update("memory", {}, { "yaxis.range": [...range], "yaxis.title.text": title });
+    if (below.length) {
+      Plotly.restyle("memory", { showlegend: !pressed }, below);
+    }
   });
 
-  // Each block is a body of the table: its row, and the row of its operators once opened.
+  // Each block is a body of the table: its row, and the row of its operators once opened. Blocks of one kind are the
+  // members that follow the body of their kind.
   const table = document.getElementById("blocks");
   const headings = [...table.tHead.rows[0].cells];
   headings.forEach((heading, place) => {
@@ -109,7 +130,9 @@
       const compare = (a, b) => byNumber ? Number(value(a)) - Number(value(b))
         : value(a).localeCompare(value(b), "en", { numeric: true });
       const bodies = [...table.tBodies].sort((a, b) => falls ? compare(b, a) : compare(a, b));
-      table.append(...bodies);
+      const isMember = (body) => body.classList.contains("member");
+      const membersOf = (top) => bodies.filter((body) => isMember(body) && body.dataset.kind === top.dataset.kind);
+      table.append(...bodies.filter((body) => !isMember(body)).flatMap((top) => [top, ...membersOf(top)]));
     });
   });
 
@@ -121,12 +144,19 @@
     const body = button.closest("tbody");
     const opened = button.getAttribute("aria-expanded") === "true";
     button.setAttribute("aria-expanded", String(!opened));
+    if (button.dataset.opens) {
+      for (const member of table.querySelectorAll(`tbody.member[data-kind="${body.dataset.kind}"]`)) {
+        member.hidden = opened;
+      }
+      return;
+    }
     if (opened) {
       body.rows[1].remove();
       return;
     }
     body.append(document.getElementById(button.dataset.operators).content.cloneNode(true));
     body.rows[1].querySelector(".why").textContent = body.rows[0].lastElementChild.dataset.value;
+    body.rows[1].querySelector(".module code").textContent = body.rows[0].cells[0].dataset.value;
     body.rows[1].id = button.getAttribute("aria-controls");
   });
 
