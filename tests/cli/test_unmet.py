@@ -42,21 +42,6 @@ model = call = Tagger()
     + LOOP
 )
 NEVER_CALLED = MODELS + "model = GPT()\nprint('trained')\n"
-CHILDREN = (
-    MODELS
-    + """
-import torch.multiprocessing
-
-def train(rank):
-    torch.manual_seed(0)
-    model = call = GPT()
-"""
-    + LOOP.replace("\n", "\n    ")
-    + """
-if __name__ == "__main__":
-    torch.multiprocessing.spawn(train, nprocs=1)
-"""
-)
 TRANSFORMERS = """
 import torch, transformers
 config = transformers.LlamaConfig(
@@ -84,7 +69,6 @@ UNMET = [
     pytest.param(REPLICATED, "DistributedDataParallel", id="DataParallel"),
     pytest.param(WITHOUT_BLOCKS, "blocks=nn.GRU takes each GRU", id="no blocks"),
     pytest.param(NEVER_CALLED, "No module was called as model(...)", id="never called"),
-    pytest.param(CHILDREN, "Child processes are not managed, since", id="children"),
 ]
 
 

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import UnsupportedError, UsageError
+from spillway.errors import BackendError, UnsupportedError, UsageError
 from spillway.optim.cpu_store import CpuStore, MemoryTier
 from spillway.optim.disk_tier import DiskTier
 from spillway.optim.gpu_store import GpuStore
@@ -218,12 +218,15 @@ class Placement:
         """The context of a device; made when it is first asked for."""
         context = self.contexts.get(device)
         if context is None:
-            if device.type == "meta":
+            try:
+                runtime = self._session.runtime(device)
+            except BackendError as error:
+                if device.type != "meta":
+                    raise
                 raise UsageError(
                     "OffloadedOptimizer: got a parameter on meta, expected content. Load the weights first: "
                     "spillway.load_weights(model, files). Then make the optimizer."
-                )
-            runtime = self._session.runtime(device)
+                ) from error
             if not isinstance(runtime, DeviceRuntime):
                 raise UnsupportedError(IN_CAPTURE)
             if self._threads is None:

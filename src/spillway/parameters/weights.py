@@ -216,14 +216,13 @@ def _refuse(names: Sequence[str], what: str) -> None:
 
 def _stored_in(paths: Iterable[Path], opened: ExitStack) -> dict[str, Any]:
     """The open file of each stored tensor."""
-    safe_open = _safe_open()
+    safe_open, errors = _library()
     found: dict[str, Any] = {}
     homes: dict[str, Path] = {}
     for path in paths:
         try:
             file = opened.enter_context(safe_open(path, framework="pt"))
-        except Exception as error:
-            # The library raises its own class for a damaged file, and the system's for others.
+        except errors as error:
             raise UsageError(f"load_weights: got {path}, expected a safetensors file: {error}") from error
         for name in file.keys():  # noqa: SIM118
             if name in homes:
@@ -232,14 +231,15 @@ def _stored_in(paths: Iterable[Path], opened: ExitStack) -> dict[str, Any]:
     return found
 
 
-def _safe_open() -> Callable[..., Any]:
+def _library() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
+    """The library's function that opens a file, and its errors."""
     try:
-        from safetensors import safe_open
+        from safetensors import SafetensorError, safe_open
     except ImportError:
         raise UnsupportedError(
             "load_weights: got no safetensors, expected that library. Install it: pip install safetensors"
         ) from None
-    return safe_open
+    return safe_open, (SafetensorError, OSError)
 
 
 def _paths_of(files: Files) -> list[Path]:

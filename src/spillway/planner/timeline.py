@@ -58,6 +58,8 @@ from spillway.planner.tasks import Phase, Program, Rates, Sent, Task, Weights
 
 STREAMS = ("compute", "out", "back", "disk")
 """Compute, offloading, reloading, and the disk's reads and writes."""
+WEIGHTS = "weights"
+"""The end of the names of copies of a block's streamed parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -357,7 +359,7 @@ class _Walk:
             self._fetch_weights(self._needed[0], task)
 
     def _fetch_weights(self, weights: Weights, task: str) -> None:
-        self._fetched = self._copy("back", task, self._now, weights.nbytes / self._rates.back)
+        self._fetched = self._copy("back", f"{task}: {WEIGHTS}", self._now, weights.nbytes / self._rates.back)
         self._returning += weights.nbytes
         self._device += weights.nbytes
         self._hold("returning", weights.nbytes)

@@ -189,7 +189,7 @@ class Facts:
     @property
     def copies(self) -> tuple[Copied, ...]:
         """The offloaded storages, with the spans of their copies."""
-        return copies_of(self.profile, self.program, self.plan.window, self.timeline.spans)
+        return copies_of(self.profile, self.plan, self.program, self.timeline.spans)
 
     @property
     def constant_bytes(self) -> int:

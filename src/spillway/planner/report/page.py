@@ -352,7 +352,7 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
             work = next(tasks)
             category = work.phase.value
             args |= {"allocated bytes": work.peak_bytes, "offloaded bytes": sum(sent.nbytes for sent in work.sends)}
-        else:
+        elif number in copied:
             storage = copied[number]
             args = {"block": printable(storage.block), "operator": printable(storage.operator)}
             args |= {"bytes": storage.nbytes, "task": task}
