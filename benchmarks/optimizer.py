@@ -26,7 +26,8 @@ is ``spillway.Accumulator``: with *in backward*, parameters step during the back
 
 Other systems are measured if they can be imported, and named as absent if not. FSDP2 runs in one process, with
 parameters in float32 on the CPU, gathered in bfloat16, and stepped on the CPU by the fused kernel. *Weights streamed*
-have all weights of layers in CPU memory, too: they are copied to the GPU for forward, and again for backward.
+have all weights of layers in CPU memory, too: they are copied to the GPU for forward, and again for backward. Their
+*bound* counts these copies.
 """
 
 from __future__ import annotations

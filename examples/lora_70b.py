@@ -4,8 +4,8 @@
     python examples/lora_70b.py --layers 80 --width 8192 --words 128256 --tokens 8192 --alone
     python examples/lora_70b.py --weights path/to/Llama-3.1-70B --tokens 8192 --alone
 
-The last two need 150 GiB of CPU memory. It prints tokens per second and peaks of memory. Without --alone it trains once
-more, with all weights on the GPU, and compares losses and adapters, bit for bit. It needs transformers,
+By count, the last two need 150 GiB of CPU memory. It prints tokens per second and peaks of memory. Without --alone it
+trains once more, with all weights on the GPU, and compares losses and adapters, bit for bit. It needs transformers,
 accelerate and safetensors.
 """
 

@@ -348,7 +348,7 @@ def test_streamed_parameters_are_fetched_a_block_ahead() -> None:
         task("after", 1),
         static=100,
     )
-    weights = [("f0: weights", 1, 3), ("f0: weights", 3, 5), ("again 1: weights", 8, 10), ("again 1: weights", 10, 12)]
+    weights = [("f0", 1, 3), ("f0", 3, 5), ("again 1", 8, 10), ("again 1", 10, 12)]
     assert copies(timeline, "back") == weights
     assert waits(timeline) == [("f0", 1, 3, "back"), ("again 1", 8, 10, "back")]
     assert (timeline.seconds, timeline.stall_seconds) == (14, 4)
@@ -391,5 +391,5 @@ def test_parameters_fetched_ahead_take_room_in_the_window() -> None:
         task("b0", 1, takes=(0,), drops=(0,)),
     )
     # 0 to 1, then the next parameters from 1 to 5. The storage of b2 comes after them, and the last only when asked.
-    assert copies(timeline, "back") == [("b3: weights", 0, 1), ("b3: weights", 1, 5), ("f", 5, 7), ("f", 9, 11)]
+    assert copies(timeline, "back") == [("b3", 0, 1), ("b3", 1, 5), ("f", 5, 7), ("f", 9, 11)]
     assert timeline.seconds == 12

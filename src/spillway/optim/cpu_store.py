@@ -258,7 +258,7 @@ class CpuStore(StateStore):
             if any(_place_of(parameter) != place for parameter, place in places):
                 raise UnsupportedError(
                     f"{self._name} gave a parameter other memory (p.data = ...) in step(), expected that it writes the "
-                    f"memory that is there: p.copy_(...). That step has no effect on parameters."
+                    f"memory that is there: p.copy_(...). Parameters that it wrote in place may have changed."
                 )
             self._count(transfers[0], time.perf_counter() - began)
             for (index, group), old in zip(groups.items(), before, strict=True):

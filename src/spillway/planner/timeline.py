@@ -58,8 +58,6 @@ from spillway.planner.tasks import Phase, Program, Rates, Sent, Task, Weights
 
 STREAMS = ("compute", "out", "back", "disk")
 """Compute, offloading, reloading, and the disk's reads and writes."""
-WEIGHTS = "weights"
-"""The end of the names of copies of a block's streamed parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +72,8 @@ class Span:
     end: float
     reason: str = ""
     """The stream that compute stalls for, or ``"host"``; ``""``: this is no stall."""
+    key: int | None = None
+    """The key of the storage that is copied; ``None``: no storage, or all streamed parameters of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -359,7 +359,7 @@ class _Walk:
             self._fetch_weights(self._needed[0], task)
 
     def _fetch_weights(self, weights: Weights, task: str) -> None:
-        self._fetched = self._copy("back", f"{task}: {WEIGHTS}", self._now, weights.nbytes / self._rates.back)
+        self._fetched = self._copy("back", task, self._now, weights.nbytes / self._rates.back)
         self._returning += weights.nbytes
         self._device += weights.nbytes
         self._hold("returning", weights.nbytes)
@@ -369,8 +369,8 @@ class _Walk:
         """Queue a reload."""
         sent, ready = storage.sent, self._now
         if sent.on_disk:
-            ready = self._copy("disk", storage.sender, ready, sent.nbytes / self._rates.disk_read)
-        storage.back_at = self._copy("back", storage.sender, ready, sent.nbytes / self._rates.back)
+            ready = self._copy("disk", storage.sender, ready, sent.nbytes / self._rates.disk_read, sent.key)
+        storage.back_at = self._copy("back", storage.sender, ready, sent.nbytes / self._rates.back, sent.key)
         self._returning += sent.nbytes
         self._device += sent.nbytes
         self._hold("returning", sent.nbytes)
@@ -396,9 +396,9 @@ class _Walk:
             if storage.turn is not None:
                 heapq.heappush(self._wanted, storage.turn)
             return
-        storage.gone_at = self._copy("out", task, ready, sent.nbytes / self._rates.out)
+        storage.gone_at = self._copy("out", task, ready, sent.nbytes / self._rates.out, sent.key)
         if sent.on_disk:
-            storage.gone_at = self._copy("disk", task, storage.gone_at, sent.nbytes / self._rates.disk_write)
+            storage.gone_at = self._copy("disk", task, storage.gone_at, sent.nbytes / self._rates.disk_write, sent.key)
         self._store(sent, 1)
         self._hold("kept", -sent.nbytes)
         self._hold("leaving", sent.nbytes)
@@ -419,12 +419,12 @@ class _Walk:
         self._stored[tier] += sign * sent.nbytes
         self._most_stored[tier] = max(self._most_stored[tier], self._stored[tier])
 
-    def _copy(self, stream: str, name: str, ready: float, seconds: float) -> float:
+    def _copy(self, stream: str, name: str, ready: float, seconds: float, key: int | None = None) -> float:
         """Copy when the bytes are ready and the stream is free; returns the end."""
         start = max(ready, self._free[stream])
         self._free[stream] = end = start + seconds
         if self._spans is not None:
-            self._spans.append(Span(stream, name, start, end))
+            self._spans.append(Span(stream, name, start, end, key=key))
         return end
 
     def _wait(self, until: float, reason: str, task: str) -> float:
