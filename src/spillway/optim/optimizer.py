@@ -67,9 +67,9 @@ class OffloadedOptimizer(Optimizer):
         tier: the place of master weights and state: ``"host"``, CPU memory, or ``"disk"``, the session's spill file,
             from which they are streamed to CPU memory to be stepped.
         step_on: the place of the step: ``"cpu"``, ``"gpu"`` or ``"auto"``. On the GPU, master weights and state are in
-            pinned CPU memory, and are streamed to the GPU for the step, beside other work of the GPU. At most 256 MiB
-            of them are there at once, within the session's in-flight limit. The class runs with your own ``fused`` and
-            ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in pieces, those
+            pinned CPU memory, and are streamed to the GPU for the step, beside other work of the GPU. The session's
+            in-flight limit (512 MiB by default) bounds those that are there at once. The class runs with your own
+            ``fused`` and ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in pieces, those
             of other classes whole. ``"auto"`` divides the parameters between the two, which step at the same time.
         cpu_share: the share of elements that the CPU steps with ``step_on="auto"``, from 0 to 1. The GPU steps the
             others. ``None``: the GPU begins alone. From the ninth step on, the CPU steps a quarter, and then half, as
