@@ -389,8 +389,7 @@ class AdversaryBackend(Backend):
 
     def compute_access(self, memory: Bytes) -> None:
         with self._lock:
-            whole = Bytes(memory.storage, 0, memory.storage.nbytes())
-            self._access(self._compute(), whole, write=True, what="compute writes")
+            self._access(self._compute(), memory, write=True, what="compute writes")
 
     def peak_bytes(self) -> int:
         return 0
