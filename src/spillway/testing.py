@@ -389,7 +389,8 @@ class AdversaryBackend(Backend):
 
     def compute_access(self, memory: Bytes) -> None:
         with self._lock:
-            self._access(self._compute(), memory, write=True, what="compute writes")
+            whole = Bytes(memory.storage, 0, memory.storage.nbytes())
+            self._access(self._compute(), whole, write=True, what="compute writes")
 
     def peak_bytes(self) -> int:
         return 0

@@ -6,7 +6,6 @@ See NOTE [ The state store ] in ``state_store.py``.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -143,10 +142,7 @@ class StateChunk:
     state itself, where it was stepped.
     """
 
-    _numbers = itertools.count()
-
     def __init__(self, parts: Sequence[ChunkPart]) -> None:
-        self.number = next(self._numbers)
         self.parts = parts
         self.states: list[State] = [{} for _ in parts]
         """The state of each part, with its master weight."""

@@ -2,33 +2,33 @@
 
 NOTE [ Steps beside compute ]
 
-The GPU steps chunks on streams of their own, the *step streams*, beside the user's compute stream. A chunk always has
-the same one, the next chunk another one. A step has several short kernels in a row, and each may wait until a long
-kernel of the model gives multiprocessors back: matrix products and attention hold all of them to their end. With one
-step stream, chunks wait in turn, with several together (4 streams, an H100). The CPU worker thread
+The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
 queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. The
 worker thread waits for copies in only where they read gradients that were summed on the CPU, before it adds the next
 ones. So ``step()`` and hooks of backward only queue tasks, and the GPU computes the rest of backward or the next
 forward meanwhile. The order is kept by these waits:
 
-1. A chunk's step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
+1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.
-2. The copy stream in waits for a chunk's step stream before it writes memory that was allocated there, and for the
-   arrival of an offloaded gradient in pinned memory. It does not wait for compute: states come in before the gradient
-   is there.
+2. The copy stream in waits for the step stream before it writes memory that was allocated there, and for the arrival
+   of an offloaded gradient in pinned memory. It does not wait for compute: states come in before the gradient is there.
 3. The step stream waits for a chunk's copy in, before its step. The copy stream out waits for the step. The home of a
    streamed parameter is read and written by these copies. This one copy in does wait for compute, which may write it.
-4. A chunk's step stream waits for its copy out before its memory is freed, at the latest at the end of the step.
+4. The step stream waits for a chunk's copy out before its memory is freed, and at the end of the step for all of them.
    So the next copy in of the same chunk comes after its copy out.
 5. Compute waits for the tasks of a parameter, and for its new values, before ``step()`` returns; with
    ``overlap_forward`` in the block that has the parameter. The task has bumped no version: the caller's thread did.
 
-Step streams read memory that compute allocated: factors, settings that are tensors, gradients that are plain
+The step stream reads memory that compute allocated: factors, settings that are tensors, gradients that are plain
 tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time, so
 ``step()`` waits for parameters that have one. ``p.grad`` of an offloaded gradient is noted or queued behind the step.
 
 A step during backward reads the gradient as autograd left it, and not the copy that is on its way to the CPU. These
 gradients stay on the GPU until compute has waited for their steps. Past the in-flight limit it waits for the oldest.
+
+A step's short kernels wait for long kernels of the model, which hold all multiprocessors, whatever the stream's
+priority: 8.8 ms of an attention backward that took 9.1 ms (H100, a trace). Four step streams in turn instead of one were
+no faster with 16,384 tokens.
 
 During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
 by hand afterwards, ``step()`` loads the chunk again, after its copy out.
@@ -61,7 +61,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -82,7 +81,6 @@ from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 from spillway.units import format_bytes
 
-_STEP_STREAMS = 4
 _LINE = 512
 """Gradients beside a chunk begin at a multiple of this many bytes."""
 
@@ -90,7 +88,7 @@ _LINE = 512
 class _Streams(NamedTuple):
     incoming: Stream
     outgoing: Stream
-    stepping: tuple[Stream, ...]
+    stepping: Stream
 
 
 class _Range(NamedTuple):
@@ -130,10 +128,6 @@ class PinnedTier(ChunkTier):
         return (_Range(0, layout.nbytes, Pinned(arena, layout.nbytes), 0),) if layout.slots else ()
 
     def load(self, transfer: ChunkTransfer) -> None:
-        with self.beside_compute(transfer):
-            self._load(transfer)
-
-    def _load(self, transfer: ChunkTransfer) -> None:
         chunk, context = transfer.chunk, transfer.chunk.context
         backend, incoming = context.transfers.backend, self.streams_of(context).incoming
         stored = chunk.layout.nbytes if chunk.is_stored else 0
@@ -181,8 +175,7 @@ class PinnedTier(ChunkTier):
     def wait(self, transfer: ChunkTransfer) -> None:
         if transfer.arrived is not None:
             backend = transfer.chunk.context.transfers.backend
-            with self.beside_compute(transfer):
-                backend.wait(backend.compute(), transfer.arrived)
+            backend.wait(backend.compute(), transfer.arrived)
 
     def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
         # It belongs to the step stream, which has waited for all copies when the memory is dropped.
@@ -202,8 +195,7 @@ class PinnedTier(ChunkTier):
     def drop(self, transfer: ChunkTransfer) -> None:
         if transfer.left is not None:
             backend = transfer.chunk.context.transfers.backend
-            with self.beside_compute(transfer):
-                backend.wait(backend.compute(), transfer.left)
+            backend.wait(backend.compute(), transfer.left)
         transfer.memory = transfer.room = None
         transfer.states = []
         transfer.gradients.clear()
@@ -275,17 +267,10 @@ class PinnedTier(ChunkTier):
         if context not in self._streams:
             backend = context.transfers.backend
             # A step's kernels are short, and the next copy in waits for their memory.
-            stepping = tuple(backend.new_stream("optimizer step", first=True) for _ in range(_STEP_STREAMS))
+            stepping = backend.new_stream("optimizer step", first=True)
             incoming, outgoing = backend.new_stream("states in"), backend.new_stream("states out")
             self._streams[context] = _Streams(incoming, outgoing, stepping)
         return self._streams[context]
-
-    def step_stream(self, chunk: StateChunk) -> Stream:
-        return self.streams_of(chunk.context).stepping[chunk.number % _STEP_STREAMS]
-
-    def beside_compute(self, transfer: ChunkTransfer) -> AbstractContextManager[object]:
-        """Inside, the chunk's step stream is the compute stream."""
-        return transfer.chunk.context.transfers.backend.compute_on(self.step_stream(transfer.chunk))
 
     def _neighbour(self, part: ChunkPart, slot: Slot) -> _Range:
         """A piece's part of the memory of a whole tensor."""
@@ -350,7 +335,8 @@ class GpuStore(StateStore):
                     ends.setdefault(step.held, []).append(end)
         for held, some in ends.items():
             held.mark_written()
-            held.gradient.reader = held.updated = held.context.transfers.backend.all_of(some)
+            held.updated = held.context.transfers.backend.all_of(some)
+            held.gradient.reader = some[-1]
             cost.streamed += held.numel
 
     def settle(self, cost: StepCost) -> None:
@@ -388,7 +374,8 @@ class GpuStore(StateStore):
         context = transfer.chunk.context
         backend = context.transfers.backend
         assert transfer.ready is not None
-        with torch.no_grad(), self.tier.beside_compute(transfer):
+        stepping = self.tier.streams_of(context).stepping
+        with torch.no_grad(), backend.compute_on(stepping):
             pipeline.take(transfer)
             # After an error compute waits for nothing, and some of the step may be queued.
             with on_error(lambda: backend.record(backend.compute()).synchronize()):
@@ -407,7 +394,7 @@ class GpuStore(StateStore):
                     backend.compute_access(memory_of(values))
                     if part.held.streamed is None:
                         # The model may be gone before the step stream has written it.
-                        backend.hand_back(memory_of(values), (self.tier.step_stream(transfer.chunk),))
+                        backend.hand_back(memory_of(values), (stepping,))
                 # Copies to homes come after the step.
                 end = self.tier.store_homes(transfer) if transfer.homes else backend.record(backend.compute())
                 self.send_back(transfer, pipeline)
@@ -416,11 +403,11 @@ class GpuStore(StateStore):
     def _wait_for_offload(self, transfer: ChunkTransfer) -> None:
         """Wait for copies of gradients to the CPU: an optimizer's class may write a gradient."""
         backend = transfer.chunk.context.transfers.backend
-        for index, step in transfer.steps.items():
+        for step in transfer.steps.values():
             if step.on_device is not None and step.raw is not None:
                 assert step.raw.batch.arrived is not None
                 backend.wait(backend.compute(), step.raw.batch.arrived)
-                backend.compute_access(memory_of(transfer.chunk.parts[index].of(step.on_device)))
+                backend.compute_access(memory_of(step.on_device))
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
@@ -461,9 +448,10 @@ class _Streamed:
         self.pipeline.expect(transfers)
 
     def settle(self) -> None:
-        """The step streams wait for all chunks that are being stored."""
-        self._loaded = self._backend.record(self._streams.incoming)
-        self.pipeline.settle()
+        """The step stream waits for all chunks that are being stored."""
+        with self._backend.compute_on(self._streams.stepping):
+            self._loaded = self._backend.record(self._streams.incoming)
+            self.pipeline.settle()
 
 
 def _streamed_parts(transfer: ChunkTransfer) -> Iterator[tuple[int, ChunkPart]]:
