@@ -2,9 +2,9 @@
 
     python examples/full_finetune_8b.py                     # small, on the CPU or a GPU
     python examples/full_finetune_8b.py --layers 32 --width 4096 --words 128256 --tokens 8192 --alone
-    python examples/full_finetune_8b.py --weights path/to/Llama-3.1-8B --tokens 8192 --alone
+    python examples/full_finetune_8b.py --weights path/to/Llama-3.1-8B --tokens 8192 --alone --budget 24GiB --steps 12
 
-By count, the last two need 130 GiB of CPU memory. It prints tokens per second and peaks of memory. Without --alone it
+Without --budget, all layers are streamed, and recomputed. By count, the last two need 130 GiB of CPU memory. It prints tokens per second and peaks of memory. Without --alone it
 trains once more, with all weights on the GPU, and compares losses, norms and weights, bit for bit. It needs
 transformers, accelerate and safetensors.
 """
@@ -88,18 +88,20 @@ def run(options: argparse.Namespace, device: torch.device, *, streams: bool) -> 
         optimizer = spillway.OffloadedOptimizer(
             model.parameters(), torch.optim.AdamW, lr=1e-4, step_on="gpu", session=session
         )
-        policy = spillway.Recompute()
-        more: dict[str, Any] = (
-            {"stream": LlamaDecoderLayer, "device": device, "optimizer": optimizer} if streams else {}
-        )
+        more: dict[str, Any] = {"stream": LlamaDecoderLayer, "device": device, "optimizer": optimizer}
+        if streams and options.budget is not None:
+            more |= {"stream": "auto", "budget": options.budget}
         attached = spillway.attach(
-            model, policy=policy, blocks=LlamaDecoderLayer, min_bytes="16KiB", session=session, **more
+            model, blocks=LlamaDecoderLayer, min_bytes="16KiB", session=session, **(more if streams else {})
         )
         # Clipping needs all gradients. So parameters step beside the next forward, block by block.
         optimizer.overlap_forward(model)
         print(f"{len(attached.streamed)} of {len(attached.blocks)} blocks have their weights in CPU memory: ", end="")
         found = train(model, optimizer, options, device)
         optimizer.synchronize()
+        if attached.plan is not None:
+            print(f"the weights of {len(attached.plan.resident)} blocks stay on the GPU by the plan:")
+            print("\n".join(attached.explain().splitlines()[:3]))
         attached.remove()
         optimizer.close()
         return [*found, *(each.detach().cpu() for each in model.parameters())] if not options.alone else []
@@ -113,6 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--weights", help="a folder with a config and safetensors files")
+    parser.add_argument("--budget", help='of GPU memory, for a plan, such as "24GiB"; it takes about 9 steps')
     parser.add_argument("--alone", action="store_true", help="leave out the run with all weights on the GPU")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

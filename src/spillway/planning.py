@@ -22,7 +22,7 @@ from spillway.attaching.model import ModelCall
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import aim_at, divided, make_plan, rates_of
+from spillway.planner.planner import aim_at, make_plan, profile_for, rates_of
 from spillway.planner.profile import Profile
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.profiler.compile import without_lead
@@ -199,8 +199,7 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     """
     found, _ = _planned_with(profile, hardware, None, None)
     rates = rates_of(plan, found)
-    part = divided(profile, 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction, found)
-    return simulate_program(program_of(part, plan), rates, spans=True)
+    return simulate_program(program_of(profile_for(profile, plan, found), plan), rates, spans=True)
 
 
 def longest(

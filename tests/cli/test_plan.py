@@ -55,7 +55,7 @@ def test_a_plan_is_told_as_json_and_nothing_else(
     out, _ = capsys.readouterr()
     plan = spillway.Plan.from_json(out)
     assert plan == spillway.plan(SMALL, budget="15.5GiB", hardware="h200", allow={"keep", "recompute"}, window="64MiB")
-    assert plan.sent_bytes == 0 and json.loads(out)["schema"] == 4
+    assert plan.sent_bytes == 0 and json.loads(out)["schema"] == 5
 
 
 def test_a_budget_that_nothing_fits_is_told_in_one_sentence_with_the_least_one(

@@ -475,7 +475,7 @@ def nothing_at_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     def rest(self: StreamedParameter, entry: object) -> None:
         self.own().data = torch.full_like(self.own(), float("nan"))
 
-    def leave(self: StreamedParameter) -> None:
+    def leave(self: StreamedParameter, device: torch.device | None = None) -> None:
         rest(self, None)
         unset_streamed(self.own())
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch.nn import Module
@@ -63,7 +63,7 @@ def attach(
     every: int = 1,
     first: int | None = None,
     keep_last: int = 0,
-    stream: Blocks | None = None,
+    stream: Blocks | Literal["auto"] | None = None,
     device: torch.device | str | None = None,
     min_bytes: int | str | None = None,
     budget: int | float | str | None = None,
@@ -106,7 +106,9 @@ def attach(
         stream: blocks, as for ``blocks``, whose frozen parameters are in CPU memory, and on the device only during
             their calls: in forward, in evaluation, and for backward. So are trainable ones that ``optimizer`` steps.
             Others stay on the device. Between calls, streamed parameters are tensors of the device whose bytes are in
-            pinned CPU memory. They may be read, written and saved.
+            pinned CPU memory. They may be read, written and saved. ``"auto"``, with a budget: the blocks that are
+            planned for. All are streamed while steps are profiled. Then the plan leaves on the device as many of them
+            as make the step shorter.
         device: with ``stream``: where the model computes. All that is not streamed is moved there. ``None``: where the
             model's first parameter is.
         min_bytes: do not offload smaller tensors, nor stream smaller parameters. Bytes, or a size like ``"4MiB"``.
@@ -149,11 +151,14 @@ def attach(
     if is_planned:
         check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
     check_limits(limits, optimizer, is_planned=is_planned, is_streamed=stream is not None)
+    places_weights = stream == "auto"
+    if places_weights and budget is None:
+        raise UsageError('stream: got "auto" without a budget, expected both, or names or classes of blocks')
     refuse_modules([Named("", model), *walk(model)])
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
     if rules is not None and not isinstance(rules, Groups):
         raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
-    streamed = _streamed_blocks(model, stream, device)
+    streamed = _streamed_blocks(model, blocks if places_weights else stream, device, is_wanted=stream is not None)
     # With its index: "cuda" is no device of a tensor.
     where = torch.empty(0, device=device or next(model.parameters()).device).device if streamed else None
     how = policy if policy is not None else Recompute() if rules is None else Offload()
@@ -170,6 +175,7 @@ def attach(
     context = _pass_of(model, how, rules, min_bytes, session)
     controller = None
     if is_planned:
+        limits["places_weights"] = places_weights
         controller = _controller(model, session, min_bytes, optimizer, budget, plan, where, **limits)
     root = ModelCall(model, list(calls.values()), around, context, recomputes=isinstance(how, Recompute))
     attached = Attached(root, how, controller)
@@ -179,7 +185,7 @@ def attach(
         if where is not None:
             root.streams = _stream(model, calls, streamed, where, session, min_bytes, optimizer)
             if controller is not None:
-                controller.collector.tracing.stream(attached.blocks, root.streams.blocks)
+                controller.collector.stream(attached.blocks, root.streams)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
         for call in (*calls.values(), root):
             call.install()
@@ -233,9 +239,11 @@ def _pass_of(
     )
 
 
-def _streamed_blocks(model: Module, stream: Blocks | None, device: torch.device | str | None) -> list[Named]:
-    """The blocks whose parameters are streamed."""
-    if stream is None:
+def _streamed_blocks(
+    model: Module, stream: Blocks | None, device: torch.device | str | None, *, is_wanted: bool
+) -> list[Named]:
+    """The blocks whose parameters are streamed, if there are to be any."""
+    if not is_wanted:
         if device is not None:
             raise UsageError(f"device: got {device!r} without stream=, expected both. Move the model with model.to()")
         return []

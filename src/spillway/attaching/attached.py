@@ -84,8 +84,9 @@ class Attached:
 
     @property
     def streamed(self) -> tuple[str, ...]:
-        """Names of the blocks whose parameters are streamed."""
-        return () if self._root.streams is None else tuple(block.name for block in self._root.streams.blocks)
+        """Names of the blocks whose parameters are streamed now."""
+        streams = self._root.streams
+        return () if streams is None else tuple(block.name for block in streams.blocks if block.parameters)
 
     @property
     def passes(self) -> int:

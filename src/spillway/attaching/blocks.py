@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +29,7 @@ from spillway.types import Decision
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall, Traced
-    from spillway.parameters.streamed import StreamedBlock
+    from spillway.parameters.streamed import StreamedBlock, StreamedModel
 
 LEAST = Recompute(offload="inputs")
 """The least memory: everything is recomputed, and inputs are offloaded meanwhile."""
@@ -211,8 +211,15 @@ class AppliedPlan:
         self.optimizer = optimizer
         self.is_left_alone = False
         """Whether nothing is done in the blocks, since no backward comes through them."""
+        self.streams: StreamedModel | None = None
+        """Streamed blocks, whose weights stay on the device where a plan says so."""
         self._tracing = tracing
         self._blocks: Sequence[BlockCall] = ()
+
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the weights of streamed blocks that stay on the device."""
+        return 0 if self.streams is None else self.streams.resident_bytes
 
     @property
     def is_plain(self) -> bool:
@@ -235,6 +242,7 @@ class AppliedPlan:
         """From the next call on, blocks take the least memory."""
         for block in self._blocks:
             block.how = None if self.is_left_alone else LEAST
+        self._place(())
 
     def apply(self, plan: Plan, *, is_given: bool = False) -> None:
         """From the next call on, blocks do as the plan says. Those that it does not name take the least memory.
@@ -257,10 +265,20 @@ class AppliedPlan:
             block = known.get(call.name)
             call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
         self.plan = plan
+        self._place(plan.resident)
         self.count += 1
         self._tracing.mover.claim(self, plan.window, plan.ahead)
         if self.optimizer is not None and plan.optimizer_fraction is not None:
             self.optimizer.divide(plan.optimizer_fraction)
+
+    def stream(self, streams: StreamedModel) -> None:
+        """From now on, place the weights of these blocks."""
+        self.streams = streams
+        self._place(() if self.plan is None else self.plan.resident)
+
+    def _place(self, resident: Collection[str]) -> None:
+        if self.streams is not None:
+            self.streams.place(resident)
 
     def withdraw(self) -> None:
         """Blocks take the least memory again, and all of the optimizer steps on the CPU."""

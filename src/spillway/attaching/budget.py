@@ -13,7 +13,7 @@ import torch
 from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import aim_at, make_checkpointing_plan, make_plan
+from spillway.planner.planner import aim_at, make_checkpointing_plan, make_plan, with_weights
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
@@ -100,7 +100,9 @@ class Planner:
         host_budget: int | str | None = None,
         disk_budget: int | str | None = None,
         allow: Collection[str] | None = None,
+        places_weights: bool = False,
     ) -> None:
+        self._places_weights = places_weights
         self._host_budget = None if host_budget is None else parse_bytes(host_budget, what="host_budget")
         self._disk_budget = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
         self._allow = allowed(device, allow)
@@ -126,9 +128,12 @@ class Planner:
         hardware = ranks.share("hardware", lambda: self.hardware)[0]
         return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self.limits(free)))[0]
 
-    def checkpointing_plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan | None:
+    def checkpointing_plan(
+        self, profile: Profile, budget: int, ranks: RankGroup, resident: tuple[str, ...] = ()
+    ) -> Plan | None:
         """The plan of torch's own checkpointing; ``None`` if it is not allowed, or not within the budget.
 
+        Streamed blocks of these names have their weights on the device.
         Predictions are not exact. So it may be predicted to take up to 1 % more than the budget: a step shows.
         """
         if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self._allow):
@@ -137,9 +142,12 @@ class Planner:
         most = int(_MOST_ABOVE * budget)
         with contextlib.suppress(BudgetError):
             plan = ranks.share(
-                "plan", lambda: make_checkpointing_plan(profile, hardware, budget=most, window=self._window)
+                "plan",
+                lambda: make_checkpointing_plan(
+                    with_weights(profile, resident), hardware, budget=most, window=self._window
+                ),
             )[0]
-            return replace(plan, budget=budget)
+            return replace(plan, budget=budget, resident=resident)
         return None
 
     def limits(self, free: int | None = None) -> dict[str, Any]:
@@ -151,6 +159,7 @@ class Planner:
             "host_budget": free if self._host_budget is None else min(self._host_budget, free),
             "disk_budget": self._disk_budget,
             "allow": self._allow,
+            **({"places_weights": True} if self._places_weights else {}),
         }
 
     def _free_host_bytes(self) -> int:

@@ -41,6 +41,7 @@ from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.block import BlockCall
+    from spillway.parameters.streamed import StreamedModel
     from spillway.planner.plan import Plan
     from spillway.profiler.step_trace import StepTrace
 
@@ -115,6 +116,11 @@ class ProfileCollector:
             self.restart()
         else:
             self.applied.apply(plan, is_given=True)
+
+    def stream(self, blocks: Sequence[str], streams: StreamedModel) -> None:
+        """These blocks, or parts of them, are streamed: their copies are told apart, and plans place their weights."""
+        self.tracing.stream(blocks, streams.blocks)
+        self.applied.stream(streams)
 
     def begin(self, model: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """The model is called: the step before has ended."""

@@ -51,7 +51,7 @@ class Rival:
 
 def is_same(plan: Plan, other: Plan) -> bool:
     """Whether two plans of one model do the same, whatever they predict."""
-    names = ("blocks", "window", "ahead", "optimizer_fraction")
+    names = ("blocks", "window", "ahead", "optimizer_fraction", "resident")
     return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 
@@ -157,7 +157,8 @@ class PlanSearch:
         """Whether a step begins with so many more bytes than planned for that there is another plan."""
         # Copies under way are not counted. The plan itself decides how much of an offloaded optimizer is on the device.
         is_divided = collector.applied.optimizer is not None
-        known = None if is_divided else self.memory.level() - collector.tracing.carried()
+        placed = collector.applied.resident_bytes
+        known = None if is_divided else self.memory.level() - collector.tracing.carried() - placed
         levels = self.ranks.share("level", lambda: known)
         level = max((each for each in levels if each is not None), default=0)
         profile, plan, target = self.profile, self.plan, self.known_target
@@ -298,7 +299,8 @@ class PlanSearch:
         """The plan of torch's own checkpointing, if its predicted peak is within the whole budget."""
         if profile is None or self._is_checkpointing_over:
             return None
-        return self.planner.checkpointing_plan(profile, self.known_target.budget, self.ranks)
+        resident = () if self.plan is None else self.plan.resident
+        return self.planner.checkpointing_plan(profile, self.known_target.budget, self.ranks, resident)
 
     def _is_latest(self, plan: Plan | None) -> bool:
         """Whether steps already run by this plan."""

@@ -99,13 +99,13 @@ class Use:
 class StreamedParameter:
     """A parameter with its home."""
 
-    def __init__(self, name: str, parameter: Parameter, home: Pinned, backend: Backend) -> None:
+    def __init__(self, name: str, parameter: Parameter, home: Pinned, backend: Backend, device: torch.device) -> None:
         self.name = name
         self._parameter = weakref.ref(parameter)
         self._backend = backend
         self.home = home
         self._form = parameter.dtype, parameter.shape, parameter.stride()
-        self.device = parameter.device
+        self.device = device
         """The device that it was on."""
         self.latest: weakref.ref[SavedStorage] | None = None
         """The entry that was made last, which a graph may hold."""
@@ -167,11 +167,14 @@ class StreamedParameter:
         self._version = version_of(own)
         self.is_in_use = False
 
-    def leave(self) -> None:
-        """The parameter gets memory of its own, where it was. The device has done all that writes the home."""
+    def leave(self, device: torch.device | None = None) -> None:
+        """The parameter gets memory of its own on a device; ``None``: where it was.
+
+        The device has done all that writes the home.
+        """
         if self.is_alive:
             own = self.own()
-            move(own, self._on_cpu(write=False).to(self.device, copy=True))
+            move(own, self._on_cpu(write=False).to(device or self.device, copy=True))
             unset_streamed(own)
         self.has_left = True
 

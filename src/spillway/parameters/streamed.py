@@ -39,9 +39,9 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -105,12 +105,24 @@ class CopyListener(Protocol):
         ...
 
 
+class Owned(NamedTuple):
+    """A parameter of a block."""
+
+    path: str
+    reference: weakref.ref[Parameter]
+    device: torch.device
+    """The device that it was on."""
+
+
 class StreamedBlock:
     """A block whose parameters are streamed."""
 
-    def __init__(self, name: str, model: StreamedModel) -> None:
+    def __init__(self, name: str, model: StreamedModel, own: Sequence[Owned]) -> None:
         self.name = name
         self.parameters: list[StreamedParameter] = []
+        """Empty while they stay on the device."""
+        self.own = own
+        """All of them, streamed or not."""
         self._model = model
         self.users = 0
         """Calls that are under way."""
@@ -154,6 +166,9 @@ class StreamedBlock:
 
     def _enter(self, *, is_replay: bool) -> None:
         self.users += 1
+        if not self.parameters:
+            # They are on the device, or the model was removed.
+            return
         model, compute = self._model, self._model.compute_stream()
         if self.users > 1:
             if compute != self._stream:
@@ -252,26 +267,18 @@ class StreamedModel:
         self._tier.at_end = lambda: _settle(me)
         self._passes = 0
         self._ahead = _Ahead()
-        self._moved: list[tuple[weakref.ref[torch.Tensor], torch.device]] = []
+        self._moved: list[tuple[weakref.ref[Any], torch.device]] = []
         self.blocks: list[StreamedBlock] = []
         # Homes of dropped models are freed.
         self.mover.read_notes()
         with ExitStack() as undo:
             undo.callback(self._leave)
             with self._moving() as streamed:
-                undo.callback(self._forget_in, streamed)
+                undo.callback(self._forget_in, self.blocks, streamed)
                 for name, parameters in found.items():
-                    block = StreamedBlock(name, self)
-                    self.blocks.append(block)
-                    for path, parameter in parameters:
-                        home = pinned_of(parameter, runtime.arena)
-                        if home is None:
-                            home = Pinned(runtime.arena, parameter.nbytes)
-                            home.synchronize()
-                        block.parameters.append(StreamedParameter(path, parameter, home, runtime.backend))
-                        set_streamed(parameter, None)
-                        if optimizer is not None and optimizer.holds(parameter):
-                            streamed[parameter] = block.parameters[-1]
+                    own = [Owned(path, weakref.ref(each), each.device) for path, each in parameters]
+                    self.blocks.append(StreamedBlock(name, self, own))
+                    self._stream(self.blocks[-1], streamed)
                 self._move_others(model)
             undo.pop_all()
 
@@ -294,11 +301,55 @@ class StreamedModel:
             self._ahead.drop()
             self._tier.settle()
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the parameters of blocks that stay on the device."""
+        resident = (block for block in self.blocks if not block.parameters)
+        found = (owned.reference() for block in resident for owned in block.own)
+        return sum(parameter.nbytes for parameter in found if parameter is not None)
+
+    def place(self, resident: Collection[str]) -> None:
+        """Let the parameters of blocks of these names stay on the device, and stream those of all others.
+
+        Raises:
+            UsageError: between a backward that has stepped parameters and its ``step()``.
+            TierFullError: if the session has too little CPU memory.
+        """
+        leaving = [block for block in self.blocks if block.parameters and block.name in resident]
+        coming = [block for block in self.blocks if not block.parameters and block.name not in resident]
+        if not (leaving or coming):
+            return
+        with self.lock, self._moving() as streamed, ExitStack() as undo:
+            undo.callback(self._let_go, coming, self._device)
+            undo.callback(self._forget_in, coming, streamed)
+            # First: all together may not fit the device.
+            for block in coming:
+                self._stream(block, streamed)
+            undo.pop_all()
+            self._forget_in(leaving, streamed)
+            self._let_go(leaving, self._device)
+
     def remove(self) -> None:
         """Every parameter and buffer is again where it was."""
         with self.lock, self._moving() as streamed:
-            self._forget_in(streamed)
+            self._forget_in(self.blocks, streamed)
             self._leave()
+
+    def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter]) -> None:
+        """Move the parameters of a block to pinned memory."""
+        optimizer, arena, backend = self._optimizer(), self._runtime.arena, self._runtime.backend
+        for owned in block.own:
+            parameter = owned.reference()
+            if parameter is None:
+                continue
+            home = pinned_of(parameter, arena)
+            if home is None:
+                home = Pinned(arena, parameter.nbytes)
+                home.synchronize()
+            block.parameters.append(StreamedParameter(owned.path, parameter, home, backend, owned.device))
+            set_streamed(parameter, None)
+            if optimizer is not None and optimizer.holds(parameter):
+                streamed[parameter] = block.parameters[-1]
 
     @contextmanager
     def _moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
@@ -310,23 +361,30 @@ class StreamedModel:
         ):
             yield streamed
 
-    def _forget_in(self, streamed: dict[torch.Tensor, StreamedParameter]) -> None:
+    @staticmethod
+    def _forget_in(blocks: Iterable[StreamedBlock], streamed: dict[torch.Tensor, StreamedParameter]) -> None:
         """The optimizer may have parameters of other models."""
-        for block in self.blocks:
+        for block in blocks:
             for each in block.parameters:
                 if each.is_alive:
                     streamed.pop(each.own(), None)
 
-    def _leave(self) -> None:
+    def _let_go(self, blocks: Sequence[StreamedBlock], device: torch.device | None = None) -> None:
+        """Give parameters memory of their own on a device; ``None``: where they were."""
         self.settle()
         backend = self._runtime.backend
         # Homes are read by the CPU now, and freed.
         backend.record(backend.compute()).synchronize()
-        for block in self.blocks:
+        for block in blocks:
             for parameter in block.parameters:
-                parameter.leave()
-            # A replay after this finds them where they were.
+                parameter.leave(device)
+            # A replay after this finds them there.
             block.parameters = []
+
+    def _leave(self) -> None:
+        resident = (block for block in self.blocks if not block.parameters)
+        self._moved += [each[1:] for block in resident for each in block.own]
+        self._let_go(self.blocks)
         self.blocks = []
         for reference, device in self._moved:
             tensor = reference()

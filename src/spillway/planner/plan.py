@@ -19,7 +19,7 @@ from spillway.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from spillway.planner.solve import Solution
 
-SCHEMA = 4
+SCHEMA = 5
 ALL = frozenset({"keep", "host", "disk", "recompute"})
 """All that ``allow=`` may name."""
 ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
@@ -101,6 +101,8 @@ class Plan(FileRecord):
     """The in-flight limit for prefetching; ``None``: the same as for offloading."""
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """The fraction of an ``OffloadedOptimizer`` that is stepped on the CPU; ``None``: this plan does not set it."""
+    resident: tuple[str, ...] = ()
+    """Blocks that are streamed in the profile, and whose weights stay on the GPU by this plan."""
     schema: int = SCHEMA
 
     @property
@@ -122,6 +124,9 @@ class Plan(FileRecord):
         ]
         if self.optimizer_fraction is not None:
             lines.append(f"  optimizer: {self.optimizer_fraction:.0%} of it on the CPU")
+        if self.resident:
+            count = len(self.resident)
+            lines.append(f"  weights: those of {count} block{'s' if count > 1 else ''} stay on the GPU")
         lines += [f"  {block}" for block in self.blocks]
         return "\n".join(lines)
 

@@ -26,6 +26,13 @@ static bytes, its gradients from its blocks' backward to the step, and its step'
 GPU as far as it takes longer than the time that hid it when all of it was there. Plans are made for all, none and some
 parts of it, and the fastest step counts.
 
+NOTE [ Weights on the GPU ]
+
+Streaming a block's weights saves their bytes, and costs two copies in a step, which compute may hide. The same bytes
+could keep activations instead. So, where a plan may choose, steps are solved with none, all and some parts of the
+streamed blocks on the GPU, then with counts closer to the fastest one. Blocks that stay are spread evenly: the copies
+of each streamed one have the computation of those before it to hide behind. Bits do not depend on this choice.
+
 NOTE [ Budgets of a curve ]
 
 A curve's largest budget is the peak of a step that keeps everything. Its smallest one is the least that any plan was
@@ -94,6 +101,8 @@ _SHARE = 16
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """The fractions of an optimizer on the CPU that are tried, beside all of it."""
 _MOST_SLACK = 64 << 20
+_SAME = 1.001
+"""If steps are this close, the one with fewer weights on the GPU is taken."""
 
 
 def aim_at(budget: int) -> int:
@@ -111,17 +120,21 @@ def make_plan(
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] = ALL,
+    places_weights: bool = False,
 ) -> Plan:
     """The plan with the shortest step within a budget: see :func:`spillway.plan`.
 
     Windows smaller than ``window`` are tried, too, and larger ones if it ``may_grow``: see NOTE [ In-flight limits ].
+    If it ``places_weights``, streamed blocks may have theirs on the GPU: see NOTE [ Weights on the GPU ].
     """
     most, nbytes = parse_bytes(window, what="window"), parse_budget(budget, profile)
     rates = planning_rates(hardware, most)
 
-    def problem_with_fraction(fraction: float) -> Problem:
-        part = divided(profile, fraction, hardware)
+    def problem_for(part: Profile) -> Problem:
         return problem_of(part, rates, budget=nbytes, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
+
+    def problem_with_fraction(fraction: float) -> Problem:
+        return problem_for(divided(profile, fraction, hardware))
 
     # With all of an optimizer on the CPU, a step takes the least memory: if that does not fit, no other fraction does.
     fraction = 1.0
@@ -131,8 +144,68 @@ def make_plan(
         with contextlib.suppress(BudgetError):
             found = best_of(problem_with_fraction(other), [best.problem.rates.window])
             fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].seconds)
-    plan = plan_of(divided(profile, fraction, hardware), refined(best))
-    return plan if profile.optimizer is None else replace(plan, optimizer_fraction=fraction)
+    names: tuple[str, ...] = ()
+    if places_weights and profile.optimizer is None:
+        chosen = [best.problem.rates.window]
+        names, best = _placed(profile, best, lambda part: best_of(problem_for(part), chosen))
+    plan = plan_of(with_weights(divided(profile, fraction, hardware), names), refined(best))
+    return replace(plan, resident=names, optimizer_fraction=None if profile.optimizer is None else fraction)
+
+
+def _placed(
+    profile: Profile, best: Solution, solved: Callable[[Profile], Solution]
+) -> tuple[tuple[str, ...], Solution]:
+    """The streamed blocks whose weights are on the GPU in the fastest step, and that step.
+
+    ``best`` is the one in which all are streamed. See NOTE [ Weights on the GPU ].
+    """
+    streamed = list(dict.fromkeys(call.name for call in profile.calls if call.streamed))
+    found: dict[int, Solution] = {0: best}
+    count, stride = 0, max(len(streamed) // 4, 1)
+    counts = [*range(stride, len(streamed), stride), len(streamed)] if streamed else []
+    while counts:
+        for count in sorted(set(counts) - found.keys()):
+            try:
+                found[count] = solved(with_weights(profile, spread(streamed, count)))
+            except BudgetError:
+                # More of them take more memory.
+                break
+        fastest = min(each.seconds for each in found.values())
+        count = min(each for each in found if found[each].seconds <= _SAME * fastest)
+        stride //= 2
+        counts = [count - stride, count + stride] if stride else []
+        counts = [each for each in counts if 0 < each <= len(streamed)]
+    return spread(streamed, count), found[count]
+
+
+def spread(names: Sequence[str], count: int) -> tuple[str, ...]:
+    """So many of these names, at equal distances.
+
+    Example:
+        >>> spread(["a", "b", "c", "d"], 2)
+        ('b', 'd')
+    """
+    total = len(names)
+    return tuple(name for place, name in enumerate(names) if (place + 1) * count // total > place * count // total)
+
+
+def with_weights(profile: Profile, names: Collection[str]) -> Profile:
+    """The profile of a step in which these streamed blocks have their weights on the GPU."""
+    here = {call.name: call.streamed for call in profile.calls if call.name in names}
+    nbytes = sum(map(sum, here.values()))
+    static = profile.static
+    return replace(
+        profile,
+        static_bytes=profile.static_bytes + nbytes,
+        static=None if static is None else replace(static, weights=static.weights + nbytes),
+        calls=tuple(replace(call, streamed=()) if call.name in here else call for call in profile.calls),
+    )
+
+
+def profile_for(profile: Profile, plan: Plan, hardware: Hardware) -> Profile:
+    """The profile with the optimizer divided, and weights placed, as in a plan."""
+    fraction = 1.0 if plan.optimizer_fraction is None else plan.optimizer_fraction
+    return with_weights(divided(profile, fraction, hardware), plan.resident)
 
 
 def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int) -> Plan:

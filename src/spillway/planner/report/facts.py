@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
-from spillway.planner.planner import Curve, Point, divided, rates_of
+from spillway.planner.planner import Curve, Point, profile_for, rates_of
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
@@ -306,8 +306,7 @@ def facts_of(
     Raises:
         UsageError: for a plan of another model.
     """
-    if plan.optimizer_fraction is not None:
-        profile = divided(profile, plan.optimizer_fraction, hardware)
+    profile = profile_for(profile, plan, hardware)
     program, rates = program_of(profile, plan), rates_of(plan, hardware)
     timeline = simulate_program(program, rates, spans=True)
     keep, checkpoint = (

@@ -1,0 +1,272 @@
+"""Plans that choose which weights are streamed: ``stream="auto"``."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import spillway
+from allocations import count_exactly
+from parameters.test_planned import BLOCKS, FROZEN_OR_TRAINED, HARDWARE, STATIC, Training, same, training
+from runtime.scenarios import adversary_session
+from spillway import BudgetError, Plan, Profile, TierFullError, UsageError
+from spillway.attaching import search as searching
+from spillway.attaching.timer import PlanTimer
+from spillway.parameters import streamed as streaming
+from spillway.parameters.streamed import StreamedModel
+from spillway.planner.planner import make_plan, spread, with_weights
+from spillway.profiler import compile as compiling
+from spillway.saved_tensors.identity import is_streamed
+from support import assert_nothing_left
+
+NAMES = tuple(f"layers.{number}" for number in range(BLOCKS))
+SLOW = replace(HARDWARE, bandwidths=(replace(HARDWARE.bandwidths[0], back=1e8),))
+"""A link on which copies of weights take longer than anything else."""
+
+
+@pytest.fixture(autouse=True)
+def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights that stay on the device are among the bytes that a step begins with."""
+    models: weakref.WeakSet[StreamedModel] = weakref.WeakSet()
+    place = StreamedModel.place
+
+    def noted(self: StreamedModel, resident: Any) -> None:
+        models.add(self)
+        place(self, resident)
+
+    monkeypatch.setattr(StreamedModel, "place", noted)
+    count_exactly(monkeypatch, lambda: STATIC + sum(each.resident_bytes for each in models))
+
+
+def attached_to(loop: Training, budget: int, **options: Any) -> spillway.Attached:
+    return loop.attach(stream="auto", budget=budget, **{"hardware": SLOW, **options})
+
+
+def profile_of(**options: Any) -> Profile:
+    with training(is_trained=True, **options) as loop, attached_to(loop, 1 << 30) as attached:
+        loop.search(attached)
+        assert attached.profile is not None
+        return attached.profile
+
+
+def test_the_more_memory_there_is_the_more_weights_stay() -> None:
+    profile = profile_of(width=128)
+    weights = sum(profile.calls[0].streamed)
+    limits: dict[str, Any] = {"window": 1 << 16, "allow": {"keep", "recompute"}}
+    with pytest.raises(BudgetError) as error:
+        make_plan(profile, SLOW, budget=0, **limits)
+    least = error.value.least
+    plans = [
+        make_plan(profile, SLOW, budget=least + count * weights, places_weights=True, **limits)
+        for count in range(BLOCKS + 1)
+    ]
+    counts = [len(plan.resident) for plan in plans]
+    assert counts == sorted(counts) and counts[0] < counts[-1] == BLOCKS and len(set(counts)) > 3
+    for count, plan in enumerate(plans):
+        budget = least + count * weights
+        streamed = make_plan(profile, SLOW, budget=budget, **limits)
+        assert plan.predicted_peak <= budget and streamed.resident == ()
+        assert plan.predicted_seconds <= 1.001 * streamed.predicted_seconds
+        step = spillway.simulate(profile, plan, hardware=SLOW)
+        assert (step.peak_bytes, step.seconds) == (plan.predicted_peak, plan.predicted_seconds)
+        assert Plan.from_json(plan.to_json()) == plan
+    assert plans[-1].predicted_seconds < plans[0].predicted_seconds
+    assert f"weights: those of {BLOCKS} blocks stay on the GPU" in str(plans[-1])
+
+
+def test_weights_are_streamed_where_copies_cost_nothing() -> None:
+    fast = replace(HARDWARE, bandwidths=(replace(HARDWARE.bandwidths[0], back=1e15),))
+    plan = make_plan(profile_of(), fast, budget=1 << 30, window=1 << 16, places_weights=True)
+    assert plan.resident == ()
+
+
+def test_blocks_that_stay_are_spread_evenly() -> None:
+    assert spread(NAMES, 0) == () and spread(NAMES, BLOCKS) == NAMES
+    assert spread(NAMES, 2) == ("layers.2", "layers.5")
+    assert [len(spread(NAMES, count)) for count in range(BLOCKS + 1)] == list(range(BLOCKS + 1))
+
+
+def test_weights_that_stay_are_counted_once_for_each_block() -> None:
+    profile = profile_of()
+    twice = replace(profile, calls=(*profile.calls, profile.calls[0]))
+    found = with_weights(twice, ("layers.0", "layers.3"))
+    weights = sum(profile.calls[0].streamed)
+    assert found.static_bytes == twice.static_bytes + 2 * weights
+    assert [bool(call.streamed) for call in found.calls] == [False, True, True, False, True, True, False]
+    assert found.static is not None and found.static.total == found.static_bytes
+
+
+def assert_weights_are_no_surprise(attached: spillway.Attached, patch: pytest.MonkeyPatch) -> None:
+    """Steps begin with the weights that stay, which asks for no other plan. Any other bytes do, past the margin."""
+    search, streams, controller = attached._search, attached._root.streams, attached._controller
+    assert search is not None and search.profile is not None and search.plan is not None
+    assert streams is not None and controller is not None
+    margin = search.known_target.margin(search.plan.predicted_peak)
+    level = search.profile.static_bytes + streams.resident_bytes + margin
+    for more, is_planned_again in ((0, False), (1 << 20, True)):
+        patch.setattr(search.memory, "level", lambda more=more: level + more)
+        asked: list[Profile] = []
+        with patch.context() as context:
+            context.setattr(search, "replan", lambda asked=asked: asked.append(search.profile))
+            assert search.step_begins(controller.collector) is is_planned_again
+            assert len(asked) == is_planned_again
+
+
+@FROZEN_OR_TRAINED
+def test_peaks_are_within_two_percent_and_the_budget(is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def measured(budget: int) -> tuple[int, int, int]:
+        with training(is_trained=is_trained, width=128) as loop, attached_to(loop, budget) as attached:
+            loop.search(attached)
+            plan, found = attached.plan, attached.measured
+            assert plan is not None and found is not None
+            assert attached.streamed == tuple(name for name in NAMES if name not in plan.resident)
+            assert found.peak_bytes <= budget
+            assert_weights_are_no_surprise(attached, monkeypatch)
+            return len(plan.resident), plan.predicted_peak - STATIC, found.peak_bytes - STATIC
+
+    count, predicted, most = measured(1 << 30)
+    assert count == BLOCKS and abs(predicted / most - 1) < 0.02
+    counts = []
+    for share in (0.7, 0.5) if is_trained else (0.5, 0.4, 0.3):
+        count, predicted, found = measured(STATIC + int(share * most))
+        assert abs(predicted / found - 1) < 0.02, (share, count, predicted, found)
+        counts.append(count)
+    assert any(0 < each < BLOCKS for each in counts), counts
+
+
+@FROZEN_OR_TRAINED
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_training_has_the_bits_of_a_resident_model(is_trained: bool, overlaps: bool) -> None:
+    def run(loop: Training) -> list[Tensor]:
+        found: list[Tensor] = []
+        if is_trained and overlaps:
+            loop.optimizer.overlap_forward(loop.model, blocks="layers.*")
+        for number in range(9):
+            found += loop.step(reads=True)
+            if number % 3 == 1:
+                # A second micro-batch, and an evaluation.
+                loop.model(torch.ones(32, 4)).square().sum().backward()
+                with torch.no_grad():
+                    found.append(loop.model.eval()(torch.ones(3, 4)))
+                loop.model.train()
+        return found
+
+    with adversary_session(window=1 << 16) as (_, session):
+        loop = Training(session, is_trained=is_trained, rows=512)
+        wanted = run(loop)
+        loop.end()
+    counts = set()
+    for budget in (1 << 30, STATIC + (9 << 20), STATIC + (7 << 20)):
+        with adversary_session(window=1 << 16) as (adversary, session):
+            loop = Training(session, is_trained=is_trained, rows=512)
+            with attached_to(loop, budget, allow={"keep", "host", "recompute"}) as attached:
+                got = run(loop)
+                adversary.check()
+                assert attached.plan is not None, attached.explain()
+                counts.add(len(attached.plan.resident))
+            assert all(map(torch.equal, got, wanted))
+            assert not any(map(is_streamed, loop.model.parameters()))
+            loop.end()
+            gc.collect()
+            assert_nothing_left(session)
+    assert max(counts) == BLOCKS
+
+
+@FROZEN_OR_TRAINED
+def test_two_plans_in_turn_and_larger_inputs(is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Larger inputs stream all weights again, until there is a plan for them."""
+    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    placed: list[tuple[str, ...]] = []
+    place = StreamedModel.place
+
+    def noted(self: StreamedModel, resident: Any) -> None:
+        placed.append(tuple(resident))
+        place(self, resident)
+
+    monkeypatch.setattr(StreamedModel, "place", noted)
+    timers: list[PlanTimer] = []
+
+    class Timer(PlanTimer):
+        def __init__(self, *options: Any) -> None:
+            super().__init__(*options)
+            timers.append(self)
+
+    monkeypatch.setattr(searching, "PlanTimer", Timer)
+    rows = [512] * 36 + [600] * 4
+    with training(is_trained=is_trained) as loop:
+        wanted = [loop.step(each)[0] for each in rows]
+    with training(is_trained=is_trained) as loop, attached_to(loop, STATIC + (8 << 20)) as attached:
+        got = [loop.step(each)[0] for each in rows]
+        assert any("are larger than any before" in note for note in attached.notes)
+    assert all(map(torch.equal, got, wanted))
+    changes = [each for number, each in enumerate(placed) if number == 0 or placed[number - 1] != each]
+    assert changes[0] == () and changes[1] and () in changes[2:]
+    # Weights do not move where two plans run in turn.
+    assert len(changes) < 8 and all(timer.is_done for timer in timers)
+
+
+@FROZEN_OR_TRAINED
+def test_a_plan_that_is_given_places_weights(is_trained: bool) -> None:
+    with training(is_trained=is_trained) as loop, loop.attach(budget=STATIC + (6 << 20)) as attached:
+        loop.search(attached)
+        assert attached.plan is not None and attached.plan.resident == ()
+        plan = replace(attached.plan, resident=("layers.1", "layers.4"))
+    with training(is_trained=is_trained) as loop:
+        wanted = [loop.step(reads=True) for _ in range(4)]
+    with training(is_trained=is_trained) as loop:
+        options = {"optimizer": loop.optimizer} if is_trained else {}
+        with spillway.attach(
+            loop.model, plan=plan, stream="layers.*", min_bytes=0, session=loop._session, **options
+        ) as attached:
+            assert attached.streamed == ("layers.0", "layers.2", "layers.3", "layers.5")
+            got = [loop.step(reads=True) for _ in range(4)]
+    assert same(got, wanted)
+
+
+def test_without_memory_for_homes_weights_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    with training(is_trained=True) as loop:
+        wanted = [loop.step(reads=True) for _ in range(12)]
+    with training(is_trained=True) as loop, attached_to(loop, 1 << 30) as attached:
+        got = [loop.step(reads=True) for _ in range(9)]
+        streams = attached._root.streams
+        assert streams is not None and attached.streamed == ()
+        homes = 0
+
+        class Full(streaming.Pinned):
+            def __init__(self, *options: Any) -> None:
+                nonlocal homes
+                homes += 1
+                if homes > 6:
+                    raise TierFullError("no memory")
+                super().__init__(*options)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(streaming, "Pinned", Full)
+            with pytest.raises(TierFullError):
+                streams.place(())
+        assert homes == 7 and attached.streamed == () and not any(map(is_streamed, loop.model.parameters()))
+        got.append(loop.step(reads=True))
+        # The first block had moved when there was no more memory.
+        streams.place(("layers.0",))
+        assert attached.streamed == NAMES[1:]
+        got += [loop.step(reads=True) for _ in range(2)]
+    assert same(got, wanted)
+
+
+def test_plans_that_place_other_weights_are_not_the_same() -> None:
+    plan = make_plan(profile_of(), SLOW, budget=1 << 30, window=1 << 16)
+    assert searching.is_same(plan, replace(plan, predicted_peak=0))
+    assert not searching.is_same(plan, replace(plan, resident=("layers.1",)))
+
+
+def test_it_takes_a_budget() -> None:
+    with training(is_trained=False) as loop:
+        with pytest.raises(UsageError, match='got "auto" without a budget'):
+            spillway.attach(loop.model, stream="auto", session=loop._session)
+        assert not any(map(is_streamed, loop.model.parameters()))
