@@ -51,7 +51,6 @@ from spillway.saved_tensors.handles import Handle, check_version, replaying, unp
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _weak = weakref.ref
-_STRIDED = torch.strided
 
 
 class CheckpointedCall(ReplayableCall):
@@ -151,12 +150,9 @@ class CheckpointedCall(ReplayableCall):
             if leaving.nbytes and leaving.is_batch:
                 scope.advance()
             number = len(metas)
-            if type(tensor) in PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
-                meta = tensor.shape, tensor.dtype, tensor.device, tensor.stride()
-                # Fewer objects for Python's garbage collector.
-                metas.append(known[number] if number < count and known[number] == meta else meta)
-            else:
-                metas.append(meta_of(tensor))
+            meta = meta_of(tensor)
+            # Fewer objects for Python's garbage collector.
+            metas.append(known[number] if number < count and known[number] == meta else meta)
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
