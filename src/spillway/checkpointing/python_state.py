@@ -144,8 +144,8 @@ class _Copy:
     """The content of a state, or of a part of one, at one time: ``is_first`` if that is when it was walked."""
 
     __slots__ = (
-        *("__weakref__", "_arrays", "_attributes", "_dictionaries", "_empty", "_flags", "_generators", "_has_rest", "_holders"),
-        *("_items", "_memory", "_names", "_others", "_owners", "content", "walk"),
+        *("__weakref__", "_arrays", "_attributes", "_dictionaries", "_empty", "_flags", "_generators", "_has_rest"),
+        *("_holders", "_items", "_memory", "_names", "_others", "_owners", "content", "walk"),
     )
 
     def __init__(self, walk: Walk, *, is_first: bool = True) -> None:
@@ -179,7 +179,7 @@ class _Copy:
     def _now(self) -> Content:
         attributes, maps = self._attributes, [*map(_attribute_of, self._owners, _DICT), *self._dictionaries]
         try:
-            parts = [each.get(own) for each, own in zip(self._names, attributes, strict=True)]
+            parts: list[Any] = [each.get(own) for each, own in zip(self._names, attributes, strict=True)]
         except KeyError:
             parts = [*map(AttributeNames.values, self._names, attributes)]
         parts += [

@@ -175,7 +175,8 @@ class Walk:
     @property
     def parts(self) -> list[Part]:
         """The classes, and each object. See NOTE [ Parts of a state ] in ``python_state.py``."""
-        return [(_key_of(each), partial(list, each)) for each in (self.classes, *([own] for own in self.objects)) if each]
+        parts = (self.classes, *([each] for each in self.objects))
+        return [(_key_of(each), partial(list, each)) for each in parts if each]
 
     @property
     def why_kept(self) -> str | None:
@@ -401,7 +402,7 @@ class RememberedWalk:
         self.parts: list[Part] = []
         """The parts of the walk, without references to their objects."""
         for key, entries in walk.parts:
-            known = [(self._refer(each), *how) for each, *how in entries()]
+            known = [(self._refer(each), what, depth, is_shared) for each, what, depth, is_shared in entries()]
             self.parts.append((key, partial(_alive, known)))
         values = [
             value for each, names in zip(modules, walk.names, strict=True) for value in names.values(each.__dict__)
