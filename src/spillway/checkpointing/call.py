@@ -51,7 +51,6 @@ from spillway.saved_tensors.handles import Handle, check_version, replaying, unp
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _weak = weakref.ref
-_STRIDED = torch.strided
 
 
 class CheckpointedCall(ReplayableCall):
@@ -117,7 +116,7 @@ class CheckpointedCall(ReplayableCall):
                 self._preserved.is_other = True
             raise
         finally:
-            self._is_running = False
+            self._is_running, self._learned.metas = False, self._metas
             with below_modes(self._subclass):
                 if self._compares:
                     self._fingerprints.end(output, first_node)
@@ -144,16 +143,16 @@ class CheckpointedCall(ReplayableCall):
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
         leaving, escaping, looks = scope.waiting, self._learned.escaping, self._compares or self._is_observed
-        preserved = self._preserved
+        preserved, known = self._preserved, self._learned.metas
+        count = len(known)
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
                 scope.advance()
             number = len(metas)
-            if type(tensor) in PLAIN and tensor.layout is _STRIDED and not tensor.is_nested:
-                metas.append((tensor.shape, tensor.dtype, tensor.device, tensor.stride()))
-            else:
-                metas.append(meta_of(tensor))
+            meta = meta_of(tensor)
+            # Fewer objects for Python's garbage collector.
+            metas.append(known[number] if number < count and known[number] == meta else meta)
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
@@ -373,7 +372,7 @@ class CheckpointedCall(ReplayableCall):
         around: AbstractContextManager[object] = _NOTHING,
     ) -> None:
         """Run the function, with a context around it within the mode."""
-        with below_modes(self._subclass):
+        with below_modes(self._subclass), torch.enable_grad():
             inputs = zip(self._unpack_inputs(), self._tensors, strict=True)
             tensors = [
                 tensor

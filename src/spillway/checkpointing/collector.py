@@ -26,8 +26,6 @@ from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import carry_attributes
 from spillway.saved_tensors.identity import is_streamed
 
-_STRIDED = torch.strided
-
 Meta = tuple[Any, torch.dtype, torch.device, tuple[int, ...]]
 """Shape, dtype, device and strides of a saved tensor."""
 
@@ -108,16 +106,9 @@ class Collector:
             self._saving.clear()
         number = self._count
         self._count = number + 1
-        if (
-            self._is_simple
-            and not self.has_ended
-            and type(tensor) in PLAIN
-            and tensor.layout is _STRIDED
-            and not tensor.is_nested
-            and not dispatch_modes()
-        ):
+        if self._is_simple and not self.has_ended and type(tensor) in PLAIN and not dispatch_modes():
             meta = self.metas[number] if number < len(self.metas) else None
-            if meta is None or (self.checks and (tensor.shape, tensor.dtype, tensor.device, tensor.stride()) != meta):
+            if meta is None or (self.checks and meta_of(tensor) != meta):
                 self._compare_meta(number, tensor)
             if tensor.is_leaf:
                 alias = tensor
@@ -288,11 +279,13 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 def meta_of(tensor: torch.Tensor) -> Meta:
     """Shape, dtype, device and strides of a tensor."""
     try:
-        shape = tensor.shape
-        return shape, tensor.dtype, tensor.device, tensor.stride() if tensor.layout is torch.strided else ()
+        # A plain tensor without strides raises an error. That is tried first, since to ask for its layout takes longer.
+        has_strides = type(tensor) in PLAIN or tensor.layout is torch.strided
+        return tensor.shape, tensor.dtype, tensor.device, tensor.stride() if has_strides else ()
     except RuntimeError:
         # A strided nested tensor has no one shape.
-        return tensor.numel(), tensor.dtype, tensor.device, ()
+        shape = tensor.numel() if tensor.is_nested else tensor.shape
+        return shape, tensor.dtype, tensor.device, ()
 
 
 def name_of(meta: Meta) -> str:

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain, islice, repeat
 from operator import attrgetter, is_, methodcaller
@@ -50,6 +50,7 @@ from torch.nn import Module
 
 from spillway._torch import disable_function
 from spillway.checkpointing.python_containers import (
+    CLASS,
     DICTIONARY,
     GLOBALS,
     ITEMS,
@@ -77,22 +78,19 @@ class PythonState:
         # Function modes must not see this.
         with disable_function():
             roots = (*_roots_of(function), *objects)
-            own, generators = None, global_generators()
+            own, parts, generators = None, [], global_generators()
             found = None if memory is None else memory.find(roots)
             if found is not None:
                 remembered, walk = found
                 own = _Copy(walk)
-                own = own if remembered.is_right(walk, own.content) else None
+                own, parts = (own, remembered.parts) if remembered.is_right(walk, own.content) else (None, [])
             if own is None:
                 walk = Walk(roots)
-                own = _Copy(walk)
+                own, parts = _Copy(walk), walk.parts
                 if memory is not None and not walk.generators:
                     memory.keep(roots, walk, own.content)
             own.walk.generators += generators
-            self._copies = [own.copy_rest()]
-            if own.walk.classes:
-                self._copies.append(_part_of(own.walk.classes))
-            self._copies += [_part_of([each]) for each in own.walk.objects]
+            self._copies = [own.copy_rest(), *[_part_of(key, entries) for key, entries in parts]]
 
     def why_kept(self) -> str | None:
         """Why the function cannot be replayed, if it cannot."""
@@ -146,8 +144,8 @@ class _Copy:
     """The content of a state, or of a part of one, at one time: ``is_first`` if that is when it was walked."""
 
     __slots__ = (
-        *("__weakref__", "_arrays", "_attributes", "_dictionaries", "_empty", "_flags", "_generators", "_holders"),
-        *("_items", "_memory", "_names", "_others", "_owners", "content", "walk"),
+        *("__weakref__", "_arrays", "_attributes", "_dictionaries", "_empty", "_flags", "_generators", "_has_rest"),
+        *("_holders", "_items", "_memory", "_names", "_others", "_owners", "content", "walk"),
     )
 
     def __init__(self, walk: Walk, *, is_first: bool = True) -> None:
@@ -155,7 +153,7 @@ class _Copy:
         self._attributes: list[Any] = [each.__dict__ for each in walk.modules]
         self._names = walk.names if is_first else [*map(AttributeNames.of, self._attributes)]
         self._owners = [thing for _, thing in walk.owners]
-        self._dictionaries = [thing for _, thing in walk.dictionaries]
+        self._dictionaries = [vars(thing) if kind is CLASS else thing for kind, thing in walk.dictionaries]
         self._items = [thing for _, thing in walk.items]
         self.content = self._now()
 
@@ -175,12 +173,16 @@ class _Copy:
             self._memory = [each.data for each in self._holders]
         self._arrays = [(array, array.copy()) for array in walk.arrays]
         self._generators = [(generator, generator.get()) for generator in walk.generators]
+        self._has_rest = bool(self._flags or self._holders or self._arrays or self._generators)
         return self
 
     def _now(self) -> Content:
         attributes, maps = self._attributes, [*map(_attribute_of, self._owners, _DICT), *self._dictionaries]
-        parts = [
-            *map(AttributeNames.values, self._names, attributes),
+        try:
+            parts: list[Any] = [each.get(own) for each, own in zip(self._names, attributes, strict=True)]
+        except KeyError:
+            parts = [*map(AttributeNames.values, self._names, attributes)]
+        parts += [
             *map(_values_of, maps),
             *self._items,
             *[[*map(function.__globals__.get, names, repeat(MISSING))] for function, names in self.walk.globals],
@@ -242,7 +244,9 @@ class _Copy:
 
     def changed_values(self) -> list[str]:
         """Descriptions of changes besides the content of containers."""
-        found = []
+        found: list[str] = []
+        if not self._has_rest:
+            return found
         if [*map(_requires_grad, self.walk.parameters)] != self._flags:
             found.append("whether a parameter requires grad")
         if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
@@ -282,12 +286,11 @@ _parts: weakref.WeakValueDictionary[tuple[int, ...], _Copy] = weakref.WeakValueD
 """Living parts, by the identities of their classes or objects."""
 
 
-def _part_of(entries: Sequence[Entry]) -> _Copy:
+def _part_of(key: tuple[int, ...], entries: Callable[[], Sequence[Entry]]) -> _Copy:
     """See NOTE [ Parts of a state ]."""
-    key = tuple([each for value, _, depth, _ in entries for each in (id(value), id(type(value)), depth)])
     part = _parts.get(key)
     if part is None or not part.is_current():
-        part = _parts[key] = _Copy(Walk((), entries)).copy_rest()
+        part = _parts[key] = _Copy(Walk((), entries())).copy_rest()
     return part
 
 

@@ -19,6 +19,7 @@ import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -80,6 +81,8 @@ Contents = list[tuple[Container, Any, Any]]
 """Containers: the kind, the object, and its content."""
 Entry = tuple[Any, str, int, bool]
 """An object to be read, how it is read, its depth, and whether a class has it."""
+Part = tuple[tuple[int, ...], Callable[[], Sequence[Entry]]]
+"""Identities of a part's classes or objects, with their classes and depths, and a function that returns the objects."""
 
 
 class Content(NamedTuple):
@@ -95,12 +98,13 @@ class Content(NamedTuple):
 class AttributeNames:
     """Names of a module's attributes that are state. Modules with the same names share them."""
 
-    __slots__ = ("_get", "names")
+    __slots__ = ("get", "names")
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        # For less than two names, it would return no tuple.
-        self._get: Callable[[Any], tuple[Any, ...]] | None = itemgetter(*names) if len(names) > 1 else None
+        # For less than two names, an `itemgetter` would return no tuple.
+        self.get: Callable[[Any], tuple[Any, ...]] = itemgetter(*names) if len(names) > 1 else self.values
+        """Their values, in order. Raises a ``KeyError`` if a name has none any more."""
 
     @classmethod
     def of(cls, attributes: Any) -> AttributeNames:
@@ -108,12 +112,7 @@ class AttributeNames:
         return _shared_names(tuple([name for name in attributes if name not in INTERNAL]))
 
     def values(self, attributes: Any) -> tuple[Any, ...]:
-        """Their values, in order. A name may have none any more."""
-        if self._get is not None:
-            try:
-                return self._get(attributes)
-            except KeyError:
-                pass
+        """As ``get``, also if a name has no value any more."""
         return tuple([attributes.get(name, MISSING) for name in self.names])
 
 
@@ -139,8 +138,9 @@ class Walk:
         self.names: list[AttributeNames] = []
         """For each module."""
         self.owners: list[tuple[Container, Any]] = []
-        """Classes and objects, whose attributes are state."""
+        """Objects whose attributes are state."""
         self.dictionaries: list[tuple[Container, Any]] = []
+        """Dictionaries, and classes."""
         self.items: list[tuple[Container, Any]] = []
         """Lists, sets and others whose values have no names."""
         self.globals: list[tuple[types.FunctionType, tuple[str, ...]]] = []
@@ -171,6 +171,12 @@ class Walk:
                 self._read(value, what, depth, is_shared)
         self._seen.clear()
         self._todo.clear()
+
+    @property
+    def parts(self) -> list[Part]:
+        """The classes, and each object. See NOTE [ Parts of a state ] in ``python_state.py``."""
+        parts = (self.classes, *([each] for each in self.objects))
+        return [(_key_of(each), partial(list, each)) for each in parts if each]
 
     @property
     def why_kept(self) -> str | None:
@@ -294,7 +300,7 @@ class Walk:
             self._seen.add(id(base))
             if _facts_of(base)[2]:
                 content = vars(base)
-                self.owners.append((CLASS, base))
+                self.dictionaries.append((CLASS, base))
                 if not _CODE.issuperset(map(type, content.values())):
                     self._meet([pair for pair in content.items() if pair[0][:2] != "__"], 1, is_shared=True)
                 forward = content.get("forward")
@@ -393,10 +399,11 @@ class RememberedWalk:
         self._tensors = [(name, at[id(each)]) for name, each in walk.tensors]
         self._parameters = [at[id(each)] for each in walk.parameters]
         self._buffers = [at[id(each)] for each in walk.buffers]
-        self._entries = [
-            [(self._refer(each), what, depth, is_shared) for each, what, depth, is_shared in entries]
-            for entries in (walk.classes, walk.objects)
-        ]
+        self.parts: list[Part] = []
+        """The parts of the walk, without references to their objects."""
+        for key, entries in walk.parts:
+            known = [(self._refer(each), what, depth, is_shared) for each, what, depth, is_shared in entries()]
+            self.parts.append((key, partial(_alive, known)))
         values = [
             value for each, names in zip(modules, walk.names, strict=True) for value in names.values(each.__dict__)
         ]
@@ -428,10 +435,6 @@ class RememberedWalk:
         walk = Walk(())
         walk.modules, walk.names = modules, self._names
         walk.dictionaries, walk.empty, walk.items = dictionaries, empty, self._items
-        walk.classes, walk.objects = (
-            [(reference(), what, depth, is_shared) for reference, what, depth, is_shared in entries]
-            for entries in self._entries
-        )
         return walk
 
     def is_right(self, walk: Walk, content: Content) -> bool:
@@ -443,6 +446,14 @@ class RememberedWalk:
         walk.parameters = [values[place] for place in self._parameters]
         walk.buffers = [values[place] for place in self._buffers]
         return True
+
+
+def _key_of(entries: Sequence[Entry]) -> tuple[int, ...]:
+    return tuple([each for value, _, depth, _ in entries for each in (id(value), id(type(value)), depth)])
+
+
+def _alive(entries: Sequence[tuple[Reference, str, int, bool]]) -> list[Entry]:
+    return [(reference(), *how) for reference, *how in entries]
 
 
 class NotRememberedError(Exception):

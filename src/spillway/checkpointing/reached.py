@@ -94,11 +94,7 @@ class ReachedTensors:
         elif not (self._is_compared or (learned.written and any(name in learned.written for name, _ in named))):
             # A comparison would see writes without a new version. Later calls of batch norm write small tensors so.
             self._before = [pair for pair in self._before if pair[1].nbytes <= _MOST_HELD]
-        self._unwritten = [
-            (tensor, version)
-            for place, ((_, tensor), version) in enumerate(zip(named, after, strict=True))
-            if place not in wrote
-        ]
+        self._unwritten = [(named[place][1], version) for place, version in enumerate(after) if place not in wrote]
 
     def tensors(self) -> list[torch.Tensor]:
         found = {id(tensor): tensor for tensor, _ in (*self._unwritten, *self._before)}

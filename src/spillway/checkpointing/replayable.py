@@ -142,9 +142,11 @@ def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
 
 
 def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool) -> torch.Tensor:
-    """One of the function's tensors for a replay: it shares its memory, and has no history."""
-    with below_modes(tensor), torch.enable_grad():
-        leaf = tensor.detach().requires_grad_(requires_grad)
+    """One of the function's tensors for a replay: it shares its memory, and has no history. Gradients are enabled."""
+    with below_modes(tensor):
+        leaf = tensor.detach()
+        if requires_grad:
+            leaf.requires_grad_()
         if is_written:
             # Neither a leaf nor a view of one can be written in place. The next replay needs the original.
             return leaf.clone()  # type: ignore[no-untyped-call, unused-ignore]

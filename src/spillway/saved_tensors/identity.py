@@ -184,12 +184,13 @@ def unset_streamed(parameter: torch.Tensor) -> None:
 
 def is_streamed(tensor: torch.Tensor) -> bool:
     """Whether it is a parameter whose memory changes with each use."""
-    return bool(_streamed) and tensor in _streamed
+    # The dictionary inside is asked whether it is empty: the other one does that in Python.
+    return bool(_streamed.data) and tensor in _streamed
 
 
 def streamed_entry(tensor: torch.Tensor) -> SavedStorage | None:
     """The entry of a streamed parameter in use, or of the one that the tensor is a view of."""
-    found: SavedStorage | None = _streamed.get(version_owner(tensor)) if _streamed else None
+    found: SavedStorage | None = _streamed.get(version_owner(tensor)) if _streamed.data else None
     return found
 
 
