@@ -443,7 +443,7 @@ def test_the_same_problem_has_the_same_answer_again_and_in_another_process() -> 
     assert ran.stdout.strip() == str(first.chosen)
 
 
-@pytest.mark.parametrize("host", [False, True])
+@pytest.mark.parametrize("host", [pytest.param(False, marks=pytest.mark.long), True])
 def test_128_blocks_take_no_more_work_than_five_seconds(host: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Work is counted, for the time is the machine's: at most 250 simulations, whatever each takes."""
     calls = 0
