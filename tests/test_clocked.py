@@ -217,7 +217,7 @@ def clocked(monkeypatch: pytest.MonkeyPatch) -> ClockedBackend:
     return backend
 
 
-@pytest.mark.parametrize("share", [0.8, pytest.param(0.5, marks=pytest.mark.long), 0.36])
+@pytest.mark.parametrize("share", [*(pytest.param(share, marks=pytest.mark.long) for share in (0.8, 0.5)), 0.36])
 def test_a_budget_finds_a_plan_whose_step_takes_what_is_foretold(share: float, clocked: ClockedBackend) -> None:
     model, batch = model_and_batch()
     with spillway.Session(backend=clocked.serve) as session, clocked.computing():

@@ -298,6 +298,7 @@ def train(steps):
         optimizer.zero_grad()
 
 if __name__ == "__main__":
+    multiprocessing.set_executable(sys.argv[2])
     child = multiprocessing.get_context(sys.argv[1]).Process(target=train, args=(7,))
     child.start()
     child.join()
@@ -308,15 +309,14 @@ if __name__ == "__main__":
 
 def test_children_of_multiprocessing_are_managed(installed: Environment, server: Server) -> None:
     script = installed.folder.write("spawns.py", SPAWNS)
-    run = ["run", "--budget", "3GiB", script.name]
+    run = ["run", "--budget", "3GiB", script]
+    # Its whole path: children would look for a name in the folder that the server began in.
     # Each way to start a child, in a program and under run: either is with two of them.
     programs = [
-        installed.python(script.name, "spawn", **BUDGET),
-        armed(installed, server, script.name, "fork", **BUDGET),
+        armed(installed, server, script, method, installed.interpreter, **BUDGET) for method in ("spawn", "fork")
     ]
     runs = [
-        installed.python("-m", "spillway", *run, "forkserver"),
-        server.spillway(installed.folder.path, *run, "fork"),
+        server.spillway(installed.folder.path, *run, method, installed.interpreter) for method in ("forkserver", "fork")
     ]
     for done in programs:
         assert done.code == 0, done.err
