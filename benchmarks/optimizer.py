@@ -161,6 +161,10 @@ def split(stack: Stack, options: argparse.Namespace, **given: Any) -> Update:
     return offloaded(stack, options, step_on="auto", cpu_share=options.cpu_share, overlap=True, **given)
 
 
+def streamed_split(stack: Stack, options: argparse.Namespace, **given: Any) -> Update:
+    return streamed(stack, options, step_on="auto", cpu_share=options.cpu_share, **given)
+
+
 def accumulated(stack: Stack, options: argparse.Namespace, **given: Any) -> Loop:
     optimizer = spillway.OffloadedOptimizer(
         stack.parameters(), torch.optim.AdamW, threads=options.threads, fused=True, **given, **ADAMW
@@ -256,6 +260,12 @@ WAYS: dict[str, Callable[[Stack, argparse.Namespace], Update | Loop]] = {
     ),
     "weights streamed, GPU in chunks, fp32 master weights, clipped, overlapping": partial(
         streamed, step_on="gpu", clipped=True
+    ),
+    "weights streamed, split over CPU and GPU, fp32 master weights, in backward, overlapping": partial(
+        streamed_split, step_in_backward=True
+    ),
+    "weights streamed, split over CPU and GPU, fp32 master weights, clipped, overlapping": partial(
+        streamed_split, clipped=True
     ),
     "weights streamed, GPU in chunks, fp32 master weights": partial(streamed, step_on="gpu", overlap=False),
     "weights streamed, fp32 master weights, in backward, overlapping": partial(streamed, step_in_backward=True),

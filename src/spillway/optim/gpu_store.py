@@ -26,6 +26,10 @@ tensors. They are kept until compute has waited for the step. A user may write a
 A step during backward reads the gradient as autograd left it, and not the copy that is on its way to the CPU. These
 gradients stay on the GPU until compute has waited for their steps. Past the in-flight limit it waits for the oldest.
 
+A step's short kernels wait for long kernels of the model, which hold all multiprocessors, whatever the stream's
+priority: 8.8 ms of an attention backward that took 9.1 ms (H100, a trace). Four step streams in turn instead of one were
+no faster with 16,384 tokens.
+
 During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
 by hand afterwards, ``step()`` loads the chunk again, after its copy out.
 
