@@ -195,10 +195,14 @@ def search(model: nn.Module, batch: Tensor, attached: Attached, most: int = 10) 
 
 
 def budget_of(measured: Profile, share: float) -> int:
-    """A budget between the least one, and all that there is if everything stays.
+    """A budget between the least one, and all that there is if everything stays."""
+    least, most = _least_and_most(measured)
+    return int(least + share * (most - least))
 
-    Plans of recomputation come to as little as those that offload, and are found in a tenth of the time.
-    """
+
+@functools.lru_cache(maxsize=4)
+def _least_and_most(measured: Profile) -> tuple[int, int]:
+    """Plans of recomputation come to as little as those that offload, and are found in a tenth of the time."""
     try:
         spillway.plan(measured, budget=1, hardware=hardware(), allow={"keep", "recompute"})
     except BudgetError as error:
@@ -206,4 +210,4 @@ def budget_of(measured: Profile, share: float) -> int:
     else:
         raise AssertionError
     most = spillway.plan(measured, budget="1TiB", hardware=hardware(), allow={"keep"}).predicted_peak
-    return int(least + share * (most - least))
+    return least, most

@@ -372,6 +372,7 @@ def timed_in_turn(
 
 @pytest.mark.parametrize("chosen", [0, 1], ids=["a plan is active", "checkpointing is active"])
 @pytest.mark.parametrize("seconds", [(1.0, 3.0), (3.0, 1.0), (2.0, 2.0)], ids=str)
+@pytest.mark.covered
 def test_two_plans_are_timed_in_turn_while_one_is_active(
     seconds: tuple[float, float], chosen: int, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -41,6 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.covered(times=2)
 @pytest.mark.parametrize("name", ["fifo", "folder", "dangling", "loop", "/dev/zero", "absent"])
 @pytest.mark.parametrize(
     "command",
@@ -62,6 +63,7 @@ def test_only_a_regular_file_is_read(command: tuple[str, ...], name: str, folder
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.covered(times=2)
 @pytest.mark.parametrize("name", ["fifo", "folder", "dangling", "loop"])
 @pytest.mark.parametrize(
     "command",

@@ -9,10 +9,11 @@ import sysconfig
 import venv
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from running.scripts import MODELS, RANKS, SOURCE, TRAINING, Ended, Folder, keep_hardware
+from running.scripts import MODELS, RANKS, SOURCE, TRAINING, Ended, Folder, Server, keep_hardware
 from spillway.cli.variables import asked
 
 pytestmark = pytest.mark.timeout(300)
@@ -65,42 +66,57 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Environment:
 
 
 @pytest.fixture(scope="module")
-def plain(installed: Environment) -> str:
+def plain(installed: Environment, server: Server) -> str:
     """What the script says by itself, without a variable."""
-    done = installed.python("train.py", STEPS)
+    done = server.run(installed.folder.path, SCRIPT, "train.py", STEPS)
     assert (done.code, done.err) == (0, "")
     return done.out
+
+
+SCRIPT = """
+import runpy, sys
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def armed(installed: Environment, server: Server, *arguments: object, **variables: str) -> Ended:
+    """A script in a process that has imported torch before its hook runs, as one of a ``sitecustomize`` may have."""
+    code = f"import spillway.cli.startup\nspillway.cli.startup.arm()\n{SCRIPT}"
+    return server.run(installed.folder.path, code, *arguments, **variables)
 
 
 def unmet(done: Ended) -> list[str]:
     return [line for line in done.err.splitlines() if "was not met" in line]
 
 
-@pytest.mark.parametrize("options", [[], ["-I"]], ids=str)
-def test_a_budget_of_the_environment_does_what_run_does(options: list[str], installed: Environment, plain: str) -> None:
-    done = installed.python(*options, "train.py", STEPS, **BUDGET)
+def test_a_budget_of_the_environment_does_what_run_does(installed: Environment, server: Server, plain: str) -> None:
+    done = installed.python("-I", "train.py", STEPS, **BUDGET)
     assert (done.code, done.out) == (0, plain), done.err
     assert done.err.startswith(f"\nspillway: 1 model attached, {STEPS} optimizer steps\n")
     assert ATTACHED in done.err
-    run = installed.python("-m", "spillway", "run", "--budget", "3GiB", "train.py", STEPS)
+    run = server.spillway(installed.folder.path, "run", "--budget", "3GiB", "train.py", STEPS)
     assert run.out == plain
     assert run.err.splitlines()[:4] == done.err.splitlines()[:4]
 
 
+IS_ARMED = "import sys; print(any('spillway' in type(each).__module__ for each in sys.meta_path))"
+
+
 @pytest.mark.parametrize(
-    ("options", "variables"),
+    ("variables", "is_armed"),
     [
-        ([], {"SPILLWAY_BUDGET": "off"}),
-        ([], {"SPILLWAY_BUDGET": "off", "SPILLWAY_POLICY": "offload"}),
-        ([], {"SPILLWAY_BUDGET": ""}),
-        ([], {"SPILLWAY_HOST_BUDGET": "1GiB"}),
+        ({"SPILLWAY_BUDGET": "3GiB"}, True),
+        ({"SPILLWAY_BUDGET": "off"}, False),
+        ({"SPILLWAY_BUDGET": "off", "SPILLWAY_POLICY": "offload"}, False),
+        ({"SPILLWAY_BUDGET": ""}, False),
+        ({"SPILLWAY_HOST_BUDGET": "1GiB"}, False),
     ],
     ids=str,
 )
 def test_off_and_no_way_leave_a_program_alone(
-    options: list[str], variables: dict[str, str], installed: Environment, plain: str
+    variables: dict[str, str], is_armed: bool, installed: Environment
 ) -> None:
-    assert installed.python(*options, "train.py", STEPS, **variables) == Ended(0, plain, "")
+    assert installed.python("-c", IS_ARMED, **variables) == Ended(0, f"{is_armed}\n", "")
 
 
 def test_python_without_site_reads_no_hook(installed: Environment) -> None:
@@ -122,8 +138,8 @@ def test_without_a_variable_nothing_of_spillway_is_imported_and_with_one_no_torc
         ("BUDGET", "auto", "offload"),
     ],
 )
-def test_each_way_has_a_variable(name: str, value: str, way: str, installed: Environment) -> None:
-    done = installed.python("train.py", 1, **{f"SPILLWAY_{name}": value})
+def test_each_way_has_a_variable(name: str, value: str, way: str, installed: Environment, server: Server) -> None:
+    done = armed(installed, server, "train.py", 1, **{f"SPILLWAY_{name}": value})
     assert done.code == 0
     assert f"GPT: 4 blocks, {way}\n" in done.err
 
@@ -140,11 +156,20 @@ def test_each_way_has_a_variable(name: str, value: str, way: str, installed: Env
     ],
     ids=str,
 )
-def test_a_wrong_value_is_one_sentence_and_2(variables: dict[str, str], told: str, installed: Environment) -> None:
-    done = installed.python("-c", "try: import torch\nexcept Exception: print('went on')", **variables)
+def test_a_wrong_value_is_one_sentence_and_2(
+    variables: dict[str, str], told: str, installed: Environment, server: Server
+) -> None:
+    done = armed(installed, server, "train.py", 1, **variables)
     assert (done.code, done.out) == (2, "")
     assert done.err.startswith("error: ") and told in done.err and done.err.count("\n") == 1
-    assert installed.python("-c", "print('no torch')", **variables) == Ended(0, "no torch\n", "")
+
+
+def test_a_wrong_value_ends_a_program_where_it_imports_torch(installed: Environment) -> None:
+    wrong = {"SPILLWAY_BUDGET": "lots"}
+    done = installed.python("-c", "try: import torch\nexcept Exception: print('went on')", **wrong)
+    assert (done.code, done.out) == (2, "")
+    assert done.err.startswith("error: ") and done.err.count("\n") == 1
+    assert installed.python("-c", "print('no torch')", **wrong) == Ended(0, "no torch\n", "")
 
 
 def test_the_users_own_sitecustomize_runs_too(installed: Environment, plain: str) -> None:
@@ -162,7 +187,6 @@ def test_torch_that_a_sitecustomize_imports_is_managed_too_but_not_in_our_comman
     done = installed.python("-m", "spillway", "run", "--policy", "keep", "train.py", 1, **path, **BUDGET)
     assert done.err.count("GPT: 4 blocks") == done.err.count("GPT: 4 blocks, keep\n") == 1
     assert not unmet(done)
-    assert installed.python("-m", "spillway", "--version", **path, **BUDGET).err == ""
 
 
 def test_a_look_for_torch_imports_nothing_and_its_loader_is_as_before(installed: Environment) -> None:
@@ -174,31 +198,31 @@ import torch
 assert vars(torch.__spec__.loader).keys() == {"name", "path"}, vars(torch.__spec__.loader)
 assert not [each for each in sys.meta_path if "spillway" in type(each).__module__]
 """
-    done = installed.python("-c", code, SPILLWAY_POLICY="keep")
-    assert done.code == 0, done.err
-
-
-def test_a_program_that_attaches_nothing_says_so_in_one_line(installed: Environment) -> None:
-    done = installed.python("-c", "import torch", **BUDGET)
-    assert (done.code, done.out) == (0, "")
+    done = installed.python("-c", code, **BUDGET)
+    assert (done.code, done.out) == (0, ""), done.err
     [line] = done.err.split("\n")[1:-1]
     assert line.startswith("spillway: SPILLWAY_BUDGET=3GiB was not met, since nothing was attached: No module was")
+
+
+def test_a_program_whose_budget_is_not_met_says_so_in_one_line(installed: Environment, server: Server) -> None:
     by_hand = installed.folder.write("by_hand.py", TRAINING.replace("loss = model(", "loss = model.forward("))
-    done = installed.python(by_hand.name, 2, SPILLWAY_QUIET="1", **BUDGET)
+    done = armed(installed, server, by_hand.name, 2, SPILLWAY_QUIET="1", **BUDGET)
     assert done.code == 0
     assert done.err.count("\n") == 2 and "call model(...)" in done.err
-    short = installed.python("train.py", 1, **BUDGET)
+    short = armed(installed, server, "train.py", 1, **BUDGET)
     assert "since the script ended before there was a plan (GPT takes" in unmet(short)[0]
     caught = installed.folder.write("caught.py", TRAINING.replace("finally:", "except Exception:"))
-    small = installed.python(caught.name, STEPS, SPILLWAY_BUDGET="1MiB")
+    small = armed(installed, server, caught.name, STEPS, SPILLWAY_BUDGET="1MiB")
     assert small.code == 0
     assert unmet(small) == ["spillway: SPILLWAY_BUDGET=1MiB was not met, since no plan fits it"]
 
 
-def test_a_model_that_the_program_attaches_itself_is_attached_once(installed: Environment, plain: str) -> None:
+def test_a_model_that_the_program_attaches_itself_is_attached_once(
+    installed: Environment, server: Server, plain: str
+) -> None:
     text = TRAINING.replace("model = GPT()", "model = GPT()\nimport spillway\nspillway.attach(model, policy='keep')")
     script = installed.folder.write("own.py", text)
-    done = installed.python(script.name, STEPS, **BUDGET)
+    done = armed(installed, server, script.name, STEPS, **BUDGET)
     assert (done.code, done.out) == (0, plain), done.err
     assert "GPT is not attached: is attached by the script itself" in done.err
     assert len(unmet(done)) == 1
@@ -206,54 +230,58 @@ def test_a_model_that_the_program_attaches_itself_is_attached_once(installed: En
 
 LAUNCHER = """
 import subprocess, sys
-raise SystemExit(subprocess.run([sys.executable, *sys.argv[1:]]).returncode)
+raise SystemExit(subprocess.run(sys.argv[1:]).returncode)
 """
 
 
-@pytest.mark.parametrize("imports", ["", "import torch\n"], ids=["without torch", "with torch"])
 def test_children_of_a_program_are_managed_and_the_program_is_content(
-    imports: str, installed: Environment, plain: str
+    installed: Environment, server: Server, plain: str
 ) -> None:
-    launcher = installed.folder.write("launcher.py", imports + LAUNCHER)
-    done = installed.python(launcher.name, "train.py", STEPS, **BUDGET)
+    launcher = installed.folder.write("launcher.py", LAUNCHER)
+    done = armed(installed, server, launcher.name, installed.interpreter, "train.py", STEPS, **BUDGET)
     assert (done.code, done.out) == (0, plain), done.err
     assert done.err.count("model attached") == done.err.count(ATTACHED) == 1
     assert not unmet(done)
 
 
-def test_children_of_run_are_managed_and_count(installed: Environment, plain: str) -> None:
+def test_children_of_run_are_managed_and_count(installed: Environment, server: Server, plain: str) -> None:
     launcher = installed.folder.write("launcher.py", LAUNCHER)
-    command = ["-m", "spillway", "run", "--budget", "3GiB", "-o", "children.json", launcher.name]
-    done = installed.python(*command, "train.py", STEPS)
+    command = ["run", "--budget", "3GiB", "-o", "children.json", launcher.name, installed.interpreter]
+
+    def run(*arguments: object) -> tuple[Ended, dict[str, Any]]:
+        done = server.spillway(installed.folder.path, *command, *arguments)
+        return done, json.loads((installed.folder.path / "children.json").read_text())
+
+    done, said = run("train.py", STEPS)
     assert (done.code, done.out) == (0, plain), done.err
     assert done.err.count(ATTACHED) == 1
     assert done.err.endswith("\nspillway: 0 models attached, 0 optimizer steps\n  attached in child processes: GPT\n")
-    said = json.loads((installed.folder.path / "children.json").read_text())
     [child] = said["children"]
     assert (said["models"], child["models"][0]["kind"], child["steps"]) == ([], "GPT", STEPS)
-    # A child of a child, whose launcher is a run of its own with other options.
-    inner = ["-m", "spillway", "run", "--quiet", "--policy", "keep", launcher.name]
-    done = installed.python(*command, *inner, "train.py", STEPS)
-    assert (done.code, done.out) == (0, plain), done.err
-    said = json.loads((installed.folder.path / "children.json").read_text())
-    assert said["children"][0]["children"][0]["models"][0]["way"] == "keep"
-    short = installed.python(*command, "train.py", 1)
-    assert short.code == 3
-    assert "the script ended before there was a plan (GPT takes" in short.err
-    nothing = installed.python(*command, "-c", "import torch")
+    # A child of a child, whose launcher is a run of its own with other options. It ends early.
+    inner = ["-m", "spillway", "run", "--quiet", "--best-effort", "--budget", "2GiB", launcher.name]
+    done, said = run(*inner, installed.interpreter, "train.py", 1)
+    assert (done.code, done.out) == (3, f"{plain.splitlines()[0]}\nfinally\n"), done.err
+    assert said["children"][0]["children"][0]["models"][0]["way"] == "budget 2GiB"
+    assert "the script ended before there was a plan (GPT takes" in done.err
+    nothing, _ = run("-c", "pass")
     assert nothing.code == 3
     assert "in this process or in a managed child." in " ".join(nothing.err.split())
 
 
-@pytest.mark.parametrize("command", [["profile", "-o", "children-profile.json"], ["bench", "--ways", "baseline"]])
-def test_children_of_profile_and_bench_are_left_alone(command: list[str], installed: Environment) -> None:
-    text = TRAINING.replace(
-        "finally:", 'finally:\n    import subprocess; subprocess.run([sys.executable, "-c", "import torch"])'
-    )
-    script = installed.folder.write("with_child.py", text)
-    done = installed.python("-m", "spillway", *command, script.name, 100, **BUDGET)
-    assert done.code == 0, done.err
-    assert not unmet(done) and "attached" not in done.err
+def test_children_of_profile_and_bench_are_left_alone(installed: Environment, server: Server) -> None:
+    said = installed.folder.path / "is-armed"
+    child = f"""
+    import subprocess
+    with open({str(said)!r}, "w") as file:
+        subprocess.run([{installed.interpreter!r}, "-c", {IS_ARMED!r}], stdout=file)"""
+    script = installed.folder.write("with_child.py", TRAINING.replace("finally:", f"finally:{child}"))
+    for command in (["profile", "-o", "children-profile.json"], ["bench", "--ways", "baseline"]):
+        done = server.spillway(installed.folder.path, *command, script.name, 100, **BUDGET)
+        assert done.code == 0, done.err
+        assert said.read_text() == "False\n"
+        assert "attached" not in done.err
+        said.unlink()
 
 
 SPAWNS = (
@@ -270,6 +298,7 @@ def train(steps):
         optimizer.zero_grad()
 
 if __name__ == "__main__":
+    multiprocessing.set_executable(sys.argv[2])
     child = multiprocessing.get_context(sys.argv[1]).Process(target=train, args=(7,))
     child.start()
     child.join()
@@ -278,55 +307,69 @@ if __name__ == "__main__":
 )
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver", "fork"])
-def test_children_of_multiprocessing_are_managed(method: str, installed: Environment) -> None:
+def test_children_of_multiprocessing_are_managed(installed: Environment, server: Server) -> None:
     script = installed.folder.write("spawns.py", SPAWNS)
-    done = installed.python(script.name, method, **BUDGET)
-    assert done.code == 0, done.err
-    assert done.err.count(ATTACHED) == 1
-    assert not unmet(done)
-    run = installed.python("-m", "spillway", "run", "--budget", "3GiB", script.name, method)
-    assert run.code == 0, run.err
-    assert "attached in child processes: GPT" in run.err
+    run = ["run", "--budget", "3GiB", script]
+    # Its whole path: children would look for a name in the folder that the server began in.
+    # Each way to start a child, in a program and under run: either is with two of them.
+    programs = [
+        armed(installed, server, script, method, installed.interpreter, **BUDGET) for method in ("spawn", "fork")
+    ]
+    runs = [
+        server.spillway(installed.folder.path, *run, method, installed.interpreter) for method in ("forkserver", "fork")
+    ]
+    for done in programs:
+        assert done.code == 0, done.err
+        assert done.err.count(ATTACHED) == 1
+        assert not unmet(done)
+    for done in runs:
+        assert done.code == 0, done.err
+        assert "attached in child processes: GPT" in done.err
 
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
+TWO_RANKS = f"""
+import functools, os
+import torch.distributed as dist
+child = os.fork()
+meet = dict(init_method=f"file://{{os.getcwd()}}/meeting", rank=int(child == 0), world_size=2)
+dist.init_process_group = functools.partial(dist.init_process_group, **meet)
+{SCRIPT}
+if child:
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
 @pytest.mark.parametrize(
     ("module", "variables"),
     [
         pytest.param([], BUDGET, id="environment"),
-        pytest.param(["-m", "spillway", "run", "--budget", "3GiB"], {}, id="run"),
         pytest.param(["-m", "spillway", "run", "--budget", "3GiB"], {"SPILLWAY_BUDGET": "2GiB"}, id="both"),
     ],
 )
-def test_ranks_under_torchrun(module: list[str], variables: dict[str, str], installed: Environment) -> None:
+def test_ranks_under_torchrun(
+    module: list[str], variables: dict[str, str], installed: Environment, server: Server
+) -> None:
     installed.folder.write("ranks.py", RANKS)
     if not (installed.folder.path / "losses.0.plain").exists():
-        assert installed.python(*TORCHRUN, "ranks.py", "plain").code == 0
+        assert server.run(installed.folder.path, TWO_RANKS, "ranks.py", "plain").code == 0
     done = installed.python(*TORCHRUN, *module, "ranks.py", "managed", **variables)
     assert done.code == 0, done.err
     for rank in (0, 1):
         losses = [(installed.folder.path / f"losses.{rank}.{which}").read_text() for which in ("plain", "managed")]
         assert losses[0] == losses[1]
+        assert losses[0].count("\n") == 7
     assert done.err.count(ATTACHED) == done.err.count("model attached") == 1
     assert not unmet(done)
 
 
-@pytest.mark.parametrize(
-    ("module", "variables"),
-    [
-        pytest.param([], BUDGET, id="environment"),
-        pytest.param(["-m", "spillway", "run", "--budget", "3GiB"], {}, id="run"),
-        pytest.param(["-m", "spillway", "run", "--budget", "3GiB"], {"SPILLWAY_BUDGET": "2GiB"}, id="both"),
-    ],
-)
-def test_accelerate_launch(module: list[str], variables: dict[str, str], installed: Environment, plain: str) -> None:
+def test_accelerate_launch(installed: Environment, plain: str) -> None:
     pytest.importorskip("accelerate")
     launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--mixed_precision", "no"]
     cache = {"HF_HOME": str(installed.folder.path / "hf"), "ACCELERATE_USE_CPU": "true"}
-    done = installed.python(*launch, *module, "train.py", STEPS, **cache, **variables)
+    done = installed.python(*launch, "train.py", STEPS, **cache, **BUDGET)
     assert (done.code, done.out) == (0, plain), done.err
     assert done.err.count(ATTACHED) == done.err.count("model attached") == 1
     assert not unmet(done)

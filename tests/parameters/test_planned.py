@@ -137,6 +137,7 @@ FROZEN_OR_TRAINED = pytest.mark.parametrize("is_trained", [False, True], ids=["f
     [(64, 512, "64KiB", (0.8, 0.55)), (256, 128, "3MiB", (0.95, 0.86))],
     ids=["small weights", "large weights"],
 )
+@pytest.mark.covered
 def test_predicted_peaks_are_within_two_percent(
     width: int, rows: int, window: str, shares: tuple[float, ...], is_trained: bool
 ) -> None:
@@ -164,12 +165,13 @@ def test_the_least_budget_has_two_blocks_of_weights(is_trained: bool) -> None:
     assert error.value.least > STATIC + 2 * weights
 
 
-@FROZEN_OR_TRAINED
-@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize(
+    ("is_trained", "overlaps"), [(False, False), (True, False), (True, True)], ids=["frozen", "trained", "overlapped"]
+)
 def test_training_within_a_budget_has_the_bits_of_a_resident_model(is_trained: bool, overlaps: bool) -> None:
     def run(loop: Training) -> list[Tensor]:
         found: list[Tensor] = []
-        if is_trained and overlaps:
+        if overlaps:
             loop.optimizer.overlap_forward(loop.model, blocks="layers.*")
         for number in range(9):
             found += loop.step(reads=True)

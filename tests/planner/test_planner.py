@@ -31,7 +31,7 @@ FILE = Path(__file__).with_name("llama_8b_block.json")
 WINDOW = 512 << 20
 H200 = Hardware.named("h200")
 LLAMA = Profile.load(FILE)
-BUDGETS = [17, 20, 24, 32, 40, 44]
+BUDGETS = [17, 24, 40, 44]
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=15, database=None)
 

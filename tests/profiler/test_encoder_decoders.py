@@ -83,7 +83,7 @@ def test_peaks_of_an_encoder_decoder_are_predicted_to_a_few_thousandths(
     # biases releases two of them.
     assert rises["decoder.block.2"] - rises["decoder.block.1"] >= ROWS * TOKENS * WIDTH * 4 + 2 * BIAS
     limits: dict[str, Any] = {"hardware": hardware(), "allow": {"keep", "recompute"}}
-    budgets = [budget_of(profile, share) for share in (0.02, 0.1, 0.3, 0.5, 1.0)]
+    budgets = [budget_of(profile, share) for share in (0.02, 0.3, 1.0)]
     plans = [spillway.plan(profile, budget=budget, **limits) for budget in budgets]
     plans.append(make_checkpointing_plan(profile, hardware(), budget=1 << 40, window=1 << 20))
     plain = set()

@@ -128,9 +128,9 @@ if __name__ == "__main__":
 )
 
 
-def test_workers_of_a_loader_find_the_scripts_classes(folder: Folder) -> None:
+def test_workers_of_a_loader_find_the_scripts_classes(folder: Folder, server: Server) -> None:
     script = folder.write("script.py", WORKERS)
-    managed = folder.spillway("run", "--policy", "recompute", script.name)
+    managed = server.spillway(folder.path, "run", "--policy", "recompute", script.name)
     assert managed.code == 0, managed.err
     assert managed.out == "[0, 1, 2, 3]\n[4, 5, 6, 7]\n" * 2
     assert managed.err.count("spillway: ") == 1
