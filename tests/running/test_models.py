@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.attaching.call import PLACE, is_attached
-from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, UNSEEN, ScriptObserver
+from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, REPLACED, UNSEEN, ScriptObserver
 from spillway.cli.running.options import RunOptions
 from spillway.cli.running.result import WIDEST, RunResult, result_of
 from steps import Block
@@ -94,7 +94,11 @@ def ended(observer: ScriptObserver) -> RunResult:
 
 
 def reasons(observer: ScriptObserver) -> list[tuple[str, str]]:
-    return [(each.kind, each.reason) for each in ended(observer).not_attached]
+    return reasons_of(ended(observer))
+
+
+def reasons_of(result: RunResult) -> list[tuple[str, str]]:
+    return [(each.kind, each.reason) for each in result.not_attached]
 
 
 def test_a_model_is_attached_in_its_first_forward_and_trains_bit_for_bit(observer: ScriptObserver) -> None:
@@ -516,6 +520,72 @@ def test_a_model_that_the_script_attached_itself_is_left_to_it(observer: ScriptO
         model(batch()).sum().backward()
         assert own.stats().recomputed_bytes > 0
     assert observer.models.managed == []
+
+
+@pytest.mark.parametrize("options", [{"policy": "recompute"}, {"budget": "8GiB"}], ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize("part", ["model", "part", "wrapper"])
+def test_a_managed_model_that_the_script_attaches_later_is_the_scripts(part: str, options: dict[str, str]) -> None:
+    def parts(model: nn.Module) -> nn.Module:
+        return {"model": model, "part": model[0], "wrapper": nn.Sequential(model)}[part]  # type: ignore[index]
+
+    def make() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Net(), nn.Linear(WIDTH, WIDTH))
+        return model, parts(model)
+
+    told: list[str] = []
+    observer = ScriptObserver(RunOptions(**options).attach)  # type: ignore[arg-type]
+    observer.models.tell = lambda each: told.append(f"{each.kind}: {each.reason}")
+    try:
+        model, meant = make()
+        optimizer = sgd(model)
+        losses = train(model, optimizer, 3)
+        [managed] = observer.models.managed
+        assert told == []
+        own = spillway.attach(meant, policy=spillway.Recompute(offload="inputs"), blocks=Block, min_bytes=0)
+        assert told == [f"Sequential: {REPLACED}"]
+        assert repr(managed.attached).endswith("removed>")
+        assert observer.models.managed == []
+        losses += train(meant if part == "wrapper" else model, optimizer, 3)
+        assert own.passes == 3 and own.stats().recomputed_bytes > 0
+        own.remove()
+        assert not any(is_attached(each) for each in meant.modules())
+        losses += train(model, optimizer, 1)
+        # It stays the script's own.
+        assert observer.models.managed == [] and len(told) == 1
+        plain, _ = make()
+        theirs = sgd(plain)
+        expected = train(plain, theirs, 3) + train(plain, theirs, 3) + train(plain, theirs, 1)
+        assert all(map(torch.equal, losses, expected))
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    finally:
+        observer.end()
+        observer.models.close()
+    assert reasons_of(result_of(observer)) == [("Sequential", REPLACED)]
+
+
+def test_a_part_that_is_attached_inside_of_a_managed_forward_is_the_scripts(observer: ScriptObserver) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.own: list[spillway.Attached] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.own and is_lazy:
+                self.own.append(spillway.attach(self.net, policy="offload", min_bytes=0))
+            return self.net(x)  # type: ignore[no-any-return]
+
+    is_lazy = True
+    torch.manual_seed(0)
+    model = Lazy()
+    losses = train(model, sgd(model), 3)
+    assert model.own[0].passes == 3
+    assert reasons(observer) == [("Lazy", REPLACED)]
+    is_lazy = False
+    torch.manual_seed(0)
+    plain = Lazy()
+    assert all(map(torch.equal, losses, train(plain, sgd(plain), 3)))
 
 
 def test_threads_train_models_of_their_own(observer: ScriptObserver) -> None:

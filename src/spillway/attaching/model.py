@@ -97,6 +97,11 @@ class ModelCall(ModuleCall):
         for call in (self, *self.blocks):
             call.on_error = on_error
 
+    def give_way_by(self, remove: Callable[[], object]) -> None:
+        """Let the user's own ``attach`` of the model, or of a part of it, call a function that removes this one."""
+        for call in (self, *self.blocks):
+            call.give_way = remove
+
     def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.streams is None or self._here.inside:
             return super()._call(module, args, kwargs)

@@ -12,7 +12,7 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import CHECKPOINT_WRAPPER, PLACE, composed_with, own_call
-from spillway.attaching.call import is_attached
+from spillway.attaching.call import ModuleCall, is_attached
 from spillway.checkpointing.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
@@ -25,8 +25,15 @@ _SHOWN = 8
 
 
 def refuse_modules(modules: Sequence[Named]) -> None:
-    """Raise an error if one of the modules is attached already, or is a ``DataParallel``."""
+    """Raise an error if one of the modules is attached already, or is a ``DataParallel``.
+
+    Only the user's own call counts: an automatic one (``spillway run``, ``SPILLWAY_BUDGET``) gives way to this one.
+    """
     for each in modules:
+        call = each.module.__dict__.get(PLACE)
+        # A shallow copy has the call of its original in its dictionary.
+        if isinstance(call, ModuleCall) and call.give_way is not None and call.module() is each.module:
+            call.give_way()
         if is_attached(each.module):
             raise UsageError(
                 f"{each} is attached already. Call remove() of the handle that the other spillway.attach returned, and "
