@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
@@ -280,9 +281,9 @@ def test_a_copy_and_an_average_train_and_run_as_copies_do(observer: ScriptObserv
     assert torch.equal(twin(batch()), model(batch()))
 
 
-def flagged() -> tuple[Any, nn.Module]:
+def wrapped() -> tuple[Any, nn.Module]:
     model = net()
-    model.gradient_checkpointing = True
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     return model, model
 
 
@@ -327,7 +328,7 @@ def in_a_transform() -> tuple[Any, nn.Module]:
 
 
 REFUSED = [
-    (flagged, "Net", "checkpoints already"),
+    (wrapped, "Net", "checkpoints already"),
     (compiled, "OptimizedModule", "compiled around"),
     (compiled_in_place, "Net", COMPILED),
     (by_hand, "Net", BY_HAND),
@@ -371,10 +372,10 @@ def test_a_scripted_model_of_ones_own_class_trains_on(observer: ScriptObserver) 
 
 def test_what_is_given_up_is_told_at_once(observer: ScriptObserver) -> None:
     told: list[str] = []
-    observer.models.tell = lambda given_up: told.append(given_up.reason)
+    observer.models.tell = told.append
     model = nn.Linear(WIDTH, WIDTH)
     train(model, sgd(model), 2)
-    assert told == [each.reason for each in observer.models.rejected] != []
+    assert told == [f"Linear is not attached: {each.reason}" for each in observer.models.rejected] != []
 
 
 def test_where_hooks_are_disabled_a_model_trains_on(observer: ScriptObserver) -> None:
@@ -507,6 +508,7 @@ def test_what_a_checkpoint_runs_again_is_no_root(observer: ScriptObserver) -> No
     model = net()
     # Blocks of blocks: each of them would be a root if it were called by itself.
     model.blocks = nn.ModuleList(nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2))
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.gradient_checkpointing = True
     train(model, sgd(model), 3)
     assert observer.models.managed == []
@@ -522,6 +524,23 @@ def test_a_model_that_the_script_attached_itself_is_left_to_it(observer: ScriptO
     assert observer.models.managed == []
 
 
+def test_a_model_that_checkpoints_itself_is_attached_instead_and_said_at_once(observer: ScriptObserver) -> None:
+    told: list[str] = []
+    observer.models.tell = told.append
+    model = net()
+    model.gradient_checkpointing = True
+    losses = train(model, sgd(model), 3)
+    [managed] = observer.models.managed
+    assert model.gradient_checkpointing is False
+    assert managed.attached.stats().recomputed_bytes > 0
+    assert told == [f"Net: {note}" for note in managed.attached.notes]
+    assert "gradient_checkpointing of the model is switched off" in " ".join(ended(observer).to_text().split())
+    observer.models.close()
+    assert model.gradient_checkpointing is True
+    plain = net()
+    assert all(map(torch.equal, losses, train(plain, sgd(plain), 3)))
+
+
 @pytest.mark.parametrize("options", [{"policy": "recompute"}, {"budget": "8GiB"}], ids=lambda each: next(iter(each)))
 @pytest.mark.parametrize("part", ["model", "part", "wrapper"])
 def test_a_managed_model_that_the_script_attaches_later_is_the_scripts(part: str, options: dict[str, str]) -> None:
@@ -535,7 +554,7 @@ def test_a_managed_model_that_the_script_attaches_later_is_the_scripts(part: str
 
     told: list[str] = []
     observer = ScriptObserver(RunOptions(**options).attach)  # type: ignore[arg-type]
-    observer.models.tell = lambda each: told.append(f"{each.kind}: {each.reason}")
+    observer.models.tell = told.append
     try:
         model, meant = make()
         optimizer = sgd(model)
@@ -543,7 +562,7 @@ def test_a_managed_model_that_the_script_attaches_later_is_the_scripts(part: str
         [managed] = observer.models.managed
         assert told == []
         own = spillway.attach(meant, policy=spillway.Recompute(offload="inputs"), blocks=Block, min_bytes=0)
-        assert told == [f"Sequential: {REPLACED}"]
+        assert told == [f"Sequential is not attached: {REPLACED}"]
         assert repr(managed.attached).endswith("removed>")
         assert observer.models.managed == []
         losses += train(meant if part == "wrapper" else model, optimizer, 3)

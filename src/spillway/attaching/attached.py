@@ -128,8 +128,9 @@ class Attached:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes of the search for a plan and since; none without a budget."""
-        return () if self._search is None else tuple(self._search.notes)
+        """Notes: whether the model's own checkpointing is switched off, and with a budget those of the search."""
+        own, search = self._root.flags.note, self._search
+        return (*(() if own is None else (own,)), *(() if search is None else search.notes))
 
     def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
         """Explain the plan.
@@ -215,7 +216,7 @@ class Attached:
             plan,
             hardware,
             measured=search.measured,
-            notes=search.notes,
+            notes=self.notes,
             curve=make_curve(profile, hardware, **limits) if curve else None,
         )
         # All is made before anything is written.
@@ -248,6 +249,7 @@ class Attached:
                 call.streamed = None
         self._removed = True
         self._root.attached = None
+        self._root.flags.put_back()
         if self._root.controller is not None:
             self._root.controller.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.uninstall()]

@@ -25,8 +25,8 @@ NOTE [ Rejected models ]
 A module that cannot be attached is rejected: it trains on unchanged, the reason is kept, and its submodules are not
 judged. If an attached model refuses a later call, Spillway is removed from it, and this call goes on without. The
 model is attached once more, since a changed model (``block.compile()``) may be fine to attach to. The second time it is
-rejected. If the script calls ``spillway.attach`` for an attached model, its own options are meant: Spillway's attachment
-is removed first, and the model is rejected. Only a budget that no plan fits is an error for the script.
+rejected. If the script calls ``spillway.attach`` for an attached model, its own options are meant: the attachment is
+removed first, and the model is rejected. Only a budget that no plan fits is an error for the script.
 
 NOTE [ Unobserved calls ]
 
@@ -144,8 +144,8 @@ class ModelRegistry:
         self.is_observing = False
         self.managed: list[ManagedModel] = []
         self.rejected: list[Rejected] = []
-        self.tell: Callable[[Rejected], None] | None = None
-        """Called when a module is rejected."""
+        self.tell: Callable[[str], object] | None = None
+        """Called with a line for the user: a module is rejected, or its own checkpointing is replaced."""
         self.fatal: BudgetError | None = None
         """Raised because no plan fits the budget."""
 
@@ -179,7 +179,7 @@ class ModelRegistry:
         """Leave a module alone, and remember why."""
         self.rejected.append(Rejected(type(module).__name__, weakref.ref(module), reason))
         if self.tell is not None:
-            self.tell(self.rejected[-1])
+            self.tell(f"{type(module).__name__} is not attached: {reason}")
         return self._know(module, Role.OWNED)
 
     def reject_unseen(self, parameters: Iterable[Tensor]) -> None:
@@ -283,6 +283,9 @@ class ModelRegistry:
         ModelCall.of(model).hand_errors_to(lambda error: self._refused(managed, error))
         ModelCall.of(model).give_way_by(lambda: self._give_way(managed))
         self.managed.append(managed)
+        if self.tell is not None:
+            for note in attached.notes:
+                self.tell(f"{managed.kind}: {note}")
         self._know(model, Role.PASSED)
         return True
 
