@@ -17,7 +17,7 @@ from spillway.errors import UsageError, printable
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.types import StepStats
-from spillway.units import format_bytes
+from spillway.units import format_bytes, format_html
 
 if TYPE_CHECKING:
     from spillway.attaching.controller import PlanController
@@ -283,6 +283,9 @@ class Attached:
             if self.measured is not None:
                 parts.append(f"measured peak {format_bytes(self.measured.peak_bytes)}")
         return ", ".join(parts)
+
+    def _repr_html_(self) -> str:
+        return format_html(f"{self!r}\n{self.explain()}")
 
     def __repr__(self) -> str:
         names = self.blocks
