@@ -69,8 +69,9 @@ class OffloadedOptimizer(Optimizer):
         step_on: the place of the step: ``"cpu"``, ``"gpu"`` or ``"auto"``. On the GPU, master weights and state are in
             pinned CPU memory, and are streamed to the GPU for the step, beside other work of the GPU. The session's
             in-flight limit (512 MiB by default) bounds those that are there at once. The class runs with your own
-            ``fused`` and ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in pieces, those
-            of other classes whole. ``"auto"`` divides the parameters between the two, which step at the same time.
+            ``fused`` and ``foreach``. Large parameters of ``Adam``, ``AdamW``, ``SGD`` and ``Adagrad`` are streamed in
+            pieces, those of other classes whole. ``"auto"`` divides the parameters between the two, which step at the
+            same time.
         cpu_share: the share of elements that the CPU steps with ``step_on="auto"``, from 0 to 1. The GPU steps the
             others. ``None``: the GPU begins alone. From the ninth step on, the CPU steps a quarter, and then half, as
             long as training steps get faster. :attr:`cpu_share` is the result. Without a GPU it is 1. Two runs may
