@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -766,20 +767,36 @@ def test_a_cache_that_the_configuration_asks_for_is_switched_off_in_training(
         assert model.config.use_cache is True
 
 
-def test_a_model_of_transformers_that_checkpoints_already_is_refused(session: Session) -> None:
+@pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}], ids=["all", "every second"])
+@pytest.mark.parametrize("given", [{}, {"budget": "8GiB"}], ids=["recompute", "budget"])
+def test_checkpointing_of_transformers_is_replaced(options: dict[str, int], given: dict[str, Any]) -> None:
+    def flags() -> list[bool]:
+        return [
+            module.gradient_checkpointing for module in model.modules() if hasattr(module, "gradient_checkpointing")
+        ]
+
     model = llama()
-
-    def attach() -> object:
-        return spillway.attach(model, session=session)
-
-    model.activation_checkpointing_enable()  # type: ignore[operator]
-    failing(UsageError, attach, match="checkpoints already .*model.gradient_checkpointing_disable()")
-    model.activation_checkpointing_disable()  # type: ignore[operator]
-    with spillway.attach(model, session=session):
-        language_step(model)
-        model.activation_checkpointing_enable()  # type: ignore[operator]
-        failing(UsageError, lambda: language_step(model), match="gradient_checkpointing_disable()")
-        assert_no_hook()
+    plain = language_step(model)
+    if options and "every_n_layers" not in inspect.signature(model.activation_checkpointing_enable).parameters:
+        pytest.skip("this transformers checkpoints all layers")
+    model.activation_checkpointing_enable(**options)  # type: ignore[operator]
+    assert all(map(torch.equal, language_step(model), plain))
+    before = flags()
+    attached = spillway.attach(model, **given)
+    assert any(before) and not any(flags())
+    assert attached.notes[0].startswith("gradient_checkpointing of the model is switched off")
+    for _ in range(6):
+        assert all(map(torch.equal, language_step(model), plain))
+    model.activation_checkpointing_enable(**options)  # type: ignore[operator]
+    assert all(map(torch.equal, language_step(model), plain))
+    assert not any(flags())
+    assert "switched off" in attached.explain()
+    # Its backward replays as the forward was, without checkpoints inside.
+    loss = model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits.sum()
+    attached.remove()
+    loss.backward()
+    assert flags() == before
+    assert all(map(torch.equal, language_step(model), plain))
 
 
 def test_a_model_says_what_is_attached_to_it_and_how_often_it_was_called(session: Session) -> None:

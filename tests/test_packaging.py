@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -53,6 +54,40 @@ def test_the_wheel_says_what_it_is_and_what_it_needs(wheel: zipfile.ZipFile) -> 
     assert "Typing :: Typed" in (metadata.get_all("Classifier") or [])
     assert f"{folder}/licenses/LICENSE" in wheel.namelist()
     assert "spillway = spillway.cli.app:main" in wheel.read(f"{folder}/entry_points.txt").decode()
+
+
+def test_the_archive_of_sources_builds_the_same_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "hatchling", "build"]
+    done = subprocess.run([*command, "-t", "sdist", "-d", str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [archive] = tmp_path.glob("*.tar.gz")
+    assert archive.name == f"spillway-{spillway.__version__}.tar.gz"
+    with tarfile.open(archive) as files:
+        files.extractall(tmp_path, filter="data")
+    folder = tmp_path / archive.name.removesuffix(".tar.gz")
+    done = subprocess.run([*command, "-t", "wheel", "-d", str(tmp_path)], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    [file] = tmp_path.glob("*.whl")
+    assert sorted(zipfile.ZipFile(file).namelist()) == sorted(wheel.namelist())
+
+
+def test_the_version_stands_in_one_place() -> None:
+    others = [ROOT / name for name in ("pyproject.toml", "CITATION.cff", "README.md", "mkdocs.yml")]
+    found = [path for path in (*others, *(ROOT / "src").rglob("*.py")) if spillway.__version__ in path.read_text()]
+    assert found == [ROOT / "src" / "spillway" / "__init__.py"]
+
+
+def test_issues_ask_for_the_doctor_and_files_of_the_repository_can_be_read() -> None:
+    yaml = pytest.importorskip("yaml")
+    for path in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"):
+        form = yaml.safe_load(path.read_text())
+        if path.name != "config.yml":
+            assert {"name", "description", "body"} <= set(form)
+            assert any("spillway doctor --json" in each["attributes"]["label"] for each in form["body"])
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= set(citation)
+    [local] = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [each["id"] for each in local["hooks"]] == ["ruff", "ruff-format", "mypy", "words"]
 
 
 def demo_report(*, planned_bytes: int) -> dict[str, Any]:

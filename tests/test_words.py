@@ -100,6 +100,8 @@ def files() -> list[Path]:
         ROOT / "README.md",
         ROOT / "CHANGELOG.md",
         ROOT / "CONTRIBUTING.md",
+        ROOT / "SECURITY.md",
+        ROOT / "CODE_OF_CONDUCT.md",
         *sorted((ROOT / "docs").rglob("*.md")),
     ]
     chinese = ROOT / "docs" / "zh"

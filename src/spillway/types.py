@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from spillway.units import format_bytes, format_html, format_seconds
+
 
 class Decision(enum.Enum):
     """The decision about one saved tensor, or about one operator's output."""
@@ -111,6 +113,13 @@ class StepStats:
     groups: tuple[GroupStats, ...] = ()
     """Statistics of groups, in the order in which their names came."""
 
+    def _repr_html_(self) -> str:
+        shown = ("saved_bytes", "kept_bytes", "offloaded_bytes", "recomputed_bytes", "stall_seconds")
+        names = [each.name for each in fields(self) if each.name not in (*shown, "notes", "malloc", "groups")]
+        first = ", ".join(f"{name.partition('_')[0]} {_shown(getattr(self, name), name)}" for name in shown)
+        others = [f"{name:<20} {_shown(getattr(self, name), name):>12}" for name in names]
+        return format_html("\n".join([first, *others, *self.notes]))
+
     @classmethod
     def together(cls, passes: Iterable[StepStats]) -> StepStats:
         """The statistics of several passes as of one, such as a step's micro-batches. Session-wide values count once.
@@ -130,6 +139,10 @@ class StepStats:
             else:
                 total[item.name] = max(values, default=item.default) if item.name in _OF_SESSION else sum(values)
         return cls(**total)
+
+
+def _shown(value: float, name: str) -> str:
+    return format_seconds(value) if name.endswith("_seconds") else format_bytes(value)
 
 
 _OF_SESSION = {"host_bytes", "disk_bytes", "peak_bytes", "malloc"}

@@ -6,10 +6,11 @@
 
 from __future__ import annotations
 
+import html
 import math
 import re
 
-from spillway.errors import SizeError
+from spillway.errors import SizeError, printable
 
 _UNITS = {"b": 1}
 for _power, _letter in enumerate("kmgtp", start=1):
@@ -109,3 +110,16 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 1e-3:
         return f"{seconds * 1e3:.1f} ms"
     return f"{seconds * 1e6:.1f} us"
+
+
+def format_html(text: str) -> str:
+    """Text for a notebook's cell: its first line, which opens the other lines, if there are any.
+
+    Example:
+        >>> format_html("2 blocks")
+        '<p>2 blocks</p>'
+    """
+    first, *others = [html.escape(printable(line)) for line in text.splitlines()]
+    if not others:
+        return f"<p>{first}</p>"
+    return f"<details><summary>{first}</summary><pre>{chr(10).join(others)}</pre></details>"

@@ -228,6 +228,18 @@ def test_a_model_that_the_program_attaches_itself_is_attached_once(
     assert len(unmet(done)) == 1
 
 
+def test_a_managed_model_that_the_program_attaches_later_is_its_own(installed: Environment, plain: str) -> None:
+    attaches = "        step == 4 and own.append(spillway.attach(model, policy='offload'))\n"
+    text = TRAINING.replace("        loss = model(", f"{attaches}        loss = model(")
+    text = text.replace("model = GPT()", "import spillway\nown = []\nmodel = GPT()")
+    text += "\nassert own[0].passes == 3, own\n"
+    script = installed.folder.write("later.py", text)
+    done = installed.python(script.name, STEPS, **BUDGET)
+    assert (done.code, done.out) == (0, plain), done.err
+    assert done.err.count("GPT is not attached: was attached by the script itself, after Spillway") == 1
+    assert len(unmet(done)) == 1
+
+
 LAUNCHER = """
 import subprocess, sys
 raise SystemExit(subprocess.run(sys.argv[1:]).returncode)

@@ -642,25 +642,56 @@ def test_an_attached_model_inside_of_a_region_of_another(around: Any, inside: An
 
 
 @pytest.mark.parametrize("flag", ["gradient_checkpointing", "grad_checkpointing"])
-def test_a_model_that_checkpoints_by_a_flag_is_refused(flag: str) -> None:
+def test_a_flag_by_which_blocks_checkpoint_is_false_while_attached(flag: str) -> None:
+    def flags() -> list[object]:
+        return [vars(module).get(flag) for module in model.modules()]
+
     model, x = Model(), small_batch()
-    setattr(model.head, flag, False)
-    with spillway.attach(model):
-        step(model, x)
-    setattr(model.head, flag, True)
-    before = contents(model)
-    failing(UsageError, lambda: spillway.attach(model), match=r"model.gradient_checkpointing_disable\(\)")
-    # Offloading what a checkpoint saves is another matter.
-    spillway.attach(model, policy=Offload()).remove()
+    plain = step(model, x)
+    for module in (model, model.body[0], model.body[1], next(model.body[1].children()), model.head):
+        setattr(module, flag, True)
+    setattr(model.body[2], flag, False)
+    before, on = contents(model), flags()
+    attached = spillway.attach(model)
+    assert not any(getattr(each, flag, False) for each in (model, *model.body.modules()))
+    # No block: nothing else would recompute it.
+    assert getattr(model.head, flag)
+    [note] = attached.notes
+    assert note.startswith(f"{flag} of the model is switched off")
+    assert note in attached.explain()
+    assert step(model, x) == plain
+    # Switched on by the user meanwhile.
+    setattr(model.body[2], flag, True)
+    setattr(model, flag, True)
+    assert step(model, x) == plain
+    assert not any(getattr(each, flag, False) for each in (model, *model.body.modules()))
+    attached.remove()
+    assert [each is True for each in flags()] == [each is not None for each in on]
+    assert attached.notes == ()
+    setattr(model.body[2], flag, False)
+    assert contents(model) == before
+    # An offload policy offloads what these checkpoints keep.
+    with spillway.attach(model, policy=Offload()):
+        assert flags() == on
     assert contents(model) == before
 
 
-def test_a_model_that_begins_to_checkpoint_is_noticed() -> None:
-    model, x = Model(), small_batch()
-    spillway.attach(model)
+def test_a_flag_of_a_class_is_put_back_to_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Model()
+    monkeypatch.setattr(Model, "gradient_checkpointing", True, raising=False)
+    before = contents(model)
+    with spillway.attach(model):
+        assert model.gradient_checkpointing is False
+    assert model.gradient_checkpointing is True
+    assert contents(model) == before
+
+
+def test_an_attach_that_fails_leaves_flags_as_they_were() -> None:
+    model = Model()
     model.body[1].gradient_checkpointing = True
-    failing(UsageError, lambda: model(x), match="'body.1' .* checkpoints already")
-    assert_no_hook()
+    model.body[2] = checkpoint_wrapper(model.body[2])
+    failing(UsageError, lambda: spillway.attach(model), match="checkpoints already")
+    assert model.body[1].gradient_checkpointing is True
 
 
 def test_a_wrapped_checkpoint_is_refused() -> None:

@@ -21,6 +21,7 @@ import torch
 pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, WeightAveraging
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 import spillway
 from budgets import budget_of, hardware
@@ -343,7 +344,7 @@ def test_two_models_under_one_budget_are_refused(session: spillway.Session) -> N
 
 def test_what_attach_refuses_is_refused_in_the_first_step(session: spillway.Session) -> None:
     checkpoints = Recorded()
-    checkpoints.net.gradient_checkpointing = True
+    checkpoints.net.blocks[0] = checkpoint_wrapper(checkpoints.net.blocks[0])
     refused(checkpoints, callback("regions", session), match="checkpoints already")
     assert not checkpoints.seen
     refused(Recorded(), callback("regions", session, every=0), match="every: got 0")

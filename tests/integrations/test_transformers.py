@@ -298,7 +298,6 @@ def test_a_class_is_a_callback_too_and_evaluation_is_as_ever(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"activation_checkpointing": True}, "activation_checkpointing"),
         ({"torch_compile": True}, "torch_compile"),
     ],
 )
@@ -315,13 +314,23 @@ def test_what_the_trainer_does_itself_is_refused(tmp_path: Path, given: dict[str
     assert attached_to(model) is None
 
 
-def test_the_refusal_of_checkpointing_says_what_does_the_same(tmp_path: Path) -> None:
-    options = arguments(tmp_path)
-    options.activation_checkpointing = True
-    with pytest.raises(UsageError, match=r"SpillwayCallback\(\) recomputes all blocks, every=2 stands for"):
-        SpillwayCallback().on_train_begin(
-            options, transformers.TrainerState(), transformers.TrainerControl(), model=llama()
+@pytest.mark.parametrize("options", [{}, {"budget": "8GiB"}], ids=["recompute", "budget"])
+def test_the_checkpointing_of_the_trainer_is_replaced(tmp_path: Path, options: dict[str, str]) -> None:
+    given = "activation_checkpointing"
+    if given not in transformers.TrainingArguments.__dataclass_fields__:
+        given = "gradient_checkpointing"
+    trained = []
+    for callbacks in ([], [SpillwayCallback(**options)]):
+        model = llama()
+        trainer = transformers.Trainer(
+            model, arguments(tmp_path, **{given: True}), train_dataset=sentences(), callbacks=callbacks
         )
+        trainer.train()
+        # The trainer leaves it on, and so does the callback.
+        assert any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        trained.append([each.detach().clone() for each in model.parameters()])
+    assert callbacks[0].attached.passes == STEPS
+    assert same(*trained)
 
 
 @pytest.mark.skipif(

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from integrations.llama import TOKENS, WAYS, llama, same, weights
-from spillway import Session, UsageError
+from spillway import Session
 from spillway.attaching import attached_to
 from support import assert_nothing_left
 
@@ -108,9 +108,7 @@ def test_supervised_tuning_of_adapters(tmp_path: Path, way: str) -> None:
     assert same(*trained)
 
 
-def test_what_trl_does_by_default_is_refused_and_said(tmp_path: Path) -> None:
-    """Its trainers checkpoint, if nobody says otherwise."""
+def test_the_checkpointing_that_trl_does_by_default_is_replaced(tmp_path: Path) -> None:
     options = {"gradient_checkpointing": trl.SFTConfig.gradient_checkpointing}
     assert options == {"gradient_checkpointing": True}
-    with pytest.raises(UsageError, match=r"say gradient_checkpointing=False"):
-        trainer_of(tmp_path, SpillwayCallback(), **options).train()
+    compare(tmp_path, "saved_by", **options)

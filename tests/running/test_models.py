@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 from torch.utils.checkpoint import checkpoint
 
 import spillway
 from spillway.attaching.call import PLACE, is_attached
-from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, UNSEEN, ScriptObserver
+from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, REPLACED, UNSEEN, ScriptObserver
 from spillway.cli.running.options import RunOptions
 from spillway.cli.running.result import WIDEST, RunResult, result_of
 from steps import Block
@@ -94,7 +95,11 @@ def ended(observer: ScriptObserver) -> RunResult:
 
 
 def reasons(observer: ScriptObserver) -> list[tuple[str, str]]:
-    return [(each.kind, each.reason) for each in ended(observer).not_attached]
+    return reasons_of(ended(observer))
+
+
+def reasons_of(result: RunResult) -> list[tuple[str, str]]:
+    return [(each.kind, each.reason) for each in result.not_attached]
 
 
 def test_a_model_is_attached_in_its_first_forward_and_trains_bit_for_bit(observer: ScriptObserver) -> None:
@@ -276,9 +281,9 @@ def test_a_copy_and_an_average_train_and_run_as_copies_do(observer: ScriptObserv
     assert torch.equal(twin(batch()), model(batch()))
 
 
-def flagged() -> tuple[Any, nn.Module]:
+def wrapped() -> tuple[Any, nn.Module]:
     model = net()
-    model.gradient_checkpointing = True
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     return model, model
 
 
@@ -323,7 +328,7 @@ def in_a_transform() -> tuple[Any, nn.Module]:
 
 
 REFUSED = [
-    (flagged, "Net", "checkpoints already"),
+    (wrapped, "Net", "checkpoints already"),
     (compiled, "OptimizedModule", "compiled around"),
     (compiled_in_place, "Net", COMPILED),
     (by_hand, "Net", BY_HAND),
@@ -367,10 +372,10 @@ def test_a_scripted_model_of_ones_own_class_trains_on(observer: ScriptObserver) 
 
 def test_what_is_given_up_is_told_at_once(observer: ScriptObserver) -> None:
     told: list[str] = []
-    observer.models.tell = lambda given_up: told.append(given_up.reason)
+    observer.models.tell = told.append
     model = nn.Linear(WIDTH, WIDTH)
     train(model, sgd(model), 2)
-    assert told == [each.reason for each in observer.models.rejected] != []
+    assert told == [f"Linear is not attached: {each.reason}" for each in observer.models.rejected] != []
 
 
 def test_where_hooks_are_disabled_a_model_trains_on(observer: ScriptObserver) -> None:
@@ -503,6 +508,7 @@ def test_what_a_checkpoint_runs_again_is_no_root(observer: ScriptObserver) -> No
     model = net()
     # Blocks of blocks: each of them would be a root if it were called by itself.
     model.blocks = nn.ModuleList(nn.Sequential(Block(WIDTH), Block(WIDTH)) for _ in range(2))
+    model.blocks[0] = checkpoint_wrapper(model.blocks[0])
     model.gradient_checkpointing = True
     train(model, sgd(model), 3)
     assert observer.models.managed == []
@@ -516,6 +522,89 @@ def test_a_model_that_the_script_attached_itself_is_left_to_it(observer: ScriptO
         model(batch()).sum().backward()
         assert own.stats().recomputed_bytes > 0
     assert observer.models.managed == []
+
+
+def test_a_model_that_checkpoints_itself_is_attached_instead_and_said_at_once(observer: ScriptObserver) -> None:
+    told: list[str] = []
+    observer.models.tell = told.append
+    model = net()
+    model.gradient_checkpointing = True
+    losses = train(model, sgd(model), 3)
+    [managed] = observer.models.managed
+    assert model.gradient_checkpointing is False
+    assert managed.attached.stats().recomputed_bytes > 0
+    assert told == [f"Net: {note}" for note in managed.attached.notes]
+    assert "gradient_checkpointing of the model is switched off" in " ".join(ended(observer).to_text().split())
+    observer.models.close()
+    assert model.gradient_checkpointing is True
+    plain = net()
+    assert all(map(torch.equal, losses, train(plain, sgd(plain), 3)))
+
+
+@pytest.mark.parametrize("options", [{"policy": "recompute"}, {"budget": "8GiB"}], ids=lambda each: next(iter(each)))
+@pytest.mark.parametrize("part", ["model", "part", "wrapper"])
+def test_a_managed_model_that_the_script_attaches_later_is_the_scripts(part: str, options: dict[str, str]) -> None:
+    def parts(model: nn.Module) -> nn.Module:
+        return {"model": model, "part": model[0], "wrapper": nn.Sequential(model)}[part]  # type: ignore[index]
+
+    def make() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(0)
+        model = nn.Sequential(Net(), nn.Linear(WIDTH, WIDTH))
+        return model, parts(model)
+
+    told: list[str] = []
+    observer = ScriptObserver(RunOptions(**options).attach)  # type: ignore[arg-type]
+    observer.models.tell = told.append
+    try:
+        model, meant = make()
+        optimizer = sgd(model)
+        losses = train(model, optimizer, 3)
+        [managed] = observer.models.managed
+        assert told == []
+        own = spillway.attach(meant, policy=spillway.Recompute(offload="inputs"), blocks=Block, min_bytes=0)
+        assert told == [f"Sequential is not attached: {REPLACED}"]
+        assert repr(managed.attached).endswith("removed>")
+        assert observer.models.managed == []
+        losses += train(meant if part == "wrapper" else model, optimizer, 3)
+        assert own.passes == 3 and own.stats().recomputed_bytes > 0
+        own.remove()
+        assert not any(is_attached(each) for each in meant.modules())
+        losses += train(model, optimizer, 1)
+        # It stays the script's own.
+        assert observer.models.managed == [] and len(told) == 1
+        plain, _ = make()
+        theirs = sgd(plain)
+        expected = train(plain, theirs, 3) + train(plain, theirs, 3) + train(plain, theirs, 1)
+        assert all(map(torch.equal, losses, expected))
+        assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    finally:
+        observer.end()
+        observer.models.close()
+    assert reasons_of(result_of(observer)) == [("Sequential", REPLACED)]
+
+
+def test_a_part_that_is_attached_inside_of_a_managed_forward_is_the_scripts(observer: ScriptObserver) -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net()
+            self.own: list[spillway.Attached] = []
+
+        def forward(self, x: Tensor) -> Tensor:
+            if not self.own and is_lazy:
+                self.own.append(spillway.attach(self.net, policy="offload", min_bytes=0))
+            return self.net(x)  # type: ignore[no-any-return]
+
+    is_lazy = True
+    torch.manual_seed(0)
+    model = Lazy()
+    losses = train(model, sgd(model), 3)
+    assert model.own[0].passes == 3
+    assert reasons(observer) == [("Lazy", REPLACED)]
+    is_lazy = False
+    torch.manual_seed(0)
+    plain = Lazy()
+    assert all(map(torch.equal, losses, train(plain, sgd(plain), 3)))
 
 
 def test_threads_train_models_of_their_own(observer: ScriptObserver) -> None:

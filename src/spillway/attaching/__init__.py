@@ -79,7 +79,8 @@ def attach(
 
     Each block's forward is checkpointed (:func:`~spillway.recompute`), and each call of the model is one pass with one
     learned order of offloaded tensors. Gradients are bit for bit those of the plain model. Only modules in training
-    mode with gradients enabled are affected.
+    mode with gradients enabled are affected. A model whose blocks checkpoint themselves (``gradient_checkpointing`` of
+    transformers and diffusers, ``grad_checkpointing`` of timm) does so again after :meth:`Attached.remove`.
 
     The model's class, state dictionary, parameters and hooks are unchanged. A copy or a pickle runs its own weights and
     is not attached. DDP and FSDP2's ``fully_shard`` may come before or after. A block's own hooks run once, outside of
@@ -133,8 +134,8 @@ def attach(
         The handle, whose :meth:`Attached.remove` undoes it. It need not be kept.
 
     Raises:
-        UsageError: for invalid arguments; blocks or submodules that are not found; a model that is attached, or
-            checkpoints by itself, already; one that is compiled around its blocks.
+        UsageError: for invalid arguments; blocks or submodules that are not found; a model that is attached, or wrapped
+            in checkpoints, already; one that is compiled around its blocks.
         UnsupportedError: for scripted modules, ``DataParallel``, and classes with a property for a forward, or with a
             ``__call__`` or ``__deepcopy__`` that does not use torch's.
 
@@ -182,6 +183,10 @@ def attach(
     skip_call(ModuleCall.__call__)
     with ExitStack() as undo:
         undo.callback(attached.remove)
+        if isinstance(how, Recompute):
+            inside = [module for each in find_blocks(model, blocks) for module in each.module.modules()]
+            for module in (*inside, *(each.module for each in around)):
+                root.flags.switch_off(module)
         if where is not None:
             root.streams = _stream(model, calls, streamed, where, session, min_bytes, optimizer)
             if controller is not None:

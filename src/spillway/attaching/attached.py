@@ -17,7 +17,7 @@ from spillway.errors import UsageError, printable
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.types import StepStats
-from spillway.units import format_bytes
+from spillway.units import format_bytes, format_html
 
 if TYPE_CHECKING:
     from spillway.attaching.controller import PlanController
@@ -129,8 +129,9 @@ class Attached:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes of the search for a plan and since; none without a budget."""
-        return () if self._search is None else tuple(self._search.notes)
+        """Notes: whether the model's own checkpointing is switched off, and with a budget those of the search."""
+        own, search = self._root.flags.note, self._search
+        return (*(() if own is None else (own,)), *(() if search is None else search.notes))
 
     def explain(self, what: str | Module | torch.Tensor | None = None) -> str:
         """Explain the plan.
@@ -216,7 +217,7 @@ class Attached:
             plan,
             hardware,
             measured=search.measured,
-            notes=search.notes,
+            notes=self.notes,
             curve=make_curve(profile, hardware, **limits) if curve else None,
         )
         # All is made before anything is written.
@@ -249,6 +250,7 @@ class Attached:
                 call.streamed = None
         self._removed = True
         self._root.attached = None
+        self._root.flags.put_back()
         if self._root.controller is not None:
             self._root.controller.drop()
         strangers = [call for call in (self._root, *self._root.blocks) if not call.uninstall()]
@@ -282,6 +284,9 @@ class Attached:
             if self.measured is not None:
                 parts.append(f"measured peak {format_bytes(self.measured.peak_bytes)}")
         return ", ".join(parts)
+
+    def _repr_html_(self) -> str:
+        return format_html(f"{self!r}\n{self.explain()}")
 
     def __repr__(self) -> str:
         names = self.blocks

@@ -69,6 +69,8 @@ class ModuleCall:
         """With it, the module's parameters are on the device only during its calls."""
         self.on_error: Callable[[SpillwayError], None] | None = None
         """Is called with an error, instead of raising it. The call then goes on as if not attached."""
+        self.give_way: Callable[[], object] | None = None
+        """Removes it, since the user calls ``attach``; ``None``: the user has attached it, and has to remove it."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Mostly torch's frame calls this, and tells which module is called.

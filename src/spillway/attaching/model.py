@@ -7,6 +7,14 @@ not need one: models of transformers make it since ``config.use_cache`` is set f
 while an attached model is called in training, as transformers' own trainer and checkpointing do. The output then has no
 ``past_key_values``, and gradients are bit for bit those of the model without a cache. In evaluation, and afterwards,
 the configuration is unchanged. A call that asks for a cache itself (``model(..., use_cache=True)``) is refused.
+
+NOTE [ Checkpointing by flags ]
+
+Models of transformers, diffusers and timm checkpoint their own layers while an attribute of a module is true. A block
+would be recomputed twice. So the attributes of blocks, and of modules inside and around of them, are false while the
+model is attached, and ``Attached.remove`` makes them true again. Layers that are no blocks keep theirs: nothing else
+would recompute them. A replay sees the attributes of its forward, as all Python state. An attribute that becomes true
+later is found when the model is called. An offload policy changes none: it offloads what these checkpoints keep.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from torch.nn import Module
 from spillway._torch import PLACE, children_of
 from spillway.attaching.block import BlockCall
 from spillway.attaching.call import REFUSALS, ModuleCall
-from spillway.attaching.validation import refuse_checkpointing, refuse_own_flags
+from spillway.attaching.validation import refuse_checkpointing
 from spillway.checkpointing.blocks import Named
 from spillway.errors import SpillwayError, UsageError
 from spillway.offloading import offload
@@ -60,6 +68,7 @@ class ModelCall(ModuleCall):
         self.context = context
         self._recomputes = recomputes
         self._caches = Caches(model)
+        self.flags = CheckpointFlags()
         taken = {call.name for call in (self, *blocks)}
         self._around = [(each.name, weakref.ref(each.module)) for each in around if each.name not in taken]
         places = [call.name.rpartition(".") for call in blocks]
@@ -97,6 +106,11 @@ class ModelCall(ModuleCall):
         for call in (self, *self.blocks):
             call.on_error = on_error
 
+    def give_way_by(self, remove: Callable[[], object]) -> None:
+        """Let the user's own ``attach`` of the model, or of a part of it, call a function that removes this one."""
+        for call in (self, *self.blocks):
+            call.give_way = remove
+
     def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.streams is None or self._here.inside:
             return super()._call(module, args, kwargs)
@@ -120,6 +134,8 @@ class ModelCall(ModuleCall):
     def _begin(self, stack: ExitStack, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Everything that may raise before the model runs."""
         self._check()
+        if self._recomputes:
+            self.flags.switch_off(module)
         controller = self.controller
         if controller is not None:
             controller.begin(module, args, kwargs)
@@ -152,7 +168,7 @@ class ModelCall(ModuleCall):
             if module is not None and module.__dict__.get(PLACE) is not call and not self.removed:
                 raise call.collision()
             if module is not None and isinstance(call, BlockCall):
-                refuse_own_flags(call.name, module)
+                self.flags.switch_off(module)
         for name, reference in self._around:
             module = reference()
             if module is not None and module.__dict__.get(PLACE) is not None:
@@ -161,7 +177,7 @@ class ModelCall(ModuleCall):
                     f"attached.remove(), compile the blocks instead, and attach again"
                 )
             if module is not None and self._recomputes:
-                refuse_own_flags(name, module)
+                self.flags.switch_off(module)
         # A block may have been wrapped in a checkpointing module.
         for call, reference, key in self._slots if self._recomputes else ():
             parent = reference()
@@ -194,6 +210,43 @@ class ModelPass(offload):
 
 class _Here(threading.local):
     inside = False
+
+
+class CheckpointFlags:
+    """The attributes by which modules checkpoint themselves. See NOTE [ Checkpointing by flags ]."""
+
+    _NAMES = ("gradient_checkpointing", "grad_checkpointing")
+    """In transformers and diffusers, and in timm."""
+
+    def __init__(self) -> None:
+        self._off: list[tuple[weakref.ref[Module], str, bool]] = []
+        """Modules, names, and whether the attribute was the module's own or its class's."""
+
+    def switch_off(self, module: Module) -> None:
+        """Let a module not checkpoint itself. Fast enough for each call of the model."""
+        own = module.__dict__
+        for name in self._NAMES:
+            if own.get(name, getattr(type(module), name, None)) is True:
+                self._off.append((weakref.ref(module), name, name in own))
+                own[name] = False
+
+    def put_back(self) -> None:
+        """Switch on again what was switched off."""
+        while self._off:
+            reference, name, is_own = self._off.pop()
+            module = reference()
+            if module is not None and is_own:
+                module.__dict__[name] = True
+            elif module is not None:
+                module.__dict__.pop(name, None)
+
+    @property
+    def note(self) -> str | None:
+        """The line for the user; ``None``: nothing was switched off."""
+        if not self._off:
+            return None
+        names = " and ".join(dict.fromkeys(name for _, name, _ in self._off))
+        return f"{names} of the model is switched off while it is attached: Spillway decides what is recomputed"
 
 
 class Caches:

@@ -12,21 +12,26 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import CHECKPOINT_WRAPPER, PLACE, composed_with, own_call
-from spillway.attaching.call import is_attached
+from spillway.attaching.call import ModuleCall, is_attached
 from spillway.checkpointing.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
 from spillway.session import Session
 
-_FLAGS = ("gradient_checkpointing", "grad_checkpointing")
-"""Attributes that are true of a module that checkpoints itself: in transformers and diffusers, and in timm."""
 _FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 _SHOWN = 8
 
 
 def refuse_modules(modules: Sequence[Named]) -> None:
-    """Raise an error if one of the modules is attached already, or is a ``DataParallel``."""
+    """Raise an error if one of the modules is attached already, or is a ``DataParallel``.
+
+    Only the user's own call counts: an automatic one (``spillway run``, ``SPILLWAY_BUDGET``) gives way to this one.
+    """
     for each in modules:
+        call = each.module.__dict__.get(PLACE)
+        # A shallow copy has the call of its original in its dictionary.
+        if isinstance(call, ModuleCall) and call.give_way is not None and call.module() is each.module:
+            call.give_way()
         if is_attached(each.module):
             raise UsageError(
                 f"{each} is attached already. Call remove() of the handle that the other spillway.attach returned, and "
@@ -40,31 +45,13 @@ def refuse_modules(modules: Sequence[Named]) -> None:
 
 
 def refuse_checkpointing(modules: Iterable[Named]) -> None:
-    """Raise :class:`~spillway.errors.UsageError` if one of the modules checkpoints itself."""
+    """Raise :class:`~spillway.errors.UsageError` if one of the modules is wrapped in a checkpoint."""
     for each in modules:
         if "checkpoint" in composed_with(each.module) or is_a(each.module, *CHECKPOINT_WRAPPER):
             raise UsageError(
                 f"{each} checkpoints already, so its blocks would be recomputed twice. Leave out checkpoint_wrapper, "
                 f"apply_activation_checkpointing or checkpoint, as FSDP's users call them"
             )
-        if any(getattr(each.module, flag, False) is True for flag in _FLAGS):
-            raise _checkpointing(each)
-
-
-def refuse_own_flags(name: str, module: Module) -> None:
-    """The same by the module's own flags alone, fast enough for each call of the model."""
-    own = module.__dict__
-    if any(own.get(flag) is True for flag in _FLAGS):
-        raise _checkpointing(Named(name, module))
-
-
-def _checkpointing(named: Named) -> UsageError:
-    return UsageError(
-        f"{named} checkpoints already ({' or '.join(_FLAGS)} is True), so its blocks would be recomputed twice. Call "
-        f"model.gradient_checkpointing_disable() or, in newer versions, activation_checkpointing_disable() "
-        f"(transformers), model.disable_gradient_checkpointing() (diffusers) or model.set_grad_checkpointing(False) "
-        f"(timm)"
-    )
 
 
 def refuse_unmatched(patterns: Iterable[str], blocks: Sequence[Named], model: Module) -> None:

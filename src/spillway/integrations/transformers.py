@@ -102,7 +102,7 @@ class SpillwayCallback(TrainerCallback):
 
 
 def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
-    """Raise if the trainer itself checkpoints, offloads or compiles."""
+    """Raise if the trainer itself offloads or compiles, or wraps blocks in checkpoints."""
     if getattr(args, "activation_offloading", False):
         raise UsageError(
             "activation_offloading=True offloads all saved tensors before Spillway sees them; leave it out, and give "
@@ -116,15 +116,9 @@ def _refuse(args: TrainingArguments, *, recomputes: bool) -> None:
     if not recomputes:
         return
     fsdp = args.fsdp_config if isinstance(args.fsdp_config, dict) else {}
-    # transformers 5 has renamed gradient_checkpointing.
-    names = ("activation_checkpointing", "gradient_checkpointing")
-    given = [name for name in names if getattr(args, name, False) is True][:1]
     if str(fsdp.get("activation_checkpointing")).lower() == "true":
-        given.append("fsdp_config['activation_checkpointing']")
-    if given:
         raise UsageError(
-            f"the trainer's arguments have {' and '.join(given)}, so blocks would be recomputed twice; say "
-            f"gradient_checkpointing=False, which is not the default of TRL's trainers. SpillwayCallback() recomputes "
-            f"all blocks, every=2 stands for every_n_layers=2, and policy=spillway.Recompute(offload='inputs') for "
-            f"offload=True; or give it an offload policy, which recomputes nothing"
+            "fsdp_config['activation_checkpointing'] wraps blocks in checkpoints, so they would be recomputed twice. "
+            "Leave it out: SpillwayCallback() recomputes all blocks. Or give the callback an offload policy, which "
+            "recomputes nothing"
         )

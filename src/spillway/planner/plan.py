@@ -14,7 +14,7 @@ from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.planner.profile import BlockProfile, Profile, ReplayRule
 from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates, in_words
 from spillway.types import Decision
-from spillway.units import format_bytes, format_seconds
+from spillway.units import format_bytes, format_html, format_seconds
 
 if TYPE_CHECKING:
     from spillway.planner.solve import Solution
@@ -129,6 +129,9 @@ class Plan(FileRecord):
             lines.append(f"  weights: those of {count} block{'s' if count > 1 else ''} stay on the GPU")
         lines += [f"  {block}" for block in self.blocks]
         return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        return format_html(str(self))
 
 
 def planned_block(name: str, block: BlockProfile, option: Option) -> BlockPlan:

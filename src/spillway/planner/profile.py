@@ -28,7 +28,7 @@ from typing import Any
 
 from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
-from spillway.units import format_bytes
+from spillway.units import format_bytes, format_html, format_seconds
 
 SCHEMA = 12
 
@@ -301,6 +301,15 @@ class Profile(FileRecord):
             f"{printable(f'{self.model} on {self.device}')}: {len(self.calls)} blocks of {kinds} save "
             f"{format_bytes(self.saved_bytes)}, beside {format_bytes(self.static_bytes)} that are always in use"
         )
+
+    def _repr_html_(self) -> str:
+        kinds = [
+            f"{sum(call.kind == number for call in self.calls)} like {kind.kind}: {len(kind.operators)} operators save "
+            f"{format_bytes(kind.saved_bytes)}; forward {format_seconds(kind.forward_seconds)}, backward "
+            f"{format_seconds(kind.backward_seconds)}"
+            for number, kind in enumerate(self.kinds)
+        ]
+        return format_html("\n".join([str(self), *kinds]))
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         if self.static is not None and self.static.total != self.static_bytes:

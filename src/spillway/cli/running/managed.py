@@ -134,9 +134,7 @@ class _ManagedProcess:
         self.models = self._observer.models
         if not quiet and self._rank == 0:
             # Not only at the end, which may be days later.
-            self.models.tell = lambda each: _print_error(
-                f"spillway: {printable(f'{each.kind} is not attached: {each.reason}')}\n"
-            )
+            self.models.tell = lambda line: _print_error(f"spillway: {printable(line)}\n")
         self._tree = ProcessTree.joined(is_run=is_run)
         self._result: RunResult | None = None
         self._is_over = False

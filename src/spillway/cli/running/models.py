@@ -25,7 +25,8 @@ NOTE [ Rejected models ]
 A module that cannot be attached is rejected: it trains on unchanged, the reason is kept, and its submodules are not
 judged. If an attached model refuses a later call, Spillway is removed from it, and this call goes on without. The
 model is attached once more, since a changed model (``block.compile()``) may be fine to attach to. The second time it is
-rejected. Only a budget that no plan fits is an error for the script.
+rejected. If the script calls ``spillway.attach`` for an attached model, its own options are meant: the attachment is
+removed first, and the model is rejected. Only a budget that no plan fits is an error for the script.
 
 NOTE [ Unobserved calls ]
 
@@ -75,6 +76,10 @@ BY_HAND = "is run by model.forward(...), which bypasses everything that is attac
 UNSEEN = "was not called as model(...) in training with gradients on, in this process"
 COMPILED = "is compiled as a whole, which bypasses everything that is attached; compile its blocks: block.compile()"
 BY_SCRIPT = "is attached by the script itself, whose own options are in force"
+REPLACED = (
+    "was attached by the script itself, after Spillway had attached it. Spillway removed its own attachment, and the "
+    "script's options are in force"
+)
 IN_NO_MODULE = "in no module"
 
 _PATIENCE = 8
@@ -139,8 +144,8 @@ class ModelRegistry:
         self.is_observing = False
         self.managed: list[ManagedModel] = []
         self.rejected: list[Rejected] = []
-        self.tell: Callable[[Rejected], None] | None = None
-        """Called when a module is rejected."""
+        self.tell: Callable[[str], object] | None = None
+        """Called with a line for the user: a module is rejected, or its own checkpointing is replaced."""
         self.fatal: BudgetError | None = None
         """Raised because no plan fits the budget."""
 
@@ -174,7 +179,7 @@ class ModelRegistry:
         """Leave a module alone, and remember why."""
         self.rejected.append(Rejected(type(module).__name__, weakref.ref(module), reason))
         if self.tell is not None:
-            self.tell(self.rejected[-1])
+            self.tell(f"{type(module).__name__} is not attached: {reason}")
         return self._know(module, Role.OWNED)
 
     def reject_unseen(self, parameters: Iterable[Tensor]) -> None:
@@ -276,7 +281,11 @@ class ModelRegistry:
         notes = [f"attached again: {self._refusals[model]}"] if model in self._refusals else []
         managed = ManagedModel(type(model).__name__, weakref.ref(model), blocks, attached, way, notes)
         ModelCall.of(model).hand_errors_to(lambda error: self._refused(managed, error))
+        ModelCall.of(model).give_way_by(lambda: self._give_way(managed))
         self.managed.append(managed)
+        if self.tell is not None:
+            for note in attached.notes:
+                self.tell(f"{managed.kind}: {note}")
         self._know(model, Role.PASSED)
         return True
 
@@ -295,6 +304,13 @@ class ModelRegistry:
             self._refusals[model] = str(error)
         self.judge_again()
         self._changed()
+
+    def _give_way(self, managed: ManagedModel) -> None:
+        """The script attaches a managed model itself: from now on it is the script's own."""
+        with self._lock:
+            model = managed.module()
+            if self._take_off(managed) and model is not None:
+                self.reject(model, REPLACED)
 
     def _take_off(self, managed: ManagedModel) -> bool:
         with suppress(UsageError):
