@@ -4,9 +4,9 @@
     python examples/full_finetune_8b.py --layers 32 --width 4096 --words 128256 --tokens 8192 --alone
     python examples/full_finetune_8b.py --weights path/to/Llama-3.1-8B --tokens 8192 --alone --budget 24GiB --steps 12
 
-Without --budget, all layers are streamed, and recomputed. By count, the last two need 130 GiB of CPU memory. It prints tokens per second and peaks of memory. Without --alone it
-trains once more, with all weights on the GPU, and compares losses, norms and weights, bit for bit. It needs
-transformers, accelerate and safetensors.
+Without --budget, all layers are streamed, and recomputed. By count, the last two need 130 GiB of CPU memory. It prints
+tokens per second and peaks of memory. Without --alone it trains once more, with all weights on the GPU, and compares
+losses, norms and weights, bit for bit. It needs transformers, accelerate and safetensors.
 """
 
 from __future__ import annotations
