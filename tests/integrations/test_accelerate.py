@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+import spillway
 from integrations.llama import BUDGET, HARDWARE, WAYS, llama, pairs, same, sentences, weights
 from spillway import Recompute, Session, UsageError
 from support import assert_nothing_left
@@ -94,6 +95,29 @@ def test_a_budget_is_planned_for() -> None:
         ours = [*loop(accelerator, *prepared), *weights(prepared[0])]
         assert attached_to(prepared[0]).stage == "active"
     assert same(ours, plain)
+
+
+def test_weights_that_are_streamed_within_a_budget() -> None:
+    found = []
+    for streams in (False, True):
+        accelerator = accelerator_of()
+        with Session() as session:
+            model, _, loader, _ = parts()
+            optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, session=session)
+            schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)
+            more = (model, optimizer, loader, schedule)
+            options = {"stream": "auto", "optimizer": optimizer, "budget": BUDGET, "hardware": HARDWARE}
+            if streams:
+                prepared = prepare(accelerator, *more, session=session, min_bytes=0, **options)
+                assert len(attached_to(prepared[0]).streamed) == len(attached_to(prepared[0]).blocks) > 0
+            else:
+                prepared = accelerator.prepare(*more)
+            found.append([*loop(accelerator, *prepared), *weights(accelerator.unwrap_model(prepared[0]))])
+            if streams:
+                assert attached_to(prepared[0]).plan is not None
+                attached_to(prepared[0]).remove()
+            optimizer.close()
+    assert same(*found)
 
 
 def test_state_is_saved_and_loaded_and_the_model_unwrapped(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import spillway
 from integrations.llama import BUDGET, HARDWARE, WAYS, llama, pairs, same, sentences, weights
 from spillway import Recompute, Session, UsageError
 from spillway.attaching import attached_to
+from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -186,6 +187,30 @@ def test_an_optimizer_on_the_host(tmp_path: Path) -> None:
     assert ours.losses == plain.losses
     assert ours.norms == plain.norms
     assert same(ours.weights, plain.weights)
+
+
+@pytest.mark.parametrize(
+    "way", [{"stream": "model.layers.*"}, {"stream": "auto", "budget": BUDGET}], ids=["named", "auto"]
+)
+def test_weights_that_are_streamed(tmp_path: Path, way: dict[str, Any]) -> None:
+    """The trainer has its own optimizer, which the callback is told of."""
+    found = []
+    for more in (None, way):
+        with Session() as session:
+            model = llama()
+            optimizer = spillway.OffloadedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, session=session)
+            callback = None
+            if more is not None:
+                options = {"hardware": HARDWARE, **more} if "budget" in more else more
+                callback = SpillwayCallback(optimizer=optimizer, session=session, min_bytes=0, **options)
+            given = {"make": lambda: model, "optimizers": lambda _: (optimizer, None), "max_steps": 10}  # noqa: B023
+            found.append(train(tmp_path, callback, gradient_accumulation_steps=2, **given))
+            if callback is not None:
+                assert callback.attached is not None and (callback.attached.plan is not None) == ("budget" in way)
+                assert not any(map(is_streamed, model.parameters()))
+            optimizer.close()
+    plain, ours = found
+    assert (ours.losses, ours.norms) == (plain.losses, plain.norms) and same(ours.weights, plain.weights)
 
 
 def test_training_goes_on_from_a_checkpoint(tmp_path: Path) -> None:

@@ -30,6 +30,7 @@ from spillway.attaching.validation import (
     check_limits,
     check_planned,
     check_policy,
+    check_stream,
     refuse_checkpointing,
     refuse_class,
     refuse_compiled,
@@ -152,9 +153,8 @@ def attach(
     if is_planned:
         check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
     check_limits(limits, optimizer, is_planned=is_planned, is_streamed=stream is not None)
+    check_stream(stream, budget)
     places_weights = stream == "auto"
-    if places_weights and budget is None:
-        raise UsageError('stream: got "auto" without a budget, expected both, or names or classes of blocks')
     refuse_modules([Named("", model), *walk(model)])
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
     if rules is not None and not isinstance(rules, Groups):

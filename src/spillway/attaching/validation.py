@@ -190,6 +190,12 @@ def check_limits(
         )
 
 
+def check_stream(stream: object, budget: object) -> None:
+    """Refuse the choice of blocks by a plan, if there is none."""
+    if stream == "auto" and budget is None:
+        raise UsageError('stream: got "auto" without a budget, expected both, or names or classes of blocks')
+
+
 def check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:
     """Refuse anything but a policy, and arguments of recomputation beside an offload policy."""
     if isinstance(policy, type) or not callable(policy):

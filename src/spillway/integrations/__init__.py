@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, attach, policy_named
 from spillway.attaching.call import ModuleCall
-from spillway.attaching.validation import check_limits, check_planned
+from spillway.attaching.validation import check_limits, check_planned, check_stream
 from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
 from spillway.recomputing import Recompute
@@ -49,7 +49,8 @@ class AttachOptions:
             takes_all = given["every"] in (None, 1) and given["first"] is None and not given["keep_last"]
             check_planned(given["policy"], given["groups"], given["plan"], given["budget"], takes_all=takes_all)
         limits = {name: given[name] for name in ("hardware", "host_budget", "disk_budget", "allow")}
-        check_limits(limits, given["optimizer"], is_planned=is_planned)
+        check_limits(limits, given["optimizer"], is_planned=is_planned, is_streamed=given["stream"] is not None)
+        check_stream(given["stream"], given["budget"])
 
     @property
     def recomputes(self) -> bool:
