@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import Module
@@ -56,7 +56,8 @@ def profile(
     hardware: Hardware | str | None = None,
     device: str | None = None,
     attention: str | None = None,
-    optimizer: torch.optim.Optimizer | OptimizerOf | float | None = None,
+    optimizer: torch.optim.Optimizer | OptimizerOf | float | Literal["offloaded"] | None = None,
+    stream: Any = None,
 ) -> Profile:
     """Measure a training step in little memory: blocks are recomputed, and their inputs offloaded.
 
@@ -84,7 +85,10 @@ def profile(
         optimizer: the optimizer, whose state :attr:`Profile.static` then shows; it makes no step. With hardware: the
             optimizer whose state is in memory when a step begins: a class such as ``torch.optim.AdamW``, a function
             from a list of parameters to an optimizer, or bytes for each element of a trained parameter. ``None``: its
-            state is not shown, and with hardware there is none.
+            state is not shown, and with hardware there is none. ``"offloaded"``, with hardware: an
+            :class:`~spillway.OffloadedOptimizer` that has all state in CPU memory, and gradients as they arrive.
+        stream: with hardware: blocks whose weights are in CPU memory, as for :func:`spillway.attach`; ``"auto"``: all.
+            They are frozen, or the optimizer is ``"offloaded"``.
 
     Raises:
         UsageError: for a model in evaluation mode, or invalid arguments.
@@ -112,12 +116,14 @@ def profile(
             hardware=Hardware.of(hardware),
             target=device,
             attention=attention,
-            optimizer=optimizer,
+            optimizer=None if optimizer == "offloaded" else optimizer,
+            stream=stream,
+            is_offloaded=optimizer == "offloaded",
         )
         if found is None:
             raise _without_backward(model)
         return found
-    for name, option in (("device", device), ("attention", attention)):
+    for name, option in (("device", device), ("attention", attention), ("stream", stream)):
         if option is not None:
             raise UsageError(f"{name}={option!r} is for hardware that need not be present. Give hardware=... with it.")
     if is_on_meta(model, batch):
@@ -152,6 +158,7 @@ def plan(
     allow: Collection[str] | None = None,
     hardware: Hardware | str | None = None,
     window: int | str | None = None,
+    stream: Literal["auto"] | None = None,
 ) -> Plan:
     """The plan with the shortest step within a budget: a decision for each operator of each block.
 
@@ -171,6 +178,8 @@ def plan(
         hardware: the machine to plan for: ``"h200"``, ``"h100"``, ``"a100"``, ``"rtx4090"``, or a file of
             :meth:`Hardware.save`. ``None``: this machine, as measured.
         window: the in-flight limit in bytes, at most. ``None``: the best one, about 512 MiB.
+        stream: ``"auto"``: blocks that are streamed in the profile may have their weights on the GPU all the time.
+            ``None``: they are streamed.
 
     Raises:
         BudgetError: if nothing fits; it names the smallest budget that does.
@@ -180,6 +189,9 @@ def plan(
         >>> spillway.plan(profile, budget="20GiB", hardware="h100").predicted_seconds  # doctest: +SKIP
     """
     found, options = _planned_with(profile, hardware, window, allow)
+    if stream not in (None, "auto"):
+        raise UsageError(f'stream: got {stream!r}, expected "auto" or None. The profile has the streamed blocks')
+    options["places_weights"] = stream == "auto"
     return make_plan(profile, found, budget=budget, host_budget=host_budget, disk_budget=disk_budget, **options)
 
 

@@ -80,6 +80,55 @@ def test_the_more_memory_there_is_the_more_weights_stay() -> None:
     assert f"weights: those of {BLOCKS} blocks stay on the GPU" in str(plans[-1])
 
 
+@FROZEN_OR_TRAINED
+def test_a_profile_without_the_hardware_has_the_bytes_of_a_measured_one(is_trained: bool) -> None:
+    options: dict[str, Any] = {"hardware": HARDWARE, "optimizer": "offloaded" if is_trained else torch.optim.AdamW}
+    with training(is_trained=is_trained, width=512, rows=512, window="8MiB") as loop:
+        found, resident = (
+            spillway.profile(loop.model, torch.empty(512, 4), device="cpu", blocks="layers.*", **options, **more)
+            for more in ({"stream": "auto"}, {})
+        )
+        named = spillway.profile(loop.model, torch.empty(512, 4), device="cpu", stream="layers.*", **options)
+        with loop.attach(stream="auto", budget=1 << 31, min_bytes=1 << 20) as attached:
+            loop.search(attached)
+            measured = attached.profile
+    assert measured is not None and named == found
+    assert [call.streamed for call in found.calls] == [call.streamed for call in measured.calls]
+    assert all(call.streamed for call in found.calls) and not any(call.streamed for call in resident.calls)
+    weights = sum(sum(call.streamed) for call in found.calls)
+    assert resident.static_bytes - found.static_bytes == weights
+    assert [each.nbytes for each in found.kinds[0].parameters] == [each.nbytes for each in measured.kinds[0].parameters]
+    limits: dict[str, Any] = {"hardware": HARDWARE, "allow": {"keep", "recompute"}, "window": "8MiB"}
+    kept, recomputed = (
+        [spillway.plan(each, budget=each.static_bytes + (room << 20), **limits) for each in (found, measured)]
+        for room in (1000, 72)
+    )
+    for plans, off in ((kept, 0.005), (recomputed, 0.1)):
+        first, second = (
+            plan.predicted_peak - profile.static_bytes for plan, profile in zip(plans, (found, measured), strict=True)
+        )
+        assert abs(first / second - 1) < off, (first, second)
+    placed = spillway.plan(
+        found, budget=found.static_bytes + (1000 << 20), stream="auto", **limits | {"hardware": SLOW}
+    )
+    assert placed.resident == NAMES
+
+
+def test_gradients_that_are_offloaded_are_held_until_their_copies_end() -> None:
+    peaks = []
+    for bandwidth in (1e15, 1e4):
+        hardware = replace(HARDWARE, bandwidths=(replace(HARDWARE.bandwidths[0], out=bandwidth),))
+        with training(is_trained=True, width=512, rows=16) as loop:
+            options: dict[str, Any] = {"device": "cpu", "blocks": "layers.*", "stream": "auto"}
+            profile = spillway.profile(
+                loop.model, torch.empty(16, 4), hardware=hardware, optimizer="offloaded", **options
+            )
+        peaks.append(spillway.plan(profile, budget=1 << 31, hardware=HARDWARE).predicted_peak)
+    gradients = sum(each.nbytes for each in loop.model.parameters())
+    # Those of the last blocks come while the activations of the first are still there.
+    assert 0.4 * gradients < peaks[1] - peaks[0] <= gradients
+
+
 def test_weights_are_streamed_where_copies_cost_nothing() -> None:
     fast = replace(HARDWARE, bandwidths=(replace(HARDWARE.bandwidths[0], back=1e15),))
     plan = make_plan(profile_of(), fast, budget=1 << 30, window=1 << 16, places_weights=True)
@@ -263,6 +312,16 @@ def test_plans_that_place_other_weights_are_not_the_same() -> None:
     plan = make_plan(profile_of(), SLOW, budget=1 << 30, window=1 << 16)
     assert searching.is_same(plan, replace(plan, predicted_peak=0))
     assert not searching.is_same(plan, replace(plan, resident=("layers.1",)))
+
+
+def test_profiles_and_plans_refuse_what_they_cannot_stream() -> None:
+    with training(is_trained=True) as loop:
+        with pytest.raises(UsageError, match="stream='auto' is for hardware that need not be present"):
+            spillway.profile(loop.model, torch.ones(2, 4), stream="auto")
+        with pytest.raises(UsageError, match="optimizer: got 'offloaded'"):
+            spillway.profile(loop.model, torch.ones(2, 4), optimizer="offloaded")
+    with pytest.raises(UsageError, match="The profile has the streamed blocks"):
+        spillway.plan(profile_of(), budget="1GiB", hardware=HARDWARE, stream="layers.*")  # type: ignore[arg-type]
 
 
 def test_it_takes_a_budget() -> None:

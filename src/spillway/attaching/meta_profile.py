@@ -9,13 +9,17 @@ and the same probes make the same profile.
 
 As in a checkpointed block, saved parameters stay, and so do tensors that other code holds. Inputs are offloaded when
 the block is called, although other code may hold them, unless they are small.
+
+The weights of streamed blocks are there in this step, and are taken off the static bytes afterwards: profiles count
+their copies nowhere else. Gradients that are offloaded are held until their copies would have ended.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -32,12 +36,13 @@ from spillway.attaching.blocks import kind_of, tensors_of
 from spillway.attaching.collector import device_of
 from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
-from spillway.checkpointing.blocks import Named
+from spillway.checkpointing.blocks import Named, find_blocks
 from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.selectors import Choices
 from spillway.errors import UsageError
+from spillway.parameters.streamed import streamable
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile
@@ -51,6 +56,7 @@ from spillway.saved_tensors.identity import is_parameter
 from spillway.session import MIN_BYTES
 
 _DEVICES = ("cuda", "cpu")
+_WINDOW = 512 << 20
 _RECOMPUTE_FACTOR = 1.07
 """Time of a replay over that of its operators before, as measured of Llama-8B's block on an H200."""
 
@@ -65,11 +71,13 @@ def profile_on_meta(
     target: str | None,
     attention: str | None,
     optimizer: Any,
+    stream: Any = None,
+    is_offloaded: bool = False,
 ) -> Profile | None:
     """The profile of a step on a target; ``None`` if no backward came through the blocks.
 
-    Arguments and errors are those of :func:`spillway.profile`; ``target`` is the type of device. Neither the model nor
-    the batch is changed.
+    Arguments and errors are those of :func:`spillway.profile`; ``target`` is the type of device. ``is_offloaded`` is
+    whether the optimizer has its state, and all gradients, in CPU memory. Neither the model nor the batch is changed.
     """
     if target is not None and target not in _DEVICES:
         raise UsageError(f"device: got {target!r}, expected one of {', '.join(map(repr, _DEVICES))}, or None")
@@ -81,7 +89,12 @@ def profile_on_meta(
     state, moved = device.tensors.state(step), tree_map(device.tensors.of, batch)
     # No operator is seen to read the optimizer's state and the workspace of matrix products.
     trained = {id(each): each for each in state.values() if each.is_leaf and each.requires_grad}
-    device.before += sum(map(device.rounded, state_sizes(list(trained.values()), optimizer)))
+    leaving = _LeavingGradients(device, hardware)
+    if is_offloaded:
+        for each in trained.values():
+            each.register_post_accumulate_grad_hook(leaving.add)  # type: ignore[no-untyped-call]
+    else:
+        device.before += sum(map(device.rounded, state_sizes(list(trained.values()), optimizer)))
     device.before += standing_workspace(device.device, hardware)
     for tensor in tensors_of(*state.values(), moved):
         device.number_of(tensor)
@@ -89,7 +102,10 @@ def profile_on_meta(
     with attach(model, blocks=blocks) as attached:
         found = [Named(name, model.get_submodule(name)) for name in attached.blocks]
     refuse_nested(found)
-    profiler = MetaProfiler(device)
+    away = [] if stream is None else found if stream == "auto" else find_blocks(model, stream)
+    parameters = streamable([(each.name, each.module) for each in away], model, MIN_BYTES, lambda _: is_offloaded)
+    streamed = {name: tuple(each.nbytes for _, each in some) for name, some in parameters.items()}
+    profiler = MetaProfiler(device, streamed)
     with ExitStack() as around:
         around.enter_context(torch.compiler.set_stance("force_eager"))
         around.enter_context(Caches(model).off())
@@ -102,6 +118,7 @@ def profile_on_meta(
             without_values("profile without the hardware: the step", "profile the model on the device itself")
         )
         functional_call(step, state, (moved,)).backward()
+        leaving.clear()
     return profiler.profile(type(model).__name__)
 
 
@@ -123,21 +140,47 @@ class _Step(Module):
         return self._loss_of(self.model, batch)
 
 
+class _LeavingGradients:
+    """Gradients that are offloaded as they arrive, one after the other: each is held until its copy has ended."""
+
+    def __init__(self, device: MetaDevice, hardware: Hardware) -> None:
+        self._device = device
+        self._bandwidth = hardware.rates(_WINDOW).out
+        self._leaving: deque[tuple[float, torch.Tensor]] = deque()
+        """When a copy ends, and its gradient."""
+        self._end = 0.0
+
+    def add(self, parameter: torch.Tensor) -> None:
+        """The gradient of a parameter has arrived."""
+        gradient, parameter.grad = parameter.grad, None
+        assert gradient is not None
+        now = self._device.seconds
+        self._end = max(self._end, now) + gradient.nbytes / self._bandwidth
+        self._leaving.append((self._end, gradient))
+        while self._leaving and self._leaving[0][0] <= now:
+            self._leaving.popleft()
+
+    def clear(self) -> None:
+        self._leaving.clear()
+
+
 def _check_optimizer(optimizer: Any) -> None:
     number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
     given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
     if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
         raise UsageError(
             f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a list of "
-            f"parameters to an optimizer, bytes for each element of a parameter, or None"
+            f'parameters to an optimizer, bytes for each element of a parameter, "offloaded", or None'
         )
 
 
 class MetaProfiler:
     """Traces one step on a meta device, whose mode is in force meanwhile. See NOTE [ Meta profile ]."""
 
-    def __init__(self, device: MetaDevice) -> None:
+    def __init__(self, device: MetaDevice, streamed: Mapping[str, tuple[int, ...]]) -> None:
         self._device = device
+        self._streamed = streamed
+        """Bytes of the streamed parameters of each block."""
         self._tracer = StepTracer(META, lambda: 0, MetaMeter(device))
         self._probes: dict[Hashable, Probe] = {}
         self._calls: dict[int, _BlockCall] = {}
@@ -173,9 +216,10 @@ class MetaProfiler:
             has_host=False,
         )
         # The reloads took no time.
-        return replace(
-            profile, kinds=tuple(replace(kind, recompute_factor=_RECOMPUTE_FACTOR) for kind in profile.kinds)
-        )
+        kinds = tuple(replace(kind, recompute_factor=_RECOMPUTE_FACTOR) for kind in profile.kinds)
+        # They were on the device meanwhile.
+        away = sum(self._device.rounded(nbytes) for sizes in self._streamed.values() for nbytes in sizes)
+        return replace(profile, kinds=kinds, static_bytes=profile.static_bytes - away)
 
     def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (block.module.training and torch.is_grad_enabled()):
@@ -185,7 +229,8 @@ class MetaProfiler:
             raise error
         tensors = tensors_of(args, kwargs)
         kind = kind_of(block.module, tensors)
-        number = self._tracer.block_begins(block.name, kind, (args, kwargs))
+        streamed = self._streamed.get(block.name, ())
+        number = self._tracer.block_begins(block.name, kind, (args, kwargs), streamed)
         probe = None
         if kind not in self._probes:
             # On a CPU, workspaces are not measured.

@@ -514,15 +514,8 @@ def _parameters_of(
     min_bytes: int,
     optimizer: Trainer | None,
 ) -> dict[str, list[tuple[str, Parameter]]]:
-    """The parameters of each block that can be streamed, with their paths.
-
-    They are plain parameters with memory of their own, which no module outside of the block has. They are frozen, or
-    the optimizer steps them.
-    """
-    owners: dict[int, set[str]] = {}
-    sharers: dict[int, set[int]] = {}
+    """The parameters of each block that are streamed, with their paths."""
     for path, module in model.named_modules():
-        block = next((name for name, _ in blocks if path == name or path.startswith(f"{name}.")), "")
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if tensor.is_meta:
                 raise UsageError(
@@ -534,24 +527,7 @@ def _parameters_of(
                     f"stream: got a {type(tensor).__name__} of {path or 'the model'} on {tensor.device}, expected it "
                     f"on {device}, since only its own library can move all of its parts. Move its module first"
                 )
-            owners.setdefault(id(tensor), set()).add(block)
-            if type(tensor) in (Parameter, torch.Tensor) and tensor.layout is torch.strided:
-                sharers.setdefault(storage_key(tensor.untyped_storage()), set()).add(id(tensor))
-    found: dict[str, list[tuple[str, Parameter]]] = {}
-    for name, module in blocks:
-        for path, parameter in module.named_parameters(prefix=name):
-            if (
-                type(parameter) is Parameter
-                and (not parameter.requires_grad or (optimizer is not None and optimizer.holds(parameter)))
-                and not is_streamed(parameter)
-                and parameter.layout is torch.strided
-                and parameter.nbytes >= max(min_bytes, 1)
-                and owners[id(parameter)] == {name}
-                and is_dense(parameter)
-                and parameter.nbytes == parameter.untyped_storage().nbytes()
-                and len(sharers[storage_key(parameter.untyped_storage())]) == 1
-            ):
-                found.setdefault(name, []).append((path, parameter))
+    found = streamable(blocks, model, min_bytes, _nothing if optimizer is None else optimizer.holds)
     if not found:
         raise UsageError(
             f"stream: got {len(blocks)} blocks without a parameter that can be streamed, expected frozen parameters "
@@ -562,12 +538,46 @@ def _parameters_of(
     return found
 
 
+def streamable(
+    blocks: Sequence[tuple[str, Module]], model: Module, min_bytes: int, holds: Callable[[torch.Tensor], object]
+) -> dict[str, list[tuple[str, Parameter]]]:
+    """The parameters of each block that can be streamed, with their paths.
+
+    They are plain parameters with memory of their own, which no module outside of the block has. They are frozen, or
+    the optimizer ``holds`` them.
+    """
+    owners: dict[int, set[str]] = {}
+    sharers: dict[int, set[int]] = {}
+    for path, module in model.named_modules():
+        block = next((name for name, _ in blocks if path == name or path.startswith(f"{name}.")), "")
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            owners.setdefault(id(tensor), set()).add(block)
+            if type(tensor) in (Parameter, torch.Tensor) and tensor.layout is torch.strided:
+                sharers.setdefault(storage_key(tensor.untyped_storage()), set()).add(id(tensor))
+    found: dict[str, list[tuple[str, Parameter]]] = {}
+    for name, module in blocks:
+        for path, parameter in module.named_parameters(prefix=name):
+            if (
+                type(parameter) is Parameter
+                and (not parameter.requires_grad or holds(parameter))
+                and not is_streamed(parameter)
+                and parameter.layout is torch.strided
+                and parameter.nbytes >= max(min_bytes, 1)
+                and owners[id(parameter)] == {name}
+                and is_dense(parameter)
+                and parameter.nbytes == parameter.untyped_storage().nbytes()
+                and len(sharers[storage_key(parameter.untyped_storage())]) == 1
+            ):
+                found.setdefault(name, []).append((path, parameter))
+    return found
+
+
 def _is_of_bitsandbytes(tensor: torch.Tensor) -> bool:
     """Whether it is one of the parameters that have scales or a second copy of their bytes beside them."""
     return type(tensor).__module__.partition(".")[0] == "bitsandbytes"
 
 
-def _nothing() -> None:
+def _nothing(*_: object) -> None:
     return None
 
 
