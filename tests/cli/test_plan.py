@@ -58,6 +58,23 @@ def test_a_plan_is_told_as_json_and_nothing_else(
     assert plan.sent_bytes == 0 and json.loads(out)["schema"] == 5
 
 
+def test_weights_are_placed_if_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    streamed = replace(SMALL, calls=tuple(replace(call, streamed=(1 << 28,)) for call in SMALL.calls))
+    file = tmp_path / "streamed.json"
+    streamed.save(file)
+    options = ("--budget", "60GiB", "--hardware", "h200")
+    assert not ended(monkeypatch, file, *options, "--stream", "auto", "--json")
+    plan = spillway.Plan.from_json(capsys.readouterr().out)
+    assert plan == spillway.plan(streamed, budget="60GiB", hardware="h200", stream="auto") and plan.resident
+    assert not ended(monkeypatch, file, *options, "--stream", "auto")
+    assert f"{len(plan.resident)} on the GPU by the plan" in capsys.readouterr().out
+    assert plan.method == "search" and plan.bound_seconds is None
+    assert ended(monkeypatch, file, *options, "--stream", "layers") == 2
+    assert "got 'layers', expected \"auto\"" in capsys.readouterr().err
+
+
 def test_a_budget_that_nothing_fits_is_told_in_one_sentence_with_the_least_one(
     profile: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

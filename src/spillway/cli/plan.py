@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
@@ -57,6 +57,14 @@ def plan(
     ] = None,
     hardware: HardwareName = None,
     window: Annotated[str | None, typer.Option(help="In-flight limit, in bytes.", show_default="the best one")] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(
+            help="auto: streamed blocks of the profile may have their weights on the GPU all the time.",
+            show_default="all are streamed",
+            autocompletion=completed("auto"),
+        ),
+    ] = None,
     out: Annotated[Path | None, output("the plan")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -81,6 +89,7 @@ def plan(
             allow=None if allow is None else {each.strip() for each in allow.split(",")},
             hardware=machine,
             window=window,
+            stream=cast("Literal['auto'] | None", stream),
         )
     if out is not None:
         found.save(out)

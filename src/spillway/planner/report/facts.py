@@ -253,12 +253,15 @@ class Facts:
         found = {"exact": "exhaustive search: no plan is better", "search": "local search: no better plan was found"}
         ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
         recomputing, stalled = plan.recompute_seconds, timeline.wait_seconds
+        here, away = len(plan.resident), len({call.name for call in self.profile.calls if call.streamed})
+        weights = (("weights", f"{away} blocks streamed, {here} on the GPU by the plan"),) if here or away else ()
         return (
             ("budget", format_bytes(plan.budget)),
             ("peak", f"{format_bytes(timeline.peak_bytes)}, in {in_words(timeline.peak_task) or 'no task'}"),
             ("step", f"{format_seconds(timeline.seconds)} on {self.hardware}{then}"),
             ("recomputation", f"{format_seconds(recomputing)}, {_share(recomputing, timeline.seconds)} of the step"),
             ("stalls", f"{format_seconds(stalled)}, {_share(stalled, timeline.seconds)} of the step"),
+            *weights,
             ("offloaded", format_bytes(plan.sent_bytes)),
             ("CPU memory", format_bytes(timeline.host_bytes)),
             ("disk", format_bytes(timeline.disk_bytes)),
