@@ -190,6 +190,7 @@ def attach(
         if where is not None:
             root.streams = _stream(model, calls, streamed, where, session, min_bytes, optimizer)
             if controller is not None:
+                controller.search.planner.streams = root.streams
                 controller.collector.stream(attached.blocks, root.streams)
         # The model comes last, and goes first: its call checks its blocks, and other threads may call it.
         for call in (*calls.values(), root):

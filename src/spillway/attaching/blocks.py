@@ -264,8 +264,8 @@ class AppliedPlan:
         for call in self._blocks:
             block = known.get(call.name)
             call.how = None if call.name in frozen else LEAST if block is None else how_of(block)
-        self.plan = plan
         self._place(plan.resident)
+        self.plan = plan
         self.count += 1
         self._tracing.mover.claim(self, plan.window, plan.ahead)
         if self.optimizer is not None and plan.optimizer_fraction is not None:

@@ -21,6 +21,7 @@ from spillway.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from spillway.attaching.ranks import RankGroup
+    from spillway.parameters.streamed import StreamedModel
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
 
@@ -103,6 +104,8 @@ class Planner:
         places_weights: bool = False,
     ) -> None:
         self._places_weights = places_weights
+        self.streams: StreamedModel | None = None
+        """Streamed blocks. The CPU memory of those whose weights are on the device is theirs."""
         self._host_budget = None if host_budget is None else parse_bytes(host_budget, what="host_budget")
         self._disk_budget = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
         self._allow = allowed(device, allow)
@@ -164,4 +167,5 @@ class Planner:
 
     def _free_host_bytes(self) -> int:
         """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
-        return self._session.host_room(self.device)
+        kept = 0 if self.streams is None else self.streams.resident_bytes
+        return max(self._session.host_room(self.device) - kept, 0)

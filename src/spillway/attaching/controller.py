@@ -36,7 +36,7 @@ a pipeline are planned for together: ``pipeline.py``.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 from torch.nn import Module
@@ -172,7 +172,11 @@ class PlanController:
 
     def _enter(self, stage: Stage) -> None:
         """The next step has this stage, and the latest plan."""
-        self._apply()
+        with ExitStack() as undo:
+            # Weights may find no memory where the plan has them.
+            undo.callback(self._start_again)
+            self._apply()
+            undo.pop_all()
         self._stage = stage
         stage.log(self.collector.model)
         if stage is Stage.ACTIVE:

@@ -299,8 +299,9 @@ class PlanSearch:
         """The plan of torch's own checkpointing, if its predicted peak is within the whole budget."""
         if profile is None or self._is_checkpointing_over:
             return None
-        resident = () if self.plan is None else self.plan.resident
-        return self.planner.checkpointing_plan(profile, self.known_target.budget, self.ranks, resident)
+        resident, budget = () if self.plan is None else self.plan.resident, self.known_target.budget
+        found = self.planner.checkpointing_plan(profile, budget, self.ranks, resident)
+        return self.planner.checkpointing_plan(profile, budget, self.ranks) if found is None and resident else found
 
     def _is_latest(self, plan: Plan | None) -> bool:
         """Whether steps already run by this plan."""

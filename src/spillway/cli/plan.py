@@ -211,6 +211,7 @@ def report(
                     window=WINDOW,
                     may_grow=True,
                     allow=_allowed(measured, found),
+                    places_weights=bool(found.resident),
                     on_point=lambda done, total: tell(f"other budgets: {done}/{total}"),
                 )
             facts = facts_of(measured, found, machine, notes=notes, curve=points)

@@ -161,7 +161,7 @@ class Moves:
             )
 
     @contextlib.contextmanager
-    def following(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
+    def following(self) -> Iterator[dict[torch.Tensor, StreamedParameter | None]]:
         """Inside, parameters may move; afterwards their states follow. See :meth:`OffloadedOptimizer.moving`.
 
         Raises:
@@ -171,7 +171,8 @@ class Moves:
         self._steps.early.check_none("a move of parameters")
         self.finish_steps()
         self._steps.take_edits()
-        yield placement.streamed
+        with on_error(self._follow_homes):
+            yield placement.streamed
         moved = [held for held in placement.held.values() if has_moved(held)]
         if moved:
             self._measure_on_device()
@@ -190,10 +191,14 @@ class Moves:
             self._steps.watch(after)
             self._steps.give(after, gradient)
             self._views.show(after.parameter)
-        for held in placement.held.values():
-            self._steps.follow_home(held, placement.streamed.get(held.parameter))
+        self._follow_homes()
         if moved:
             self._steps.forget_costs()
+
+    def _follow_homes(self) -> None:
+        """Parameters are streamed from other homes now, or from none."""
+        for held in self._placement.held.values():
+            self._steps.follow_home(held, self._placement.streamed.get(held.parameter))
 
     def _measure_on_device(self) -> None:
         """Parameters may be on a GPU now: measure the CPU's share, if that was not done."""

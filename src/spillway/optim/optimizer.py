@@ -347,7 +347,7 @@ class OffloadedOptimizer(Optimizer):
         self._moves.check_streaming()
 
     @contextlib.contextmanager
-    def moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
+    def moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter | None]]:
         """Inside, parameters may move to another device, or between it and pinned CPU memory.
 
         ``spillway.attach(model, stream=..., optimizer=...)`` does this. Gives the parameters that are streamed, to be

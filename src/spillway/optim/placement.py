@@ -84,7 +84,7 @@ class Placement:
         self.traits = ClassTraits.of(optimizer_class)
         self.options = options
         self.held: dict[torch.Tensor, HostParameter] = {}
-        self.streamed: dict[torch.Tensor, StreamedParameter] = {}
+        self.streamed: dict[torch.Tensor, StreamedParameter | None] = {}
         """Parameters that are in pinned CPU memory between uses."""
         self.contexts: dict[torch.device, DeviceContext] = {}
         self._class = optimizer_class

@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -84,8 +84,8 @@ class Trainer(Protocol):
         """Raise if its parameters cannot be streamed from now on."""
         ...
 
-    def moving(self) -> AbstractContextManager[dict[torch.Tensor, StreamedParameter]]:
-        """Inside, parameters may move. Gives those that are streamed, to be changed."""
+    def moving(self) -> AbstractContextManager[dict[torch.Tensor, StreamedParameter | None]]:
+        """Inside, parameters may move. Gives those that are streamed, to be changed; ``None``: not at present."""
         ...
 
 
@@ -274,7 +274,7 @@ class StreamedModel:
         with ExitStack() as undo:
             undo.callback(self._leave)
             with self._moving() as streamed:
-                undo.callback(self._forget_in, self.blocks, streamed)
+                undo.callback(self._forget, streamed)
                 for name, parameters in found.items():
                     own = [Owned(path, weakref.ref(each), each.device) for path, each in parameters]
                     self.blocks.append(StreamedBlock(name, self, own))
@@ -315,32 +315,53 @@ class StreamedModel:
             UsageError: between a backward that has stepped parameters and its ``step()``.
             TierFullError: if the session has too little CPU memory.
         """
-        leaving = [block for block in self.blocks if block.parameters and block.name in resident]
-        coming = [block for block in self.blocks if not block.parameters and block.name not in resident]
-        if not (leaving or coming):
-            return
-        with self.lock, self._moving() as streamed, ExitStack() as undo:
-            undo.callback(self._let_go, coming, self._device)
-            undo.callback(self._forget_in, coming, streamed)
-            # First: all together may not fit the device.
-            for block in coming:
-                self._stream(block, streamed)
-            undo.pop_all()
-            self._forget_in(leaving, streamed)
-            self._let_go(leaving, self._device)
+        with self.lock:
+            leaving = [block for block in self.blocks if block.parameters and block.name in resident]
+            coming = [block for block in self.blocks if not block.parameters and block.name not in resident]
+            if not (leaving or coming):
+                return
+            if any(block.users for block in self.blocks):
+                raise UnsupportedError(
+                    "stream: got a call of a streamed block in another thread while weights move between CPU memory "
+                    "and the device, expected none. Call the model in one thread at a time"
+                )
+            with self._moving() as streamed:
+                # First: all together may not fit the device.
+                with ExitStack() as undo:
+                    undo.callback(self._settle_on_device, coming, streamed)
+                    for block in coming:
+                        self._stream(block, streamed)
+                    undo.pop_all()
+                for block in leaving:
+                    with ExitStack() as undo:
+                        # Those of its parameters that have left.
+                        undo.callback(self._stream, block, streamed)
+                        self._settle_on_device([block], streamed)
+                        undo.pop_all()
 
     def remove(self) -> None:
         """Every parameter and buffer is again where it was."""
         with self.lock, self._moving() as streamed:
-            self._forget_in(self.blocks, streamed)
+            self._forget(streamed)
             self._leave()
 
-    def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter]) -> None:
-        """Move the parameters of a block to pinned memory."""
+    def _settle_on_device(
+        self, blocks: Sequence[StreamedBlock], streamed: dict[torch.Tensor, StreamedParameter | None]
+    ) -> None:
+        """Let the parameters of blocks stay on the device. The optimizer knows that they may be streamed again."""
+        self._let_go(blocks, self._device)
+        for block in blocks:
+            for owned in block.own:
+                parameter = owned.reference()
+                if parameter in streamed:
+                    streamed[parameter] = None
+
+    def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter | None]) -> None:
+        """Move the parameters of a block to pinned memory, unless they are there."""
         optimizer, arena, backend = self._optimizer(), self._runtime.arena, self._runtime.backend
         for owned in block.own:
             parameter = owned.reference()
-            if parameter is None:
+            if parameter is None or is_streamed(parameter):
                 continue
             home = pinned_of(parameter, arena)
             if home is None:
@@ -352,7 +373,7 @@ class StreamedModel:
                 streamed[parameter] = block.parameters[-1]
 
     @contextmanager
-    def _moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter]]:
+    def _moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter | None]]:
         """Inside, parameters may move. Gives the optimizer's record of those that are streamed."""
         optimizer = self._optimizer()
         with (
@@ -361,13 +382,12 @@ class StreamedModel:
         ):
             yield streamed
 
-    @staticmethod
-    def _forget_in(blocks: Iterable[StreamedBlock], streamed: dict[torch.Tensor, StreamedParameter]) -> None:
+    def _forget(self, streamed: dict[torch.Tensor, StreamedParameter | None]) -> None:
         """The optimizer may have parameters of other models."""
-        for block in blocks:
-            for each in block.parameters:
-                if each.is_alive:
-                    streamed.pop(each.own(), None)
+        for owned in (owned for block in self.blocks for owned in block.own):
+            parameter = owned.reference()
+            if parameter is not None:
+                streamed.pop(parameter, None)
 
     def _let_go(self, blocks: Sequence[StreamedBlock], device: torch.device | None = None) -> None:
         """Give parameters memory of their own on a device; ``None``: where they were."""
@@ -376,14 +396,16 @@ class StreamedModel:
         # Homes are read by the CPU now, and freed.
         backend.record(backend.compute()).synchronize()
         for block in blocks:
-            for parameter in block.parameters:
-                parameter.leave(device)
             # A replay after this finds them there.
-            block.parameters = []
+            while block.parameters:
+                block.parameters[0].leave(device)
+                block.parameters.pop(0)
 
     def _leave(self) -> None:
-        resident = (block for block in self.blocks if not block.parameters)
-        self._moved += [each[1:] for block in resident for each in block.own]
+        for owned in (owned for block in self.blocks for owned in block.own):
+            parameter = owned.reference()
+            if parameter is not None and not is_streamed(parameter):
+                self._moved.append(owned[1:])
         self._let_go(self.blocks)
         self.blocks = []
         for reference, device in self._moved:

@@ -369,7 +369,7 @@ class Curve:
     points: tuple[Point, ...]
     """Plans by their peaks, without those that are both larger and slower than another."""
     keep: Point
-    """A step that keeps everything."""
+    """A step that keeps everything, weights included where plans place them."""
     checkpoint: Point
     """A step that keeps the inputs of blocks, and recomputes the rest."""
 
@@ -394,10 +394,11 @@ def make_curve(
         least = planned(budget=0).predicted_peak
     except BudgetError as error:
         least = error.least
+    here = {call.name for call in profile.calls} if limits.get("places_weights") else set()
     keep, checkpoint = (
         Point(timeline.peak_bytes, timeline.seconds)
-        for decision in (Decision.KEEP, Decision.RECOMPUTE)
-        for timeline in [simulate_program(uniform_program(profile, decision), rates)]
+        for decision, part in ((Decision.KEEP, with_weights(profile, here)), (Decision.RECOMPUTE, profile))
+        for timeline in [simulate_program(uniform_program(part, decision), rates)]
     )
     budgets = _budgets(profile.static_bytes, least, keep.peak_bytes, points)
     found = []
