@@ -275,11 +275,16 @@ class StreamedModel:
             undo.callback(self._leave)
             with self._moving() as streamed:
                 undo.callback(self._forget, streamed)
-                for name, parameters in found.items():
-                    own = [Owned(path, weakref.ref(each), each.device) for path, each in parameters]
-                    self.blocks.append(StreamedBlock(name, self, own))
-                    self._stream(self.blocks[-1], streamed)
-                self._move_others(model)
+                with ExitStack() as inside:
+                    # The optimizer then sees parameters where they were.
+                    inside.callback(self._leave)
+                    inside.callback(self._forget, streamed)
+                    for name, parameters in found.items():
+                        own = [Owned(path, weakref.ref(each), each.device) for path, each in parameters]
+                        self.blocks.append(StreamedBlock(name, self, own))
+                        self._stream(self.blocks[-1], streamed)
+                    self._move_others(model)
+                    inside.pop_all()
             undo.pop_all()
 
     @contextmanager
