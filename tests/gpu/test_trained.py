@@ -219,8 +219,11 @@ def test_copies_that_are_late(session: spillway.Session, way: str, overlaps: boo
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_memory_and_gradients(session: spillway.Session, way: str) -> None:
+def test_memory_and_gradients(way: str) -> None:
     model = Model(torch.bfloat16)
+    block = sum(each.nbytes for each in model.layers[0].parameters())
+    # Gradients that were offloaded are kept until the limit asks for their memory.
+    session = spillway.Session(window=block)
     optimizer = spillway.OffloadedOptimizer(
         model.parameters(), torch.optim.AdamW, session=session, **ADAMW, **WAYS[way]
     )
@@ -231,7 +234,6 @@ def test_memory_and_gradients(session: spillway.Session, way: str) -> None:
         torch.cuda.synchronize()
         level = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        block = sum(each.nbytes for each in model.layers[0].parameters())
         x = torch.randn(4, 256, WIDTH, device=DEVICE, dtype=torch.bfloat16)
         model(x).float().square().mean().backward()
         torch.cuda.synchronize()
@@ -245,3 +247,4 @@ def test_memory_and_gradients(session: spillway.Session, way: str) -> None:
         optimizer.step()
         optimizer.zero_grad()
     optimizer.close()
+    session.close()

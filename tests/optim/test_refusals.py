@@ -104,6 +104,18 @@ def test_a_parameter_that_was(change: str, when: str, session: spillway.Session)
     assert session.used_bytes == (0, 0)
 
 
+def test_a_gradient_on_another_device(session: spillway.Session) -> None:
+    # As of a model that was moved after its optimizer was made. To copy it as memory of the CPU would end the process.
+    model = wide()
+    optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)
+    assert isinstance(optimizer, OffloadedOptimizer)
+    gradient = optimizer._placement.held[model.first.weight].fresh_gradient()
+    with pytest.raises(UsageError, match="got a gradient on meta of a parameter that was on cpu"):
+        gradient.begin(torch.empty(19, 7, device="meta"))
+    optimizer.close()
+    assert session.used_bytes == (0, 0)
+
+
 def test_a_model_that_is_cast_while_its_gradients_are_away(session: spillway.Session) -> None:
     model, plain = wide(), wide()
     optimizer = offloaded(torch.optim.SGD, session, **SGD)(model)

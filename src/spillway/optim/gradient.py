@@ -305,6 +305,12 @@ class Gradient:
         """Offload a gradient, and add it."""
         self.context.check()
         self._check_open()
+        device = self.context.transfers.backend.device
+        if tensor.device != device:
+            raise UsageError(
+                f"got a gradient on {tensor.device} of a parameter that was on {device} when its OffloadedOptimizer "
+                f"was made. Move a model before you make its optimizer."
+            )
         tensor = with_strides_of(tensor, self.held.local())
         # First, since there may be no memory. Nothing is lost then.
         sent = self.context.transfers.send(tensor)
