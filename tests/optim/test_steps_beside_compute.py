@@ -24,7 +24,7 @@ from optim.test_streamed import Counting, elements, wide
 from spillway import OffloadedOptimizer, UsageError
 from spillway.optim import chunks, gpu_store, transfers
 from spillway.optim.tensors import follow
-from spillway.runtime.backend import Backend, Event
+from spillway.runtime.backend import Backend
 from spillway.testing import AdversaryBackend
 from support import SlowBackend
 
@@ -513,36 +513,6 @@ def test_the_ring_is_bounded(monkeypatch: pytest.MonkeyPatch, early: bool) -> No
         assert backend.now == 0
         assert 12 * elements(model) > 9 * backend.peak
         optimizer.close()
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_few_chunks_are_queued_before_the_gpu_has_stepped_them(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
-    small_pieces(monkeypatch)
-    monkeypatch.setattr(gpu_store, "_AHEAD", 3)
-    step_chunk = gpu_store.GpuStore._step_chunk
-    ends: list[Event] = []
-    most: list[int] = []
-
-    def noted(self: gpu_store.GpuStore, *arguments: Any) -> Event:
-        end = step_chunk(self, *arguments)
-        ends.append(end)
-        most.append(sum(not each.query() for each in ends))
-        return end
-
-    monkeypatch.setattr(gpu_store.GpuStore, "_step_chunk", noted)
-    adversary = AdversaryBackend()
-    with spillway.Session(backend=adversary.serve, window=16 * KiB) as session:
-        model = net()
-        optimizer = offloaded(model, AdamW, session, lr=1e-2, fused=True, step_in_backward=early)
-        for _ in range(3):
-            model(torch.randn(4, WIDTH)).square().mean().backward()
-            ends.clear()
-            optimizer.step()
-            optimizer.synchronize()
-            optimizer.zero_grad()
-        optimizer.close()
-    adversary.check()
-    assert len(most) > 12 and max(most) == 3, most
 
 
 def test_sixteen_bits_do_not_tell_a_master_weight() -> None:

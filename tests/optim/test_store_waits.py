@@ -30,9 +30,6 @@ ELSEWHERE = {
     "self.pinned.after('mapped', self._backend.record(self._backend.compute()))",
     # This bounds the memory of parameters that were read.
     "self.given_out.popleft().finish()",
-    # A test of commands that are queued needs this.
-    "streamed.queued.popleft().synchronize()",
-    "streamed.queued.append(end)",
     # A test of leftovers needs this: memory of another optimizer's.
     "pinned.synchronize()",
     # These are of classes of one's own, which no scenario has.

@@ -30,10 +30,6 @@ A step's short kernels wait for long kernels of the model, which hold all multip
 priority: 8.8 ms of an attention backward that took 9.1 ms (H100, a trace). Four step streams in turn instead of one
 were no faster with 16,384 tokens.
 
-The driver's queue of a stream is full with about a thousand commands. Whoever queues one more waits, and with it every
-other thread that queues, so that the next forward began when the last steps were over (H200, a trace). So the worker
-thread is at most ``_AHEAD`` chunks ahead of the GPU, each of some 20 commands on the step stream.
-
 During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
 by hand afterwards, ``step()`` loads the chunk again, after its copy out.
 
@@ -64,7 +60,6 @@ slack.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -86,8 +81,6 @@ from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 from spillway.units import format_bytes
 
-_AHEAD = 32
-"""Chunks that are queued and not stepped, at most. See NOTE [ Steps beside compute ]."""
 _LINE = 512
 """Gradients beside a chunk begin at a multiple of this many bytes."""
 
@@ -335,7 +328,9 @@ class GpuStore(StateStore):
             else:
                 streamed.pipeline.expect(transfers)
             for transfer in transfers:
-                end = transfer.chunk.stepped = context.stepper.run(partial(self._step_chunk, transfer, streamed))
+                end = transfer.chunk.stepped = context.stepper.run(
+                    partial(self._step_chunk, transfer, streamed.pipeline)
+                )
                 for step in transfer.steps.values():
                     ends.setdefault(step.held, []).append(end)
         for held, some in ends.items():
@@ -375,13 +370,11 @@ class GpuStore(StateStore):
 
     # All below is for the thread that queues the steps.
 
-    def _step_chunk(self, transfer: ChunkTransfer, streamed: _Streamed) -> Event:
-        context, pipeline = transfer.chunk.context, streamed.pipeline
+    def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
+        context = transfer.chunk.context
         backend = context.transfers.backend
         assert transfer.ready is not None
         stepping = self.tier.streams_of(context).stepping
-        if len(streamed.queued) == _AHEAD:
-            streamed.queued.popleft().synchronize()
         with torch.no_grad(), backend.compute_on(stepping):
             pipeline.take(transfer)
             # After an error compute waits for nothing, and some of the step may be queued.
@@ -405,7 +398,6 @@ class GpuStore(StateStore):
                 # Copies to homes come after the step.
                 end = self.tier.store_homes(transfer) if transfer.homes else backend.record(backend.compute())
                 self.send_back(transfer, pipeline)
-        streamed.queued.append(end)
         return end
 
     def _wait_for_offload(self, transfer: ChunkTransfer) -> None:
@@ -441,8 +433,6 @@ class _Streamed:
         self._backend = context.transfers.backend
         self._streams = tier.streams_of(context)
         self._loaded: Event | None = None
-        self.queued: deque[Event] = deque()
-        """The ends of the last chunks that were queued."""
 
     def wait_for_sums(self, settled: TaskEnd) -> None:
         """Wait until no copy reads the sums; for the CPU worker thread."""
