@@ -186,6 +186,8 @@ def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
         (["run", "--budget", "much", "absent.py"], "--budget: got 'much'"),
         (["run", "--policy", "keep", "--allow", "keep", "absent.py"], "got --allow beside --policy"),
         (["run", "--budget", "1GiB", "--allow", "keeps", "absent.py"], "allow: got"),
+        (["run", "--budget", "1GiB", "--stream", "layers", "absent.py"], "--stream: got 'layers', expected auto"),
+        (["run", "--stream", "auto", "--ratio", "0.5", "absent.py"], "got --stream beside --ratio, expected --budget"),
         (["run", "--plan", "absent.json", "absent.py"], "absent.json"),
         (["run", "--policy", "keep", "-o", "absent/out.json", __file__], "--output: 'absent/out.json' cannot be"),
         (["run", "--policy", "keep", "--profile", "out.json", __file__], "got --profile without a budget"),

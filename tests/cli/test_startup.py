@@ -152,6 +152,8 @@ def test_each_way_has_a_variable(name: str, value: str, way: str, installed: Env
         ({"SPILLWAY_RATIO": "x"}, "SPILLWAY_RATIO: got 'x', expected"),
         ({"SPILLWAY_BUDGET": "1GiB", "SPILLWAY_RATIO": "0.5"}, "got SPILLWAY_BUDGET and SPILLWAY_RATIO"),
         ({"SPILLWAY_BUDGET": "1GiB", "SPILLWAY_HOST_BUDGET": "x"}, "SPILLWAY_HOST_BUDGET: got 'x'"),
+        ({"SPILLWAY_BUDGET": "1GiB", "SPILLWAY_STREAM": "x"}, "SPILLWAY_STREAM: got 'x', expected auto"),
+        ({"SPILLWAY_BUDGET": "auto", "SPILLWAY_STREAM": "auto"}, "got SPILLWAY_STREAM without SPILLWAY_BUDGET"),
         ({"SPILLWAY_PLAN": "absent.json"}, "absent.json"),
     ],
     ids=str,
