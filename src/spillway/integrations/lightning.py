@@ -133,7 +133,6 @@ class SpillwayCallback(Callback):
         """Restore all modules. A second call does nothing."""
         with ExitStack() as every:
             every.callback(self._calls.clear)
-            every.callback(setattr, self, "_optimizers", ())
             for attached in self.attached.values():
                 every.callback(attached.remove)
             for call in self._calls.values():
