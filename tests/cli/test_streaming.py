@@ -39,6 +39,7 @@ optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requi
 """
 )
 TRAINED = MADE + "optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)\n"
+SMALL = TRAINED + "for block in model.blocks: block.norm.requires_grad_(False)\n"
 OFFLOADED = (
     MADE
     + """
@@ -90,7 +91,8 @@ def test_trained_weights_are_streamed_with_an_offloaded_optimizer(server: Server
 
 
 @pytest.mark.parametrize(
-    ("made", "why"), [(TRAINED, ""), (OFFLOADED.replace("OPTIONS", "fraction=0.5"), "got an optimizer with a fraction")]
+    ("made", "why"),
+    [(TRAINED, ""), (SMALL, ""), (OFFLOADED.replace("OPTIONS", "fraction=0.5"), "got an optimizer with a fraction")],
 )
 def test_with_nothing_to_stream_a_note_says_so_and_there_is_a_plan(
     made: str, why: str, server: Server, folder: Folder

@@ -139,7 +139,7 @@ def test_checkpoints_hold_nothing_of_it_and_a_fit_goes_on_from_one(
 
 
 def assert_same(one: Any, other: Any) -> None:
-    """Of state dictionaries, bit for bit."""
+    """Compare state dictionaries, bit for bit."""
     torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
