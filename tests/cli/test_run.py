@@ -187,6 +187,7 @@ def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
         (["run", "--policy", "keep", "--allow", "keep", "absent.py"], "got --allow beside --policy"),
         (["run", "--budget", "1GiB", "--allow", "keeps", "absent.py"], "allow: got"),
         (["run", "--budget", "1GiB", "--stream", "layers", "absent.py"], "--stream: got 'layers', expected auto"),
+        (["run", "--stream", "auto", __file__], "got --stream without --budget"),
         (["run", "--stream", "auto", "--ratio", "0.5", "absent.py"], "got --stream beside --ratio, expected --budget"),
         (["run", "--plan", "absent.json", "absent.py"], "absent.json"),
         (["run", "--policy", "keep", "-o", "absent/out.json", __file__], "--output: 'absent/out.json' cannot be"),

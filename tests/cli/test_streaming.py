@@ -85,6 +85,12 @@ def test_frozen_weights_are_streamed_as_the_plan_decides(server: Server, folder:
     assert f"step 7: {2 * model['streamed']} streamed" in told
 
 
+def test_a_frozen_encoder_is_streamed_all_the_time(server: Server, folder: Folder) -> None:
+    frozen = "for each in (model.embed, model.blocks[0]): each.requires_grad_(False)\n"
+    model, told = run(server, folder, MADE + frozen + TRAINED.removeprefix(MADE) + "train(8)")
+    assert model["stage"] == "active" and "step 1: 2 streamed" in told and "step 7: 2 streamed" in told
+
+
 def test_trained_weights_are_streamed_with_an_offloaded_optimizer(server: Server, folder: Folder) -> None:
     model, told = run(server, folder, OFFLOADED.replace("OPTIONS", "step_on='cpu'") + "train(8)")
     assert "step 1: 6 streamed" in told and model["streamed"] is not None and model["notes"] == []

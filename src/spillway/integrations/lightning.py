@@ -56,7 +56,8 @@ class SpillwayCallback(Callback):
         model: name of the only module of the ``LightningModule`` to attach to, such as ``"net"``, or ``""`` for itself.
             ``None``: find it.
         options: of :func:`spillway.attach`: ``budget``, ``plan``, ``policy``, ``blocks`` and others. Names of blocks
-            are within the attached module. Without options, all blocks are recomputed.
+            are within the attached module. Without options, all blocks are recomputed. With ``stream``, trained weights
+            are streamed if ``configure_optimizers`` gives their :class:`~spillway.OffloadedOptimizer`.
 
     Raises:
         UsageError: here, for an unknown option. In a fit: for what ``attach`` refuses, in the first step; after the
