@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from running.scripts import MODELS, RANKS, SOURCE, TRAINING, Ended, Folder, Server, keep_hardware
+from spillway.cli.running.options import NOTHING_TO_STREAM
 from spillway.cli.variables import asked
 
 pytestmark = pytest.mark.timeout(300)
@@ -152,6 +153,8 @@ def test_each_way_has_a_variable(name: str, value: str, way: str, installed: Env
         ({"SPILLWAY_RATIO": "x"}, "SPILLWAY_RATIO: got 'x', expected"),
         ({"SPILLWAY_BUDGET": "1GiB", "SPILLWAY_RATIO": "0.5"}, "got SPILLWAY_BUDGET and SPILLWAY_RATIO"),
         ({"SPILLWAY_BUDGET": "1GiB", "SPILLWAY_HOST_BUDGET": "x"}, "SPILLWAY_HOST_BUDGET: got 'x'"),
+        ({"SPILLWAY_BUDGET": "1GiB", "SPILLWAY_STREAM": "x"}, "SPILLWAY_STREAM: got 'x', expected auto"),
+        ({"SPILLWAY_BUDGET": "auto", "SPILLWAY_STREAM": "auto"}, "got SPILLWAY_STREAM without SPILLWAY_BUDGET"),
         ({"SPILLWAY_PLAN": "absent.json"}, "absent.json"),
     ],
     ids=str,
@@ -258,7 +261,8 @@ def test_children_of_a_program_are_managed_and_the_program_is_content(
 
 def test_children_of_run_are_managed_and_count(installed: Environment, server: Server, plain: str) -> None:
     launcher = installed.folder.write("launcher.py", LAUNCHER)
-    command = ["run", "--budget", "3GiB", "-o", "children.json", launcher.name, installed.interpreter]
+    options = ["--budget", "3GiB", "--stream", "auto", "-o", "children.json"]
+    command = ["run", *options, launcher.name, installed.interpreter]
 
     def run(*arguments: object) -> tuple[Ended, dict[str, Any]]:
         done = server.spillway(installed.folder.path, *command, *arguments)
@@ -270,11 +274,13 @@ def test_children_of_run_are_managed_and_count(installed: Environment, server: S
     assert done.err.endswith("\nspillway: 0 models attached, 0 optimizer steps\n  attached in child processes: GPT\n")
     [child] = said["children"]
     assert (said["models"], child["models"][0]["kind"], child["steps"]) == ([], "GPT", STEPS)
+    assert child["models"][0]["notes"] == [NOTHING_TO_STREAM]
     # A child of a child, whose launcher is a run of its own with other options. It ends early.
     inner = ["-m", "spillway", "run", "--quiet", "--best-effort", "--budget", "2GiB", launcher.name]
     done, said = run(*inner, installed.interpreter, "train.py", 1)
     assert (done.code, done.out) == (3, f"{plain.splitlines()[0]}\nfinally\n"), done.err
-    assert said["children"][0]["children"][0]["models"][0]["way"] == "budget 2GiB"
+    [grandchild] = said["children"][0]["children"][0]["models"]
+    assert (grandchild["way"], grandchild["notes"]) == ("budget 2GiB", [])
     assert "the script ended before there was a plan (GPT takes" in done.err
     nothing, _ = run("-c", "pass")
     assert nothing.code == 3

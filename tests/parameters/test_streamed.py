@@ -856,3 +856,13 @@ def test_a_parameter_that_was_moved_is_refused() -> None:
         weight.data = home
         train(model, 1)
         del home
+
+
+def test_a_model_that_was_cast_stays_so_when_it_is_detached() -> None:
+    model = Model()
+    with streamed(model):
+        train(model, 1)
+        wanted = [each.detach().double() for each in model.parameters()]
+        model.double()
+    assert same(list(model.parameters()), wanted)
+    assert {each.dtype for each in model.parameters()} == {torch.float64}

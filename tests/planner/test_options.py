@@ -170,6 +170,18 @@ def test_what_a_plan_says_of_an_option_is_that_option_again(block: BlockProfile,
         assert program_of(profile, said) == problem.program([number])
 
 
+@SETTINGS
+@given(random_blocks())
+def test_steps_of_the_same_block_share_options_and_others_have_their_own(block: BlockProfile) -> None:
+    profile = profile_of(block, 1)
+    for least, allow in itertools.product((0, 16384, 1 << 30), (ALL, {"keep", "host"}, {"recompute"})):
+        step = replace(profile, min_bytes=least)
+        problem = problem_of(step, RATES, budget=1 << 40, allow=allow)
+        assert problem.options == (block_options(block, min_bytes=least, allow=allow),)
+        again = problem_of(replace(step, static_bytes=1), RATES, budget=1 << 30, allow=set(allow))
+        assert again.options[0] is problem.options[0]
+
+
 def test_where_nothing_is_computed_again_the_largest_may_leave_alone() -> None:
     values = (Value(1 << 20, 0, saved_at=1, dies_at=3), Value(8 << 20, 1, saved_at=2, dies_at=3))
     operators = (OperatorProfile("exp", 1.0, (), (0,)), OperatorProfile("mm", 9.0, (0,), (1,)))

@@ -647,7 +647,7 @@ def test_without_an_option_an_accelerator_has_a_budget_and_a_cpu_offloads(monkey
     assert RunOptions(policy="keep").budget_on(device) is None
     assert RunOptions(budget="1KiB").budget_on(device) == "1KiB"
     assert RunOptions().budget_on(torch.device("cpu")) is None
-    attached, way = RunOptions().attach(net())
+    attached, way, _ = RunOptions().attach(net())
     attached.remove()
     assert (way, attached.budget) == ("offload", None)
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -89,7 +89,11 @@ class ModuleCall:
             return own_call(module)(*args, **kwargs)
         if self.streamed is None:
             return self._call(module, args, kwargs)
-        with self.streamed.in_use():
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.streamed.in_use())
+            except REFUSALS as error:
+                self.refuse(error)
             return self._call(module, args, kwargs)
 
     def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

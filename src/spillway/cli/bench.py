@@ -251,11 +251,11 @@ def measure(script: Script, way: str, steps: int) -> Result:
         set_malloc()
     watch = Stopwatch(steps, device)
 
-    def attach(model: Module) -> tuple[Attached, str]:
+    def attach(model: Module) -> tuple[Attached, str, list[str]]:
         assert options is not None
-        attached, name = options.attach(model)
-        watch.attached.append(attached)
-        return attached, name
+        treated = options.attach(model)
+        watch.attached.append(treated[0])
+        return treated
 
     # The baseline is only timed.
     clock = StepClock(watch.stepped) if options is None else ScriptObserver(attach, watch.stepped)

@@ -41,6 +41,14 @@ def run(
     ] = None,
     ratio: Annotated[float | None, typer.Option(help="Offload this share of the saved bytes.")] = None,
     plan: Annotated[Path | None, typer.Option(help="Use the plan in this file.")] = None,
+    stream: Annotated[
+        str | None,
+        typer.Option(
+            help="With a budget, auto: frozen weights of blocks may be in CPU memory, as the plan decides.",
+            show_default="all weights on the GPU",
+            autocompletion=completed("auto"),
+        ),
+    ] = None,
     host_budget: Annotated[str | None, typer.Option(help="With a budget: CPU memory to use, in bytes.")] = None,
     disk_budget: Annotated[str | None, typer.Option(help="With a budget: disk to use, in bytes.")] = None,
     allow: Annotated[
@@ -85,6 +93,7 @@ def run(
         policy=policy,
         ratio=ratio,
         plan=plan,
+        stream=stream,
         host_budget=host_budget,
         disk_budget=disk_budget,
         allow=None if allow is None else split_words(allow),

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 WAYS = ("budget", "policy", "ratio", "plan")
-LIMITS = ("host_budget", "disk_budget", "allow", "hardware")
+LIMITS = ("stream", "host_budget", "disk_budget", "allow", "hardware")
 AUTO = "auto"
-"""As a budget: the device decides, as with ``spillway run`` without options."""
+"""As a budget: the device decides, as with ``spillway run`` without options. As ``stream``: the plan decides."""
 OFF = "off"
 """As a budget: nothing is managed, whatever else is set."""
 QUIET = "SPILLWAY_QUIET"

@@ -8,7 +8,7 @@ once, and some integrations attach only when the model is first called in traini
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from spillway.attaching.call import ModuleCall
 from spillway.attaching.validation import check_limits, check_planned, check_stream
 from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
+from spillway.parameters.streamed import trainer_of
 from spillway.recomputing import Recompute
 
 _KNOWN = tuple(inspect.signature(attach).parameters)[1:]
@@ -60,9 +61,15 @@ class AttachOptions:
             policy = policy_named(policy)
         return isinstance(policy, Recompute) if policy is not None else self.options.get("groups") is None
 
-    def attach(self, model: Module) -> Attached:
-        """Attach to a model. Raises what :func:`spillway.attach` does."""
-        return attach(model, **self.options)
+    def attach(self, model: Module, optimizers: Iterable[object] = ()) -> Attached:
+        """Attach to a model. Raises what :func:`spillway.attach` does.
+
+        With ``stream`` and no ``optimizer``, one of these optimizers that holds its parameters steps streamed ones.
+        """
+        options = self.options
+        if options.get("stream") is not None and options.get("optimizer") is None:
+            options = {**options, "optimizer": trainer_of(model, optimizers)}
+        return attach(model, **options)
 
 
 class FirstCall(ModuleCall):

@@ -14,6 +14,7 @@ call is no model's forward, and may contain the backward. So it bypasses what is
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -55,7 +56,8 @@ class SpillwayCallback(Callback):
         model: name of the only module of the ``LightningModule`` to attach to, such as ``"net"``, or ``""`` for itself.
             ``None``: find it.
         options: of :func:`spillway.attach`: ``budget``, ``plan``, ``policy``, ``blocks`` and others. Names of blocks
-            are within the attached module. Without options, all blocks are recomputed.
+            are within the attached module. Without options, all blocks are recomputed. With ``stream``, trained weights
+            are streamed if ``configure_optimizers`` gives their :class:`~spillway.OffloadedOptimizer`.
 
     Raises:
         UsageError: here, for an unknown option. In a fit: for what ``attach`` refuses, in the first step; after the
@@ -85,6 +87,8 @@ class SpillwayCallback(Callback):
         self._forward: object = None
         """The root's own ``forward``, if it has one."""
         self._batches = 0
+        self._optimizers: Sequence[object] = ()
+        """Those of a fit. ``configure_optimizers`` has made them, and they have the states of a checkpoint."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._remove()
@@ -93,6 +97,7 @@ class SpillwayCallback(Callback):
         if self._has_budget and self._options.options.get("hardware") is None:
             # Measure it now, not in the middle of the first step, which finds what was measured.
             known_hardware(trainer.strategy.root_device)
+        self._optimizers = trainer.optimizers
         self._kind, self._forward = type(pl_module).__name__, pl_module.__dict__.get("forward")
         modules = [each for each in (Named("", pl_module), *walk(pl_module)) if is_called(each.module)]
         name = self._model
@@ -147,7 +152,7 @@ class SpillwayCallback(Callback):
                 f"model; say SpillwayCallback(model={first!r}, ...), or call both in the forward of one module"
             )
         self._uninstall(module)
-        self.attached[name] = self._options.attach(module)
+        self.attached[name] = self._options.attach(module, self._optimizers)
         if not name:
             self._calls[id(module)] = _Bypass(module, self._forward)
             self._calls[id(module)].install()

@@ -134,8 +134,7 @@ class StreamedParameter:
     def check(self) -> None:
         """Raise an error for a parameter that was moved or cast."""
         own = self.own()
-        is_home = own.device == self.at_rest.device and own.untyped_storage().data_ptr() == self.home.block.address
-        if not is_home or (own.dtype, own.shape, own.stride()) != self._form:
+        if not self._is_home() or (own.dtype, own.shape, own.stride()) != self._form:
             raise UsageError(
                 f"{self.name} is streamed, and was moved or cast: got {own.dtype} {tuple(own.shape)} on {own.device} "
                 f"in other memory, expected {self._form[0]} {tuple(self._form[1])} in its own CPU memory. Call "
@@ -168,15 +167,20 @@ class StreamedParameter:
         self.is_in_use = False
 
     def leave(self, device: torch.device | None = None) -> None:
-        """The parameter gets memory of its own on a device; ``None``: where it was.
+        """The parameter gets memory of its own on a device; ``None``: where it was. One that was moved or cast has it.
 
         The device has done all that writes the home.
         """
         if self.is_alive:
             own = self.own()
-            move(own, self._on_cpu(write=False).to(device or self.device, copy=True))
+            if self.is_in_use or self._is_home():
+                move(own, self._on_cpu(write=False).to(device or self.device, copy=True))
             unset_streamed(own)
         self.has_left = True
+
+    def _is_home(self) -> bool:
+        own = self.own()
+        return own.device == self.at_rest.device and own.untyped_storage().data_ptr() == self.home.block.address
 
     def _on_cpu(self, *, write: bool) -> torch.Tensor:
         self._backend.host_access(self.home.range(0, self.home.nbytes), write=write)

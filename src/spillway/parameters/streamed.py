@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -87,6 +87,12 @@ class Trainer(Protocol):
     def moving(self) -> AbstractContextManager[dict[torch.Tensor, StreamedParameter | None]]:
         """Inside, parameters may move. Gives those that are streamed, to be changed; ``None``: not at present."""
         ...
+
+
+def trainer_of(model: Module, optimizers: Iterable[object]) -> Trainer | None:
+    """The first of these optimizers that holds parameters of a model, and may step streamed ones; ``None``: no such."""
+    own = list(model.parameters())
+    return next((each for each in optimizers if isinstance(each, Trainer) and any(map(each.holds, own))), None)
 
 
 class CopyListener(Protocol):

@@ -80,9 +80,9 @@ from spillway.planner.plan import (
     uniform_options,
     uniform_program,
 )
-from spillway.planner.profile import Outside, Profile
+from spillway.planner.profile import BlockProfile, Outside, Profile
 from spillway.planner.solve import LATE, Solution, solve
-from spillway.planner.tasks import Part, Problem, Rates, Turn
+from spillway.planner.tasks import Option, Part, Problem, Rates, Turn
 from spillway.planner.timeline import simulate_program
 from spillway.types import Decision
 from spillway.units import parse_bytes, read_budget
@@ -101,6 +101,8 @@ _SHARE = 16
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """The fractions of an optimizer on the CPU that are tried, beside all of it."""
 _MOST_SLACK = 64 << 20
+_MOST_KINDS = 32
+"""Kinds of blocks whose options are remembered."""
 _SAME = 1.001
 """If steps are this close, the one with fewer weights on the GPU is taken."""
 
@@ -237,10 +239,16 @@ def problem_of(
         for nbytes, what in ((host_budget, "host_budget"), (disk_budget, "disk_budget"))
     )
     check_allow(allow)
-    kinds = [block_options(kind, min_bytes=profile.min_bytes, allow=allow) for kind in profile.kinds]
+    kinds = [_remembered_options(kind, profile.min_bytes, frozenset(allow)) for kind in profile.kinds]
     problem = problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget)
     late = LATE if any(kind.host is not None for kind in profile.kinds) else 1.0
     return replace(problem, host_budget=host, disk_budget=disk, late=late)
+
+
+@functools.lru_cache(_MOST_KINDS)
+def _remembered_options(kind: BlockProfile, min_bytes: int, allow: frozenset[str]) -> tuple[Option, ...]:
+    """The options of a block. One plan solves many steps of the same blocks."""
+    return block_options(kind, min_bytes=min_bytes, allow=allow)
 
 
 def best_of(problem: Problem, windows: Iterable[int]) -> Solution:

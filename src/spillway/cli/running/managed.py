@@ -182,7 +182,7 @@ class _ManagedProcess:
         except (SpillwayError, OSError) as error:
             # An exit handler has no caller that could catch it.
             lines.append(f"error: {error}")
-        self.models.close()
+        # Models stay attached: Python has ended its pools of threads, and an optimizer moves no weights without them.
         self._close()
         if lines:
             _print_error("\n" + "\n".join(lines) + "\n")
@@ -268,12 +268,12 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> None:
     os.environ[variable("budget")] = OFF
     collectors: list[_EndingCollector] = []
 
-    def attach_collector(model: Module) -> tuple[Attached, str]:
+    def attach_collector(model: Module) -> tuple[Attached, str, list[str]]:
         collector = _EndingCollector(model, None)
         attached = attach(model)
         ModelCall.of(model).hand_to(collector)
         collectors.append(collector)
-        return attached, "profile"
+        return attached, "profile", []
 
     def stepped(count: int) -> None:
         if count >= steps:

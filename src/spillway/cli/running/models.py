@@ -129,11 +129,13 @@ class Rejected:
 class ModelRegistry:
     """The models of a script. Between :meth:`start` and :meth:`stop` it observes the calls of modules.
 
-    ``attach`` attaches to a model and names the way, or raises. ``changed`` is called when an attached model was given
-    up, and may be attached once more.
+    ``attach`` attaches to a model and names the way, with notes, or raises. ``changed`` is called when an attached
+    model was given up, and may be attached once more.
     """
 
-    def __init__(self, attach: Callable[[Module], tuple[Attached, str]], changed: Callable[[], object]) -> None:
+    def __init__(
+        self, attach: Callable[[Module], tuple[Attached, str, list[str]]], changed: Callable[[], object]
+    ) -> None:
         self._attach = attach
         self._changed = changed
         self._thread = threading.local()
@@ -271,20 +273,20 @@ class ModelRegistry:
             self.reject(model, f"{NO_BLOCKS}{built_in(model.modules())}")
             return False
         try:
-            attached, way = self._attach(model)
+            attached, way, notes = self._attach(model)
         except BudgetError as error:
             self.fatal = error
             raise
         except SpillwayError as error:
             self.reject(model, str(error))
             return False
-        notes = [f"attached again: {self._refusals[model]}"] if model in self._refusals else []
-        managed = ManagedModel(type(model).__name__, weakref.ref(model), blocks, attached, way, notes)
+        again = [f"attached again: {self._refusals[model]}"] if model in self._refusals else []
+        managed = ManagedModel(type(model).__name__, weakref.ref(model), blocks, attached, way, [*again, *notes])
         ModelCall.of(model).hand_errors_to(lambda error: self._refused(managed, error))
         ModelCall.of(model).give_way_by(lambda: self._give_way(managed))
         self.managed.append(managed)
         if self.tell is not None:
-            for note in attached.notes:
+            for note in (*notes, *attached.notes):
                 self.tell(f"{managed.kind}: {note}")
         self._know(model, Role.PASSED)
         return True
@@ -362,11 +364,11 @@ class StepClock:
 class ScriptObserver(StepClock):
     """Observes from now on, in this process and not in forked children. See NOTE [ Unobserved calls ].
 
-    ``attach`` attaches to a model, and names the way. ``told`` is called after each step, with their number.
+    ``attach`` attaches to a model, and names the way, with notes. ``told`` is called after each step, with its number.
     """
 
     def __init__(
-        self, attach: Callable[[Module], tuple[Attached, str]], told: Callable[[int], None] | None = None
+        self, attach: Callable[[Module], tuple[Attached, str, list[str]]], told: Callable[[int], None] | None = None
     ) -> None:
         super().__init__(told)
         self._lock = threading.RLock()

@@ -6,11 +6,11 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from spillway.cli.variables import AUTO, LIMITS, OFF, WAYS, asked, variable
 from spillway.cli.words import POLICIES
-from spillway.errors import UsageError
+from spillway.errors import UnsupportedError, UsageError
 from spillway.units import parse_bytes, read_budget
 
 if TYPE_CHECKING:
@@ -18,11 +18,16 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from spillway.attaching import Attached
+    from spillway.parameters.streamed import Trainer
 
 BASELINE = "baseline"
 """The way of ``spillway bench`` that attaches nothing."""
 DEFAULT_SHARE = 0.9
 """Share of an accelerator's memory that is the default budget. The rest is for the driver and fragmentation."""
+NOTHING_TO_STREAM = (
+    "stream: no block has a weight of 1 MiB or more that is frozen, or stepped by a spillway.OffloadedOptimizer. All "
+    "weights stay on the GPU"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +42,7 @@ class RunOptions:
     policy: str | None = None
     ratio: float | None = None
     plan: Path | None = None
+    stream: str | None = None
     host_budget: str | None = None
     disk_budget: str | None = None
     allow: Sequence[str] | None = None
@@ -65,6 +71,7 @@ class RunOptions:
             policy=given.get("policy"),
             ratio=share,
             plan=Path(given["plan"]) if "plan" in given else None,
+            stream=given.get("stream"),
             host_budget=given.get("host_budget"),
             disk_budget=given.get("disk_budget"),
             allow=None if allow is None else split_words(allow),
@@ -91,6 +98,11 @@ class RunOptions:
             raise UsageError(f"got {' and '.join(given)}, expected one of them: each says what is done")
         if self.budget is not None:
             read_budget(self.budget, what=self._name("budget"))
+        if self.stream not in (None, AUTO):
+            raise UsageError(
+                f"{self._name('stream')}: got {self.stream!r}, expected {AUTO}: the plan chooses the blocks. To name "
+                f"them, call spillway.attach(model, stream=...) in the script"
+            )
         for name in ("host_budget", "disk_budget"):
             if getattr(self, name) is not None:
                 parse_bytes(getattr(self, name), what=self._name(name))
@@ -103,7 +115,8 @@ class RunOptions:
         limits = self._given(LIMITS)
         if limits and given and self.budget is None:
             raise UsageError(
-                f"got {' and '.join(limits)} beside {given[0]}, expected {self._name('budget')}, whose plan they limit"
+                f"got {' and '.join(limits)} beside {given[0]}, expected {self._name('budget')}: only its plan uses "
+                f"them"
             )
         # Planning takes a while to import.
         if self.allow is not None:
@@ -146,10 +159,11 @@ class RunOptions:
 
     def check_machine(self) -> None:
         """Raise :class:`~spillway.errors.UsageError` for limits of a budget if there is no budget."""
-        if self._given(LIMITS) and not self.option and not self.is_measured:
+        limits = self._given(LIMITS)
+        if limits and not self.option and not self.is_measured:
             raise UsageError(
-                "got --host-budget, --disk-budget, --allow or --hardware without --budget. They limit the plan of a "
-                "budget, and without an accelerator there is no default one: give --budget"
+                f"got {' and '.join(limits)} without {self._name('budget')}. Only the plan of a budget uses them, and "
+                f"without an accelerator there is no default one: give {self._name('budget')}"
             )
 
     def budget_on(self, device: torch.device) -> str | int | None:
@@ -161,8 +175,8 @@ class RunOptions:
         memory = torch.cuda.mem_get_info if device.type == "cuda" else torch.accelerator.get_memory_info
         return int(memory(device)[1] * DEFAULT_SHARE)
 
-    def attach(self, model: Module) -> tuple[Attached, str]:
-        """Attach to a model, and name the way. The default: 90 % of a GPU's memory, or ``offload`` on the CPU."""
+    def attach(self, model: Module) -> tuple[Attached, str, list[str]]:
+        """Attach to a model, and name the way, with notes. The default: 90 % of a GPU's memory, or ``offload``."""
         from spillway import policies
         from spillway.attaching import attach
         from spillway.attaching.collector import device_of
@@ -170,15 +184,43 @@ class RunOptions:
         if self.plan is not None:
             from spillway.planner.plan import Plan
 
-            return attach(model, plan=Plan.load(self.plan)), "plan"
+            return attach(model, plan=Plan.load(self.plan)), "plan", []
         if self.ratio is not None:
-            return attach(model, policy=policies.Ratio(self.ratio)), f"ratio {self.ratio:g}"
+            return attach(model, policy=policies.Ratio(self.ratio)), f"ratio {self.ratio:g}", []
         budget = self.budget_on(device_of(model))
         if budget is None:
             policy = self.policy or "offload"
-            return attach(model, policy=policy), policy
-        limits = {name: getattr(self, name) for name in LIMITS}
-        return attach(model, budget=budget, **limits), "budget" if self.budget is None else f"budget {self.budget}"
+            return attach(model, policy=policy), policy, []
+        limits: dict[str, Any] = {name: getattr(self, name) for name in LIMITS}
+        notes: list[str] = []
+        if self.stream is not None:
+            limits["optimizer"], notes = _streaming(model)
+            if NOTHING_TO_STREAM in notes:
+                del limits["stream"]
+        way = "budget" if self.budget is None else f"budget {self.budget}"
+        return attach(model, budget=budget, **limits), way, notes
+
+
+def _streaming(model: Module) -> tuple[Trainer | None, list[str]]:
+    """The script's optimizer that can step streamed weights of a model, and notes on weights that are not streamed."""
+    from torch.optim import Optimizer
+
+    from spillway.checkpointing.blocks import find_blocks
+    from spillway.cli.running.models import alive
+    from spillway.parameters.streamed import streamable, trainer_of
+    from spillway.session import MIN_BYTES
+
+    notes: list[str] = []
+    optimizer = trainer_of(model, alive(Optimizer))
+    try:
+        if optimizer is not None:
+            optimizer.check_streaming()
+    except (UsageError, UnsupportedError) as error:
+        optimizer, notes = None, [f"trained weights are not streamed: {error}"]
+    blocks = [(each.name, each.module) for each in find_blocks(model, None)]
+    if not streamable(blocks, model, MIN_BYTES, lambda each: optimizer is not None and optimizer.holds(each)):
+        return None, [*notes, NOTHING_TO_STREAM]
+    return optimizer, notes
 
 
 def options_of_way(way: str) -> RunOptions | None:

@@ -41,6 +41,8 @@ class ModelResult:
     stage: str | None
     """The last stage of the search for a plan."""
     budget: int | None
+    streamed: int | None = None
+    """Blocks whose weights are in CPU memory in the end; ``None``: weights are not streamed."""
     missing: str | None
     """Steps or calls that a plan still needed in the end."""
     peak: int
@@ -132,6 +134,7 @@ def _model_result(model: ManagedModel) -> ModelResult:
         way=model.way,
         stage=attached.stage,
         budget=attached.budget,
+        streamed=len(attached.streamed) if attached.streamed or (plan is not None and plan.resident) else None,
         missing=attached.missing,
         peak=stats.peak_bytes if measured is None else measured.peak_bytes,
         stats=stats,
@@ -167,7 +170,8 @@ def _model_lines(model: ModelResult, seconds: float | None) -> Iterator[str]:
     is_size = model.way.startswith("budget ") and isinstance(read_budget(model.way.partition(" ")[2]), int)
     budget = "" if model.budget is None or is_size else f" ({format_bytes(model.budget)})"
     stage = "" if model.stage is None else f", {model.stage}"
-    yield from wrapped(f"{model.kind}: {model.blocks} blocks, {model.way}{budget}{stage}", "  ")
+    streamed = "" if model.streamed is None else f" ({model.streamed} streamed)"
+    yield from wrapped(f"{model.kind}: {model.blocks} blocks{streamed}, {model.way}{budget}{stage}", "  ")
     if model.missing is not None:
         yield from wrapped(f"no plan yet: it takes {model.missing}", "  ")
     yield _row(*_HEADINGS)
