@@ -174,10 +174,11 @@ def of_optimizers(result: Result) -> list[str]:
             f"a step of `float32` {rates['step']:.0f}"
         )
     micro = "one micro-batch" if options["micro"] == 1 else f"{options['micro']} micro-batches"
+    batch = f"{options['batch']} x " if options.get("batch", 1) > 1 else ""
     runs = {1: "one run", 2: "mean of two runs"}.get(options["runs"], f"median of {options['runs']} runs")
     conditions = (
         f"{counted(result['rows'][0]['parameters'])} parameters, {options['layers']} layers, {micro} of "
-        f"{options['seq']} tokens; {runs} of {options['together']} steps; {memory}; {where_and_when(result)}"
+        f"{batch}{options['seq']} tokens; {runs} of {options['together']} steps; {memory}; {where_and_when(result)}"
     )
     present = [row for row in result["rows"] if not row["absent"]]
     device = next((row for row in present if named(row["way"]) == "on the GPU"), None)
@@ -391,6 +392,33 @@ def of_streams(result: Result) -> list[str]:
     return [conditions, "", *table([*heads, "copied in a step", "identical"], *rows)]
 
 
+# weights.py: one budget a row.
+
+
+def of_placed(result: Result) -> list[str]:
+    options = result["options"]
+    kind = "LoRA" if options["kind"] == "lora" else "full fine-tuning"
+    conditions = (
+        f"{kind}, {options['layers']} layers of {options['shape']}, {result['rows'][0]['tokens']} tokens; median of "
+        f"{options['runs']} runs of {options['together']} steps; copies {result['copies'] / 1e9:.0f} GB/s; "
+        f"{where_and_when(result)}"
+    )
+    rows = [
+        [
+            gib(row["budget"]),
+            f"{row['resident_blocks']} of {row['blocks']}",
+            gib(row["peak_bytes"]),
+            f"{row['predicted_peak'] / row['peak_bytes'] - 1:+.1%}",
+            ranged(row),
+            f"{row['predicted_seconds'] * 1e3:.0f} ms",
+            ratio(row["step_seconds"], row["placed_bound"]),
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["budget", "blocks with weights on the GPU", "peak", "prediction off", "step", "predicted"]
+    return [conditions, "", *table([*heads, "relative to the bound"], *rows)]
+
+
 KINDS: dict[str, Callable[[Result], list[str]]] = {
     "activation_peak_bytes": of_ways,
     "method": of_steps,
@@ -401,6 +429,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "losses": of_trainers,
     "loss_of": of_losses,
     "ratio": of_ratios,
+    "placed_bound": of_placed,
     "copied_bytes": of_streams,
 }
 """By what a row has that those of the other benchmarks have not."""

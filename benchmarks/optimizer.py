@@ -284,7 +284,8 @@ def measure(options: argparse.Namespace) -> Row:
     stack.call = lambda layer, *args: checkpoint(layer, *args, use_reentrant=False)
     parameters = sum(parameter.numel() for parameter in stack.parameters())
     hidden = stack.layers[0].shape.hidden
-    batch = torch.randn(1, options.seq, hidden, device=device, dtype=torch.bfloat16)
+    batch = torch.randn(options.batch, options.seq, hidden, device=device, dtype=torch.bfloat16)
+    spillway.Session(window=options.window).use_as_default()
     try:
         made = WAYS[options.child](stack, options)
     except ImportError as error:
@@ -431,7 +432,7 @@ def bound(row: Row, plain: Row, rates: dict[str, float], options: argparse.Names
 
 
 def run_child(way: str, options: argparse.Namespace) -> Row:
-    names = ("shape", "layers", "seq", "micro", "runs", "together", "device", "threads", "cpu_share")
+    names = ("shape", "layers", "seq", "batch", "micro", "runs", "together", "device", "threads", "cpu_share", "window")
     given = [
         f"--{name.replace('_', '-')}={getattr(options, name)}" for name in names if getattr(options, name) is not None
     ]
@@ -468,7 +469,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--shape", default="tiny" if small else "1b", help="tiny, 1b, 8b or 70b")
     parser.add_argument("--layers", type=int, default=4 if small else 16)
     parser.add_argument("--seq", type=int, default=64 if small else 8192)
+    parser.add_argument("--batch", type=int, default=1, help="sequences in a micro-batch")
     parser.add_argument("--micro", type=int, default=1, help="micro-batches in a step")
+    parser.add_argument("--window", default="512MiB", help="the session's limit of copies that are under way")
     parser.add_argument("--together", type=int, default=4, help="steps that are timed together")
     parser.add_argument("--runs", type=int, default=5, help="such runs, to take the median of")
     parser.add_argument("--threads", type=int, help="of the host's step")
