@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import spillway
 from runtime.scenarios import adversary_session
 from spillway.errors import UsageError
-from spillway.parameters.streamed import _parameters_of
+from spillway.parameters.streamable import parameters_of
 from spillway.saved_tensors.identity import is_streamed
 
 WIDTH, BLOCKS = 64, 3
@@ -98,7 +98,7 @@ def test_they_are_on_the_device_before(layer: str) -> None:
     model = make(layer)
     blocks: Any = [(str(number), model[number]) for number in range(BLOCKS)]
     with pytest.raises(UsageError, match=r"of 0\.base on cpu, expected it on cuda:0.*Move its module first"):
-        _parameters_of(blocks, model, torch.device("cuda:0"), 0, None)
+        parameters_of(blocks, model, torch.device("cuda:0"), 0, None)
 
 
 def test_plain_ones_are_moved() -> None:
@@ -107,5 +107,5 @@ def test_plain_ones_are_moved() -> None:
 
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)).requires_grad_(False)
     model[0].bias = Mine(torch.zeros(WIDTH), requires_grad=False)
-    found = _parameters_of([("0", model[0])], model, torch.device("cuda:0"), 0, None)
+    found = parameters_of([("0", model[0])], model, torch.device("cuda:0"), 0, None)
     assert [name for name, _ in found["0"]] == ["0.weight"]

@@ -39,7 +39,8 @@ from spillway.attaching.validation import (
 )
 from spillway.checkpointing.blocks import Blocks, Named, above, find_blocks, inside_of, walk
 from spillway.errors import UsageError
-from spillway.parameters.streamed import StreamedModel, Trainer
+from spillway.parameters.streamable import Trainer
+from spillway.parameters.streamed import StreamedModel
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
 from spillway.saved_tensors.groups import Groups

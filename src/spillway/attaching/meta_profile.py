@@ -42,7 +42,7 @@ from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.selectors import Choices
 from spillway.errors import UsageError
-from spillway.parameters.streamed import streamable
+from spillway.parameters.streamable import streamable
 from spillway.planner.hardware import Hardware
 from spillway.planner.profile import Profile
 from spillway.profiler.compile import compile_profile

@@ -19,7 +19,7 @@ from spillway.attaching.call import ModuleCall
 from spillway.attaching.validation import check_limits, check_planned, check_stream
 from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
-from spillway.parameters.streamed import trainer_of
+from spillway.parameters.streamable import trainer_of
 from spillway.recomputing import Recompute
 
 _KNOWN = tuple(inspect.signature(attach).parameters)[1:]

@@ -1,4 +1,4 @@
 """Parameters that are in CPU memory, and on the device only while their block runs.
 
-``homes`` has their memory, ``streamed`` the blocks and the model.
+``streamable`` says which they can be, ``homes`` has their memory, ``streamed`` the blocks and the model.
 """

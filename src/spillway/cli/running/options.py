@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.nn import Module
 
     from spillway.attaching import Attached
-    from spillway.parameters.streamed import Trainer
+    from spillway.parameters.streamable import Trainer
 
 BASELINE = "baseline"
 """The way of ``spillway bench`` that attaches nothing."""
@@ -207,7 +207,7 @@ def _streaming(model: Module) -> tuple[Trainer | None, list[str]]:
 
     from spillway.checkpointing.blocks import find_blocks
     from spillway.cli.running.models import alive
-    from spillway.parameters.streamed import streamable, trainer_of
+    from spillway.parameters.streamable import streamable, trainer_of
     from spillway.session import MIN_BYTES
 
     notes: list[str] = []
