@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import runpy
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -167,16 +169,26 @@ print("weights", hashlib.sha256(weights).hexdigest())
 """
 
 
-def test_an_unmodified_script_runs_within_a_budget_of_the_environment(tmp_path: Path, server: Server) -> None:
+def test_an_unmodified_script_runs_within_a_budget_of_the_environment(
+    tmp_path: Path, server: Server, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     llama(eos_token_id=1, bos_token_id=1).save_pretrained(tmp_path / "llama")
     Folder(tmp_path, keep_hardware(tmp_path / "cache")).write("train.py", SCRIPT)
-    run = "import runpy, sys\nrunpy.run_path(sys.argv[0], run_name='__main__')"
-    arguments = "train.py", Path(__file__).parents[1], tmp_path / "llama"
-    plain = server.run(tmp_path, run, *arguments)
+    arguments = ["train.py", str(Path(__file__).parents[1]), str(tmp_path / "llama")]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", arguments)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    # Without Spillway in this process, which has imported trl already.
+    runpy.run_path("train.py", run_name="__main__")
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("losses ", "weights "))]
     # As spillway.pth does when Python starts.
-    arm = "import spillway.cli.startup\nspillway.cli.startup.arm()\n"
-    managed = server.run(tmp_path, arm + run, *arguments, SPILLWAY_BUDGET=BUDGET)
-    assert (plain.code, managed.code) == (0, 0), managed.err
-    told = [line for line in plain.out.splitlines() if line.startswith(("losses ", "weights "))]
+    code = """
+import runpy, sys
+import spillway.cli.startup
+spillway.cli.startup.arm()
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+    managed = server.run(tmp_path, code, *arguments, SPILLWAY_BUDGET=BUDGET)
+    assert managed.code == 0, managed.err
     assert len(told) == 2 and all(line in managed.out.splitlines() for line in told)
     assert f"PeftModelForCausalLM: 3 blocks, budget {BUDGET}, active" in managed.err
