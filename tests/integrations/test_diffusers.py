@@ -39,6 +39,7 @@ def unet() -> nn.Module:
         cross_attention_dim=WIDTH,
         norm_num_groups=8,
         attention_head_dim=4,
+        dropout=0.1,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
         up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     )
