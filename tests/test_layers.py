@@ -54,6 +54,7 @@ ALLOWED: dict[str, set[str]] = {
 
 TRAINERS = {
     "accelerate",
+    "axolotl",
     "deepspeed",
     "haiscale",
     "lightning",

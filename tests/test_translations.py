@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
+TRAINERS = ("trl", "axolotl", "llama-factory", "ms-swift", "unsloth")
 PAIRS = {
     "README.md": "README.zh-CN.md",
     "docs/start.md": "docs/zh/start.md",
     "docs/which-way.md": "docs/zh/which-way.md",
     "docs/tutorial.md": "docs/zh/tutorial.md",
     "docs/integrations/transformers.md": "docs/zh/transformers.md",
+    **{f"docs/integrations/{name}.md": f"docs/zh/{name}.md" for name in TRAINERS},
     "docs/troubleshooting.md": "docs/zh/troubleshooting.md",
 }
 ENGLISH = {chinese: english for english, chinese in PAIRS.items()}

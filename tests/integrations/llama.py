@@ -43,6 +43,17 @@ def llama(**changes: Any) -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**options | {"pad_token_id": 0, "max_position_embeddings": 64} | changes))
 
 
+def tokenizer() -> Any:
+    """A word for each token: ``w2``, ``w3`` and others."""
+    import tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, TOKENS)}}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>")
+
+
 def sentences(count: int = 16, *, uneven: bool = False) -> list[dict[str, Tensor]]:
     """What a data set has. Uneven: of some, half of the labels do not count."""
     random = torch.Generator().manual_seed(0)

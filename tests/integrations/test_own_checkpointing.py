@@ -1,4 +1,4 @@
-"""Models of timm and diffusers whose own checkpointing is on: attach replaces it, and puts it back."""
+"""Models whose own checkpointing is on, of timm, diffusers and Unsloth: attach replaces it, and puts it back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import spillway
+from steps import Block
 
 Case = tuple[nn.Module, Callable[[], Tensor], Callable[[], object]]
 
@@ -78,3 +80,37 @@ def test_its_checkpointing_is_replaced(make: Callable[[str], Case], name: str, g
             assert all(map(torch.equal, step(), plain))
     assert flags() == before
     assert all(map(torch.equal, step(), plain))
+
+
+def test_a_flag_that_names_a_way_is_replaced_too() -> None:
+    """As Unsloth's ``use_gradient_checkpointing="unsloth"`` sets it."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(Block(16) for _ in range(3))
+            self.gradient_checkpointing: bool | str = "unsloth"
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True) if self.gradient_checkpointing else block(x)
+            return x
+
+    torch.manual_seed(0)
+    model = Model()
+    x = torch.randn(4, 16, requires_grad=True)
+
+    def step() -> list[Tensor]:
+        model.zero_grad()
+        model(x).square().sum().backward()
+        return [each.grad.clone() for each in model.parameters() if each.grad is not None]
+
+    plain = step()
+    with spillway.attach(model) as attached:
+        assert model.gradient_checkpointing is False
+        assert "switched off" in attached.notes[0]
+        # A trainer may switch it on again between steps.
+        model.gradient_checkpointing = "unsloth"
+        assert all(map(torch.equal, step(), plain))
+        assert model.gradient_checkpointing is False
+    assert model.gradient_checkpointing == "unsloth"

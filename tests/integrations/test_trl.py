@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from integrations.llama import TOKENS, WAYS, llama, same, weights
+from integrations.llama import TOKENS, WAYS, llama, same, tokenizer, weights
 from spillway import Session
 from spillway.attaching import attached_to
 from support import assert_nothing_left
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
-tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+pytest.importorskip("transformers", reason="transformers is not installed")
 datasets = pytest.importorskip("datasets", reason="datasets is not installed")
 
 from spillway.integrations.transformers import SpillwayCallback  # noqa: E402
@@ -26,15 +25,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
-
-
-def tokenizer() -> Any:
-    words = {"<pad>": 0, "<eos>": 1, **{f"w{number}": number for number in range(2, TOKENS)}}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="<eos>", unk_token="<pad>"
-    )
 
 
 def answers() -> Any:

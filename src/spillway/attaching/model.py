@@ -219,24 +219,26 @@ class CheckpointFlags:
     """In transformers and diffusers, and in timm."""
 
     def __init__(self) -> None:
-        self._off: list[tuple[weakref.ref[Module], str, bool]] = []
-        """Modules, names, and whether the attribute was the module's own or its class's."""
+        self._off: list[tuple[weakref.ref[Module], str, bool | str, bool]] = []
+        """Modules, names, values, and whether the attribute was the module's own or its class's."""
 
     def switch_off(self, module: Module) -> None:
         """Let a module not checkpoint itself. Fast enough for each call of the model."""
         own = module.__dict__
         for name in self._NAMES:
-            if own.get(name, getattr(type(module), name, None)) is True:
-                self._off.append((weakref.ref(module), name, name in own))
+            value = own.get(name, getattr(type(module), name, None))
+            # Unsloth's is the name of a way.
+            if value is True or (isinstance(value, str) and value):
+                self._off.append((weakref.ref(module), name, value, name in own))
                 own[name] = False
 
     def put_back(self) -> None:
         """Switch on again what was switched off."""
         while self._off:
-            reference, name, is_own = self._off.pop()
+            reference, name, value, is_own = self._off.pop()
             module = reference()
             if module is not None and is_own:
-                module.__dict__[name] = True
+                module.__dict__[name] = value
             elif module is not None:
                 module.__dict__.pop(name, None)
 
@@ -245,7 +247,7 @@ class CheckpointFlags:
         """The line for the user; ``None``: nothing was switched off."""
         if not self._off:
             return None
-        names = " and ".join(dict.fromkeys(name for _, name, _ in self._off))
+        names = " and ".join(dict.fromkeys(name for _, name, *_ in self._off))
         return f"{names} of the model is switched off while it is attached: Spillway decides what is recomputed"
 
 

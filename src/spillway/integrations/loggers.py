@@ -1,15 +1,68 @@
-"""Statistics of a step as a flat dictionary of floats, for TensorBoard, W&B and other loggers."""
+"""Statistics of a step as a flat dictionary of floats, and a call that logs them, for TensorBoard, W&B and others."""
 
 from __future__ import annotations
 
+import tempfile
+import textwrap
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
 from spillway.attaching import Attached
 from spillway.errors import UsageError
 from spillway.types import GroupStats, OptimizerStats, StepStats
 
-__all__ = ["scalars"]
+__all__ = ["log", "scalars"]
+
+
+def log(
+    source: Attached | StepStats | OptimizerStats,
+    to: Any,
+    step: int | None = None,
+    *,
+    prefix: str = "spillway/",
+    report: bool = False,
+) -> None:
+    """Log :func:`scalars` of a step to TensorBoard, W&B or accelerate, and with ``report`` the plan as well.
+
+    On an accelerator this may wait until the device has finished the last step.
+
+    Args:
+        source: the result of :func:`spillway.attach`, or statistics of a step.
+        to: a ``SummaryWriter``, or an object with ``log(numbers, step=...)``: a W&B run, an ``Accelerator``.
+        step: the number of the step; ``None``: the logger counts.
+        prefix: of all names.
+        report: also log the plan of a model with a budget, as ``<prefix>report``: the HTML page to W&B
+            (:meth:`spillway.Attached.report`), the text to TensorBoard (:meth:`spillway.Attached.explain`).
+
+    Raises:
+        UsageError: for something without statistics, or a logger of another kind; with ``report``, for statistics
+            without a model, and whatever :meth:`spillway.Attached.report` raises.
+
+    Example:
+        >>> log(attached, writer, step)  # doctest: +SKIP
+        >>> log(attached, writer, step, report=True)  # once, after the last step  # doctest: +SKIP
+    """
+    logged: dict[str, Any] = dict(scalars(source, prefix=prefix))
+    planned = source if report and isinstance(source, Attached) else None
+    if report and planned is None:
+        raise UsageError(f"report=True: got {type(source).__name__}, expected the result of spillway.attach")
+    if hasattr(to, "add_scalar"):
+        for name, number in logged.items():
+            to.add_scalar(name, number, step)
+        if planned is not None:
+            # The text is Markdown there, in which indented lines keep their columns.
+            to.add_text(f"{prefix}report", textwrap.indent(planned.explain(), "    "), step)
+    elif hasattr(to, "log"):
+        if planned is not None:
+            logged[f"{prefix}report"] = _page_for_wandb(planned)
+        to.log(logged, step=step)
+    else:
+        raise UsageError(
+            f"to: got {to!r:.200}, expected a SummaryWriter, or an object with log(numbers, step=...), such as the run "
+            f"that wandb.init returns; give another logger the result of scalars(...)"
+        )
 
 
 def scalars(source: Attached | StepStats | OptimizerStats, *, prefix: str = "spillway/") -> dict[str, float]:
@@ -73,3 +126,14 @@ def _plan_numbers(attached: Attached) -> Iterator[tuple[str, float]]:
     if measured is not None:
         yield "plan/checked_peak_bytes", measured.peak_bytes
         yield "plan/checked_seconds", measured.seconds
+
+
+def _page_for_wandb(attached: Attached) -> object:
+    try:
+        from wandb import Html  # type: ignore[import-not-found, unused-ignore]
+    except ModuleNotFoundError as error:
+        raise UsageError("report=True: only a TensorBoard writer and W&B take a report: install wandb") from error
+    with tempfile.TemporaryDirectory(prefix="spillway-report-") as folder:
+        path = Path(folder, "report.html")
+        attached.report(path)
+        return Html(str(path))
