@@ -35,7 +35,7 @@ from spillway.checkpointing.blocks import is_a, is_compiled
 from spillway.errors import ParkedError, UsageError
 from spillway.parking.found import Found, Need, modules_of, states_of
 from spillway.parking.guards import storages_of
-from spillway.parking.storages import Copy, ParkedStorage, fingerprints
+from spillway.parking.storages import Copy, ParkedStorage, State, fingerprints
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
 from spillway.units import format_bytes, parse_bytes
@@ -88,12 +88,14 @@ class Parked:
         with self._parking.lock, _unseen():
             if not self.is_parked:
                 return
+            # An interrupted call may have left others.
+            parked = [each for each in self._storages if each.state is State.PARKED]
             with ExitStack() as undo:
-                for each in self._storages:
+                for each in parked:
                     undo.callback(each.empty)
                     self._fill(each)
                 undo.pop_all()
-            for runtime, storages in _by_runtime(self._storages):
+            for runtime, storages in _by_runtime(parked):
                 backend, (_, back), compute = runtime.backend, runtime.mover.streams, runtime.backend.compute()
                 with runtime.mover.exclusive():
                     # Their memory may have been compute's until now.

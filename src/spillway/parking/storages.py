@@ -101,9 +101,11 @@ class Copy:
 
     def is_content(self, versions: Versions | None, fingerprint: Tensor | None) -> bool:
         """Whether a storage with these has the same bytes. See NOTE [ Copies that stay ]."""
-        if versions is None or fingerprint is None or self.fingerprint is None:
+        if versions is None or fingerprint is None or self.versions is None or self.fingerprint is None:
             return False
-        return versions == self.versions and torch.equal(fingerprint, self.fingerprint)
+        # A tensor has one weak reference. Their own comparison would compare the tensors.
+        known, now = ([(id(owner), version) for owner, version in each] for each in (self.versions, versions))
+        return known == now and torch.equal(fingerprint, self.fingerprint)
 
 
 class ParkedStorage:
@@ -143,13 +145,13 @@ class ParkedStorage:
         return Bytes(storage, 0, self.nbytes)
 
     def versions(self) -> Versions | None:
-        """The version counters of its tensors, by their owners; ``None``: one has none."""
-        found: Versions = {}
+        """The version counters of its tensors, with their owners; ``None``: one has none."""
+        found: Versions = []
         for tensor in self._alive():
             if tensor.is_inference():
                 return None
             base = base_of(tensor)
-            found[weakref.ref(tensor if base is None else base)] = version_of(tensor)
+            found.append((weakref.ref(tensor if base is None else base), version_of(tensor)))
         return found
 
     def empty(self) -> None:
@@ -241,7 +243,7 @@ class ParkedStorage:
         )
 
 
-Versions = dict[weakref.ref[Tensor], int]
+Versions = list[tuple[weakref.ref[Tensor], int]]
 
 
 def fingerprints(storages: Sequence[ParkedStorage]) -> Tensor:
