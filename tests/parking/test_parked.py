@@ -123,16 +123,19 @@ def nbytes_of(tensors: list[Tensor]) -> int:
     return sum({each.untyped_storage(): each.untyped_storage().nbytes() for each in tensors}.values())
 
 
-def reinforce(parks: Callable[..., Any], make: Callable[[Any], Any], steps: int = 4) -> list[Tensor]:
+def reinforce(
+    parks: Callable[..., Any], make: Callable[[Any], Any], steps: int = 4, device: torch.device | str = "cpu"
+) -> list[Tensor]:
     """A loop as GRPO has it: generate, score, compare with the reference, train. ``parks`` makes the contexts."""
-    policy, reference, reward = Model(0), Model(0).requires_grad_(False), Model(1).requires_grad_(False)
-    reward.eval()
+    policy, reference, reward = (Model(seed).to(device) for seed in (0, 0, 1))
+    reference.requires_grad_(False)
+    reward.requires_grad_(False).eval()
     optimizer = make([each for each in policy.parameters() if each.requires_grad])
     found = []
     for step in range(steps):
         with torch.no_grad():
             with parks(reference, reward, optimizer=optimizer):
-                sample = batch(step)
+                sample = batch(step).to(device)
                 for _ in range(3):
                     sample = torch.tanh(policy(sample))
             with parks(policy, optimizer=optimizer):
@@ -383,10 +386,30 @@ def test_a_graph_from_before_has_its_backward_afterwards(session: spillway.Sessi
     loss, expected = model(batch()).square().mean(), wanted(batch()).square().mean()
     parking = spillway.park(model, session=session)
     parking.unpark()
-    parking.synchronize()
     loss.backward()
     expected.backward()
+    parking.synchronize()
     assert same(tensors_of(model), tensors_of(wanted))
+
+
+def test_a_view_from_before_waits_as_well(session: spillway.Session) -> None:
+    model, _ = trained()
+    views, wanted = [each.detach()[:1] for each in model.parameters()], copied(list(model.parameters()))
+    with spillway.parked(model, session=session) as parking:
+        pass
+    assert same(views, [each[:1] for each in wanted])
+    parking.synchronize()
+
+
+def test_only_what_is_shared_is_waited_for_at_once(session: spillway.Session) -> None:
+    model, _ = trained()
+    view = model.scale.detach()
+    with spillway.parked(model, session=session) as parking:
+        pass
+    returned = [each for each in tensors_of(model) if type(each) in (Tensor, nn.Parameter)]
+    assert len(returned) == 1 and returned[0] is model.scale
+    parking.synchronize()
+    assert torch.equal(view, model.scale)
 
 
 def test_an_exception_inside_brings_everything_back(session: spillway.Session) -> None:
@@ -574,6 +597,18 @@ def test_a_write_is_copied_out_again(write: str, width: int, session: spillway.S
         with spillway.parked(layer, reuse=True, session=session) as parking:
             assert parking.copied_bytes == parking.nbytes == width * width * 4
         assert torch.equal(layer.weight, wanted)
+
+
+def test_a_write_that_the_fingerprint_misses_is_seen_by_the_version(session: spillway.Session) -> None:
+    layer = nn.Linear(1021, 2, bias=False, dtype=torch.float64)
+    spillway.park(layer, reuse=True, session=session).unpark()
+    # Two words of one column change places.
+    with torch.no_grad():
+        layer.weight[:, 0] = layer.weight[:, 0].flip(0)
+    wanted = layer.weight.detach().clone()
+    with spillway.parked(layer, reuse=True, session=session) as parking:
+        assert parking.copied_bytes == parking.nbytes
+    assert torch.equal(layer.weight, wanted)
 
 
 def test_an_inference_tensor_has_no_version_and_is_copied_each_time(session: spillway.Session) -> None:

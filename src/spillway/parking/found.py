@@ -76,8 +76,8 @@ class Found:
                 found = by_key[key]
                 if found is not None:
                     self.goes_at_once |= is_wrapper(each.tensor) or not (CAN_REFUSE or is_cpu)
-                    found.add(part)
-                    found.add(each.tensor)
+                    found.add(part, 1 + (each.need is Need.GRADIENT))
+                    found.add(each.tensor, 0)
                     self._needs[found] = max(each.need, self._needs.get(found, each.need))
                     self.users.setdefault(found, []).append(each)
 

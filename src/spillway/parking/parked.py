@@ -78,8 +78,8 @@ class Parked:
         """Bring everything back.
 
         The call returns when the copies are queued. The forward of a module waits for its own tensors, the step of an
-        optimizer for its state, and so does every other use from Python. Compiled and sharded models are waited for at
-        once. A second call does nothing.
+        optimizer for its state, and so does every other use from Python. Compute waits in the call itself for compiled
+        and sharded models, for tensors that a graph or a view holds, and for bytes on disk. A second call does nothing.
 
         Raises:
             ParkedError: if the device has too little memory. All stays parked: free some, and call it again.
@@ -110,9 +110,12 @@ class Parked:
                 each.copy = None
             self.is_parked = False
             self._parking.returning.append(self)
-            if self._at_once:
-                for each in self._storages:
+            for each in parked:
+                if self._at_once or each.is_shared():
                     each.arrive()
+                else:
+                    each.refuse()
+            if self._at_once:
                 self._remove_hooks()
 
     def synchronize(self) -> None:
@@ -147,8 +150,9 @@ class Parked:
                         if known is None or known.tier is not place:
                             known = Copy(runtime, place, each.whole())
                         each.copy = known
-                        if not known.is_content(each.versions(), fingerprint):
-                            known.write(each.whole(), each.versions(), fingerprint)
+                        versions = each.versions() if self._reuse else None
+                        if not known.is_content(versions, fingerprint):
+                            known.write(each.whole(), versions, fingerprint)
                             self.copied_bytes += each.nbytes
                     place.synchronize()
                 finally:
@@ -313,7 +317,8 @@ def park(
             known,
             reuse=reuse and tier == "host",
             is_whole=wanted is None,
-            at_once=found.goes_at_once or any(map(_is_compiled, models)),
+            # A task that reads the disk queues its copy later, maybe after the storage has died.
+            at_once=tier == "disk" or found.goes_at_once or any(map(_is_compiled, models)),
         )
         with on_error(parking.unpark):
             parking._send(chosen, tier)

@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from spillway._torch import base_of, version_of
+from spillway._torch import base_of, holders_of, version_of
 from spillway.errors import ParkedError, UnsupportedError
 from spillway.parking import guards
 from spillway.runtime.bytes import Bytes, over
@@ -120,19 +120,24 @@ class ParkedStorage:
         self.state = State.HERE
         self.copy: Copy | None = None
         """Its bytes in the tier, while it is parked."""
-        self._tensors: list[TensorWeakRef] = []
+        self._tensors: list[tuple[TensorWeakRef, int]] = []
+        """Each with how many hold it if no graph does; 0 for a wrapper."""
         self._event: Event | None = None
         """The end of the copy back, until it is known to be done."""
-        self._held: Bytes | None = None
-        """What a task copies back."""
         self._home: Stream | None = None
         """The compute stream of the ``unpark`` call."""
         self._lock = threading.RLock()
 
-    def add(self, tensor: Tensor) -> None:
-        """A plain tensor over it, or a wrapper that has such a tensor inside."""
+    def add(self, tensor: Tensor, holders: int) -> None:
+        """A plain tensor over it, which so many hold if no graph does, or a wrapper around one, with 0."""
         if all(tensor is not known for known in self._alive()):
-            self._tensors.append(TensorWeakRef(tensor))
+            self._tensors.append((TensorWeakRef(tensor), holders))
+
+    def is_shared(self) -> bool:
+        """Whether a graph has it, or a tensor that is not known: neither hooks nor guards see how these use it."""
+        plain = [(tensor, usual) for reference, usual in self._tensors if usual and (tensor := reference()) is not None]
+        counts = [(*holders_of(tensor), usual) for tensor, usual in plain]
+        return any(of_storage > 1 + len(plain) or of_tensor > usual for of_storage, of_tensor, usual in counts)
 
     def storage(self) -> torch.UntypedStorage | None:
         """``None``: it is gone, with all of its tensors."""
@@ -180,10 +185,14 @@ class ParkedStorage:
         if storage is not None and self.copy is not None:
             whole = self.whole()
             (self._event,) = self.copy.tier.load([self.copy.slot], [whole])
-            # It may be dropped before any stream has waited. A task of the disk queues its copy later.
+            # It may be dropped before any stream has waited.
             self.runtime.backend.hand_back(whole, [back])
-            self._held = None if self.copy.tier is self.runtime.tier("host") else whole
             self._home, self.state = home, State.RETURNING
+
+    def refuse(self) -> None:
+        """Refuse access by code that does not wait, until a stream has waited."""
+        storage = self.storage()
+        if storage is not None and self.state is State.RETURNING:
             guards.refuse(storage, f"{self.name} is being copied back to the GPU. Call synchronize() of the parking")
 
     def use(self, what: str) -> None:
@@ -213,7 +222,7 @@ class ParkedStorage:
             if self.state is State.RETURNING:
                 if compute != self._home and self._home is not None:
                     backend.wait(self._home, event)
-                self.state, self._held = State.HERE, None
+                self.state = State.HERE
                 storage = self.storage()
                 if storage is not None:
                     guards.allow(storage)
@@ -234,7 +243,7 @@ class ParkedStorage:
             self.arrive()
 
     def _alive(self) -> list[Tensor]:
-        return [tensor for reference in self._tensors if (tensor := reference()) is not None]
+        return [tensor for reference, _ in self._tensors if (tensor := reference()) is not None]
 
     def _text(self, what: str) -> str:
         return (
