@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import spillway
 from allocations import count_exactly
+from integrations.ranks import World
 from parameters.test_planned import STATIC, Training
 from parameters.test_streamed import Model
 from parking.test_parked import adversary, session, settle  # noqa: F401  (fixtures)
@@ -91,6 +93,17 @@ class Copying(CpuBackend):
     direct_disk = False
 
 
+def test_a_hook_ends_when_its_copies_are_done() -> None:
+    with spillway.Session(backend=Copying) as session:  # noqa: F811
+        model = Normed()
+        with spillway.parked(model, session=session):
+            assert all(each._forward_pre_hooks for each in model.modules())
+        for _ in range(2):
+            model(torch.randn(5, 4))
+        assert not any(each._forward_pre_hooks for each in model.modules())
+        synchronize(session)
+
+
 def test_a_plan_survives(monkeypatch: pytest.MonkeyPatch) -> None:
     count_exactly(monkeypatch, lambda: STATIC)
     found = []
@@ -136,9 +149,9 @@ def test_steps_on_the_cpu_end_before_their_parameters_leave(how: str) -> None:
                 optimizer.overlap_forward(model, blocks="layers.*")
 
             def park() -> None:
-                # Gradients that a step in backward has used stay as they are until that.
+                named = {} if how == "overlapped" else {"optimizer": optimizer}
                 if parks:
-                    with spillway.parked(model, optimizer=optimizer, session=session) as parking:
+                    with spillway.parked(model, session=session, **named) as parking:  # type: ignore[arg-type]
                         assert parking.nbytes > 0
 
             # Without its weights, which may be read only after this.
@@ -159,7 +172,7 @@ def sharded(fused: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (1,))
     model = nn.Sequential(nn.Linear(4, 16), *(nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(3)))
-    for layer in (*model, model):
+    for layer in (*model[1:], model):
         fully_shard(layer, mesh=mesh)
     return model, torch.optim.AdamW(model.parameters(), fused=fused, foreach=not fused)
 
@@ -174,7 +187,7 @@ def test_shards_of_fsdp2(fused: bool, one_rank: None, session: spillway.Session)
         lambda model, _: model[0].weight.full_tensor(),
     ]
     plain, other = sharded(fused)
-    wanted = trained(plain, other, lambda: plain(torch.ones(2, 4)))
+    wanted = trained(plain, other, lambda: (plain(torch.ones(2, 4)), plain.reshard()))  # type: ignore[operator]
     model, optimizer = sharded(fused)
 
     def park() -> None:
@@ -182,12 +195,67 @@ def test_shards_of_fsdp2(fused: bool, one_rank: None, session: spillway.Session)
         model(torch.ones(2, 4)).sum()
         with spillway.parked(model, optimizer=optimizer, session=session) as parking:
             assert parking.nbytes >= 4 * sum(each.numel() for each in model.parameters())
+            assert all(isinstance(each, DTensor) for each in model.parameters())
             for use in uses:
                 with pytest.raises(ParkedError):
                     use(model, optimizer)
 
     got = trained(model, optimizer, park)
     assert same(*([getattr(each, "full_tensor", lambda each=each: each)() for each in some] for some in (got, wanted)))
+
+
+class Normed(nn.Module):
+    """Its buffers are broadcast before each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.norm, self.b = nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Linear(16, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.b(self.norm(self.a(x)).relu())
+        return y
+
+
+def replicated() -> None:
+    """One rank's part of a training with DDP, whose C++ code reads buffers and adds to gradients."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    found = []
+    for parks in (False, True):
+        with adversary_session() as (_, session):  # noqa: F811
+            model = DistributedDataParallel(Normed(), gradient_as_bucket_view=True)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+
+            def park(parks: bool = parks, model: Any = model, optimizer: Any = optimizer, own: Any = session) -> None:
+                if parks:
+                    with spillway.parked(model, optimizer=optimizer, session=own) as parking:
+                        assert parking.nbytes > 0
+
+            found.append([*trained(model, optimizer, park), *(each.clone() for each in model.buffers())])
+            synchronize(session)
+    assert same(*found)
+
+
+def test_a_model_of_ddp(world: World) -> None:
+    world.run(replicated)
+
+
+def summed() -> None:
+    """A collective of torch asks no guard."""
+    with adversary_session() as (_, session):  # noqa: F811
+        model = Normed()
+        wanted = 2 * model.norm.running_var
+        with spillway.parked(model, session=session):
+            pass
+        group: Any = torch.distributed.group.WORLD
+        group.allreduce([model.norm.running_var]).wait()
+        assert torch.equal(model.norm.running_var, wanted)
+        synchronize(session)
+
+
+def test_collectives_right_after(world: World) -> None:
+    world.run(summed)
 
 
 class Compiled(nn.Module):
@@ -221,6 +289,7 @@ def test_a_compiled_model_is_not_compiled_again(how: str, session: spillway.Sess
     for _ in range(3):
         with spillway.parked(model, session=session) as parking, pytest.raises(ParkedError, match="the forward of"):
             model(x)
+        assert not any(each._forward_pre_hooks for each in model.modules())
         assert torch.equal(model(x), wanted)
     parking.synchronize()
     assert len(compilations) == 1

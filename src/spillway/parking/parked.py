@@ -69,7 +69,7 @@ class Parked:
         self._reuse = reuse
         self._is_whole = is_whole
         self._at_once = at_once
-        """Whether compute waits for all of it in :meth:`unpark`."""
+        """Whether compute waits for all of it in :meth:`unpark`: some uses are not seen, or a task copies later."""
         self._optimizers: WeakSet[Optimizer] = WeakSet()
         self._storages: list[ParkedStorage] = []
         self._hooks: list[Any] = []
@@ -79,7 +79,8 @@ class Parked:
 
         The call returns when the copies are queued. The forward of a module waits for its own tensors, the step of an
         optimizer for its state, and so does every other use from Python. Compute waits in the call itself for compiled
-        and sharded models, for tensors that a graph or a view holds, and for bytes on disk. A second call does nothing.
+        and sharded models, for tensors that a graph or a view holds, for bytes on disk, and if this is one of several
+        processes. A second call does nothing.
 
         Raises:
             ParkedError: if the device has too little memory. All stays parked: free some, and call it again.
@@ -317,8 +318,7 @@ def park(
             known,
             reuse=reuse and tier == "host",
             is_whole=wanted is None,
-            # A task that reads the disk queues its copy later, maybe after the storage has died.
-            at_once=tier == "disk" or found.goes_at_once or any(map(_is_compiled, models)),
+            at_once=tier == "disk" or found.goes_at_once or _has_others() or any(map(_is_compiled, models)),
         )
         with on_error(parking.unpark):
             parking._send(chosen, tier)
@@ -330,6 +330,12 @@ def park(
 
 parked = park
 """:func:`park`, as a context: ``with spillway.parked(model):``. Its end calls ``unpark()``, also after an exception."""
+
+
+def _has_others() -> bool:
+    """Whether this process is one of several: collectives of torch see neither hooks nor guards."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _is_compiled(model: Module) -> bool:
