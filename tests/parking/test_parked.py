@@ -226,6 +226,17 @@ def test_the_least_needed_bytes_leave_first(session: spillway.Session) -> None:
         optimizer.step()
 
 
+def test_a_storage_is_needed_as_much_as_its_most_needed_tensor(session: spillway.Session) -> None:
+    model = nn.Linear(WIDTH, WIDTH, bias=False)
+    model.register_parameter("first", nn.Parameter(model.weight.detach()[:1], requires_grad=False))
+    model.register_parameter("other", nn.Parameter(torch.ones(4), requires_grad=False))
+    with spillway.parked(model, bytes=1, session=session) as parking:
+        assert parking.nbytes == 16
+        # It is not parked.
+        model.weight.sum()
+    parking.synchronize()
+
+
 def test_the_last_modules_leave_first(session: spillway.Session) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4)))
     with spillway.parked(model, bytes=2 * WIDTH * WIDTH * 4, session=session):
@@ -783,6 +794,8 @@ def test_on_the_cpu_nothing_is_copied_and_errors_are_the_same() -> None:
     model, optimizer = trained()
     wanted = copied(tensors_of(model, optimizer))
     with spillway.Session() as session:
+        with spillway.parked(model, optimizer=optimizer, bytes="1TiB", session=session) as parking:
+            assert parking.nbytes == 0
         with spillway.parked(model, optimizer=optimizer, session=session) as parking:
             assert parking.nbytes == 0 and session.used_bytes == (0, 0)
             with pytest.raises(ParkedError, match="the forward of Model"):

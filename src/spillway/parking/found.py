@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from spillway._torch import is_wrapper, storage_key, storage_parts, tree_leaves
@@ -54,13 +53,15 @@ class Found:
         self.users: dict[ParkedStorage, list[Named]] = {}
         """The tensors of each."""
         self._taken = ""
+        self._is_cpu = False
+        """Whether the device's memory is the CPU's, of which nothing can be freed."""
         by_key: dict[int, ParkedStorage | None] = {}
         # Both live until here: a key may be reused.
         held: list[torch.UntypedStorage] = []
         named = list(_named(models, optimizers))
         is_cpu = all(each.tensor.device.type in ("cpu", "meta") for each in named)
         for each in named:
-            if is_lazy(each.tensor) or is_streamed(each.tensor):
+            if is_streamed(each.tensor):
                 continue
             if storages_of(each.tensor):
                 self._taken = each.name
@@ -90,7 +91,7 @@ class Found:
             )
         if wanted is None:
             return list(self._needs)
-        if wanted > total:
+        if wanted > total and not self._is_cpu:
             raise UsageError(
                 f"bytes: got {format_bytes(wanted)}, expected at most {format_bytes(total)}, which is all that can be "
                 f"parked of these models and optimizers. Leave it out to park all"
@@ -105,8 +106,8 @@ class Found:
         runtime = self._session.runtime(storage.device)
         if not isinstance(runtime, DeviceRuntime):
             raise UnsupportedError(f"park: got a capture that is under way on {storage.device}, expected none")
-        backend = runtime.backend
-        return None if backend.direct_disk or backend.unified else ParkedStorage(name, storage, runtime)
+        self._is_cpu = runtime.backend.direct_disk or runtime.backend.unified
+        return None if self._is_cpu else ParkedStorage(name, storage, runtime)
 
 
 def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:

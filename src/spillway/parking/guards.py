@@ -11,7 +11,8 @@ two guards:
   reloaded, and lets through all that reads no bytes: ``shape``, ``device``, ``grad``. The object stays the same one,
   and ``isinstance`` says the same. It has its own class again before the function runs.
 * **The storage.** C++ code does not look at classes: a backward that waits, and views that have objects of their own.
-  On CUDA, torch lets a storage refuse all access with a text of ours. It is refused until a stream has waited.
+  On CUDA, torch lets a storage refuse all access with a text of ours. It is refused until a stream has waited. New
+  views of an empty storage are torch's own error.
 
 A torch without the second guard is found by :data:`CAN_REFUSE`. There a device's tensors return in one go, since C++
 code could read bytes that are under way. The CPU has no such guard either, and there nothing is freed.

@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 _COLUMNS = 1021
 """A prime, so that words that change places change their columns."""
 _ROW = 8 * (_COLUMNS + 1)
+_PART = 64
+"""Storages whose fingerprints are computed together."""
 _POISON = 0xA5
 
 
@@ -257,7 +259,12 @@ Versions = list[tuple[weakref.ref[Tensor], int]]
 
 def fingerprints(storages: Sequence[ParkedStorage]) -> Tensor:
     """A row of bytes for each of these storages of one device, on the CPU. See NOTE [ Copies that stay ]."""
-    device = storages[0].runtime.backend.device
+    # In parts: parking must not need much memory itself.
+    parts = (storages[start : start + _PART] for start in range(0, len(storages), _PART))
+    return torch.cat([_rows_of(part, part[0].runtime.backend.device) for part in parts])
+
+
+def _rows_of(storages: Sequence[ParkedStorage], device: torch.device) -> Tensor:
     table = torch.zeros(len(storages), 2, _ROW, dtype=torch.uint8, device=device)
     for row, each in zip(table, storages, strict=True):
         memory = each.whole()
