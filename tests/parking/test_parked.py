@@ -21,9 +21,10 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
 import spillway
 from runtime.scenarios import adversary_session
-from spillway.errors import ParkedError, TierFullError, UsageError
+from spillway.errors import ParkedError, TierFullError, TransferError, UsageError
 from spillway.parking.parked import Parking
 from spillway.runtime.arena import SLAB_BYTES
+from spillway.runtime.tiers import HostTier
 from spillway.testing import AdversaryBackend
 from support import assert_nothing_left
 
@@ -617,6 +618,28 @@ def test_a_write_that_the_fingerprint_misses_is_seen_by_the_version(session: spi
     with torch.no_grad():
         layer.weight[:, 0] = layer.weight[:, 0].flip(0)
     wanted = layer.weight.detach().clone()
+    with spillway.parked(layer, reuse=True, session=session) as parking:
+        assert parking.copied_bytes == parking.nbytes
+    assert torch.equal(layer.weight, wanted)
+
+
+def test_a_copy_that_failed_is_not_used(session: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = nn.Linear(WIDTH, WIDTH, bias=False)
+    wanted = layer.weight.detach().clone()
+    spillway.park(layer, reuse=True, session=session).unpark()
+    layer.weight.data.add_(1)
+    store = HostTier.store
+
+    def failing(*args: Any) -> None:
+        store(*args)
+        raise TransferError("the link")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HostTier, "store", failing)
+        with pytest.raises(TransferError, match="the link"):
+            spillway.park(layer, reuse=True, session=session)
+    # As it was when the copy was made.
+    layer.weight.data.copy_(wanted)
     with spillway.parked(layer, reuse=True, session=session) as parking:
         assert parking.copied_bytes == parking.nbytes
     assert torch.equal(layer.weight, wanted)

@@ -18,7 +18,6 @@ from spillway.parameters.streamed import Trainer
 from spillway.parking.guards import CAN_REFUSE, storages_of
 from spillway.parking.storages import ParkedStorage
 from spillway.runtime.device import DeviceRuntime
-from spillway.saved_tensors.identity import is_streamed
 from spillway.session import Session
 from spillway.units import format_bytes
 
@@ -61,8 +60,6 @@ class Found:
         named = list(_named(models, optimizers))
         is_cpu = all(each.tensor.device.type in ("cpu", "meta") for each in named)
         for each in named:
-            if is_streamed(each.tensor):
-                continue
             if storages_of(each.tensor):
                 self._taken = each.name
                 continue
