@@ -101,7 +101,8 @@ def test_so_much_as_is_asked_for(session: spillway.Session) -> None:
     before = allocated()
     for asked in (1, 1 << 20, 5_000_000, 20_000_000):
         with spillway.parked(model, optimizer=optimizer, bytes=asked, session=session) as parking:
-            assert asked <= parking.nbytes <= before - allocated() < asked + WIDTH * WIDTH * 2 + 4096
+            # A storage is parked whole, and the allocator rounds each up to 512 bytes.
+            assert asked <= parking.nbytes <= before - allocated() < asked + WIDTH * WIDTH * 2 + (1 << 15)
         parking.synchronize()
         assert allocated() == before
 
