@@ -145,19 +145,19 @@ def test_the_second_time_nothing_is_copied_unless_it_was_written(session: spillw
 
 
 @pytest.fixture
-def late() -> Iterator[tuple[spillway.Session, torch.cuda.Stream]]:
+def late() -> Iterator[tuple[spillway.Session, torch.Stream]]:
     """A session, and its stream for copies back."""
-    back = torch.cuda.Stream()
+    back = torch.Stream(device=DEVICE)
     with spillway.Session(streams={"back": back}) as made:
         yield made, back
 
 
-def sleep_on(stream: torch.cuda.Stream) -> None:
-    with torch.cuda.stream(stream):
+def sleep_on(stream: torch.Stream) -> None:
+    with stream:
         torch.cuda._sleep(200_000_000)
 
 
-def test_uses_wait_for_copies_that_are_late(late: tuple[spillway.Session, torch.cuda.Stream]) -> None:
+def test_uses_wait_for_copies_that_are_late(late: tuple[spillway.Session, torch.Stream]) -> None:
     session, back = late
     model, _ = trained()
     for use in (
@@ -192,7 +192,7 @@ def test_kernels_of_other_streams_are_done_before_memory_is_free(session: spillw
 
 
 def test_memory_of_a_gradient_that_is_dropped_on_its_way_is_not_overwritten(
-    late: tuple[spillway.Session, torch.cuda.Stream],
+    late: tuple[spillway.Session, torch.Stream],
 ) -> None:
     session, back = late
     model, _ = trained()

@@ -21,7 +21,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks as step_hooks
 
 import spillway
 from runtime.scenarios import adversary_session
-from spillway.errors import ParkedError, TierFullError, TransferError, UsageError
+from spillway.errors import ParkedError, SessionError, TierFullError, TransferError, UsageError
 from spillway.parking.parked import Parking
 from spillway.runtime.arena import SLAB_BYTES
 from spillway.runtime.tiers import HostTier
@@ -474,6 +474,18 @@ def test_without_memory_on_the_device_all_stays_parked(
         model.scale.sum()
     parking.unpark()
     assert same(tensors_of(model, optimizer), wanted)
+
+
+def test_a_session_that_is_closed_too_early_is_an_error() -> None:
+    model, _ = trained()
+    storages = [each.untyped_storage() for each in model.parameters()]
+    with adversary_session() as (_, session):
+        parking = spillway.park(model, session=session)
+    with pytest.raises(SessionError, match="closed session"):
+        parking.unpark()
+    assert not any(each.nbytes() for each in storages)
+    with pytest.raises(ParkedError):
+        model.scale.sum()
 
 
 def test_an_interrupt_brings_everything_back(session: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,8 +55,9 @@ class Found:
         self._is_cpu = False
         """Whether the device's memory is the CPU's, of which nothing can be freed."""
         by_key: dict[int, ParkedStorage | None] = {}
-        # Both live until here: a key may be reused.
-        held: list[torch.UntypedStorage] = []
+        # They live until here: keys and numbers of objects may be reused.
+        held: list[object] = []
+        seen: set[tuple[int, int]] = set()
         named = list(_named(models, optimizers))
         is_cpu = all(each.tensor.device.type in ("cpu", "meta") for each in named)
         for each in named:
@@ -67,15 +68,18 @@ class Found:
                 storage = _storage_of(part)
                 if storage is None or (storage.device.type == "cpu" and not is_cpu):
                     continue
-                held.append(storage)
+                held += (storage, part)
                 key = storage_key(storage)
                 if key not in by_key:
                     by_key[key] = self._made(each.name, storage)
                 found = by_key[key]
                 if found is not None:
                     self.goes_at_once |= is_wrapper(each.tensor) or not (CAN_REFUSE or is_cpu)
-                    found.add(part, 1 + (each.need is Need.GRADIENT))
-                    found.add(each.tensor, 0)
+                    for tensor, holders in ((part, 1 + (each.need is Need.GRADIENT)), (each.tensor, 0)):
+                        # A wrapper's parts may share a storage, and modules a tensor.
+                        if (key, id(tensor)) not in seen:
+                            seen.add((key, id(tensor)))
+                            found.add(tensor, holders)
                     self._needs[found] = max(each.need, self._needs.get(found, each.need))
                     self.users.setdefault(found, []).append(each)
 

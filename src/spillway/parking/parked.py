@@ -58,14 +58,14 @@ class Parked:
     It is a context manager, whose end calls :meth:`unpark`.
     """
 
-    def __init__(self, parking: Parking, *, reuse: bool, is_whole: bool, at_once: bool) -> None:
+    def __init__(self, session: Session, *, reuse: bool, is_whole: bool, at_once: bool) -> None:
         self.nbytes = 0
         """Bytes that the device got back."""
         self.copied_bytes = 0
         """Bytes that were copied out. The others were known to have a copy."""
         self.is_parked = True
         """Whether :meth:`unpark` has yet to be called."""
-        self._parking = parking
+        self._session, self._parking = session, session.of(Parking)
         self._reuse = reuse
         self._is_whole = is_whole
         self._at_once = at_once
@@ -85,10 +85,12 @@ class Parked:
         Raises:
             ParkedError: if the device has too little memory. All stays parked: free some, and call it again.
             TransferError: if the disk cannot be read.
+            SessionError: if the session is closed. The bytes are lost.
         """
         with self._parking.lock, _unseen():
             if not self.is_parked:
                 return
+            self._session.check_open()
             # An interrupted call may have left others.
             parked = [each for each in self._storages if each.state is State.PARKED]
             with ExitStack() as undo:
@@ -315,7 +317,7 @@ def park(
                 # Kernels on any stream may use them.
                 torch.accelerator.synchronize(device)
         parking = Parked(
-            known,
+            session,
             reuse=reuse and tier == "host",
             is_whole=wanted is None,
             at_once=tier == "disk" or found.goes_at_once or _has_others() or any(map(_is_compiled, models)),

@@ -132,8 +132,7 @@ class ParkedStorage:
 
     def add(self, tensor: Tensor, holders: int) -> None:
         """A plain tensor over it, which so many hold if no graph does, or a wrapper around one, with 0."""
-        if all(tensor is not known for known in self._alive()):
-            self._tensors.append((TensorWeakRef(tensor), holders))
+        self._tensors.append((TensorWeakRef(tensor), holders))
 
     def is_shared(self) -> bool:
         """Whether a graph has it, or a tensor that is not known: neither hooks nor guards see how these use it."""
