@@ -223,6 +223,7 @@ CODE = [
     "howto-frozen-weights",
     "howto-full-finetune",
     "howto-long-context",
+    "howto-parking",
     "howto-plan",
     "howto-stalls",
     "losses",

@@ -13,6 +13,7 @@ from spillway.errors import (
     BudgetError,
     CorruptError,
     InplaceError,
+    ParkedError,
     PolicyError,
     RaceError,
     RecomputeError,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from spillway.offloading import group, keep, keep_tensor, offload, offload_tensor
     from spillway.optim.optimizer import OffloadedOptimizer
     from spillway.parameters.weights import load_weights
+    from spillway.parking.parked import Parked, park, parked
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
     from spillway.planner.profile import Profile
@@ -81,6 +83,8 @@ __all__ = [
     "OffloadedOptimizer",
     "OperatorCall",
     "OptimizerStats",
+    "Parked",
+    "ParkedError",
     "Plan",
     "PolicyError",
     "Profile",
@@ -116,6 +120,8 @@ __all__ = [
     "longest",
     "offload",
     "offload_tensor",
+    "park",
+    "parked",
     "plan",
     "policies",
     "profile",
@@ -135,6 +141,7 @@ _MODULES = {
     "offloading": "group keep keep_tensor offload offload_tensor",
     "optim.optimizer": "OffloadedOptimizer",
     "parameters.weights": "load_weights",
+    "parking.parked": "Parked park parked",
     "planner.hardware": "Hardware",
     "planner.plan": "Plan",
     "planner.profile": "Profile",

@@ -171,6 +171,21 @@ def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[attr-defined]
 
 
+refuse_access: Callable[[torch.UntypedStorage, str], None] | None = None
+"""Let all access to a storage's bytes raise a ``RuntimeError`` with a text; ``None``: this torch cannot."""
+allow_access: Callable[[torch.UntypedStorage], None] | None = None
+"""Allow access again."""
+if hasattr(torch._C, "_set_storage_data_ptr_access_error_msg") and hasattr(
+    torch._C, "_clear_storage_data_ptr_access_error_msg"
+):
+
+    def refuse_access(storage: torch.UntypedStorage, text: str) -> None:
+        torch._C._set_storage_data_ptr_access_error_msg(storage._cdata, text)
+
+    def allow_access(storage: torch.UntypedStorage) -> None:
+        torch._C._clear_storage_data_ptr_access_error_msg(storage._cdata)
+
+
 def nested_size(tensor: torch.Tensor) -> list[list[int]]:
     """The sizes of the parts of a strided nested tensor."""
     return tensor._nested_tensor_size().tolist()

@@ -12,6 +12,7 @@ The tree of classes, each with its other base:
     - ``RecomputeError`` (``RuntimeError``): a recomputation that differs from the first computation
     - ``InplaceError`` (``RuntimeError``): a saved tensor was changed in place; autograd's own message
     - ``BudgetError`` (``RuntimeError``): no plan fits the budget
+    - ``ParkedError`` (``RuntimeError``): a parked tensor was used, or the GPU has no memory to reload it
     - ``SplitError`` (``AssertionError``): micro-batches whose gradients are not those of the whole batch
     - ``RaceError`` (``RuntimeError``): two accesses without an order (the checking backend only)
     - ``TierError`` (``RuntimeError``): bytes that could not be stored or reloaded
@@ -103,6 +104,10 @@ class BudgetError(SpillwayError, RuntimeError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return functools.partial(type(self), budget=self.budget, least=self.least), self.args
+
+
+class ParkedError(SpillwayError, RuntimeError):
+    """A parked tensor, module or optimizer was used, or the GPU has no memory to reload it."""
 
 
 class SplitError(SpillwayError, AssertionError):

@@ -228,6 +228,11 @@ class Session:
         """:meth:`close` lets an object, if it still lives, finish what it has queued, by its ``synchronize()``."""
         self._users.add(user)
 
+    def finish_users(self) -> None:
+        """Let all objects of :meth:`finish_at_close` finish what they have queued, for compute."""
+        for user in list(self._users):
+            user.synchronize()
+
     def flush_groups(self) -> None:
         """Offload the delayed groups now, the oldest first."""
         while True:
