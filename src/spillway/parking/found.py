@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from spillway._torch import is_wrapper, storage_key, storage_parts, tree_leaves
 from spillway.errors import UnsupportedError, UsageError
-from spillway.parameters.streamed import Trainer
+from spillway.parameters.streamable import Trainer
 from spillway.parking.guards import CAN_REFUSE, storages_of
 from spillway.parking.storages import ParkedStorage
 from spillway.runtime.device import DeviceRuntime
