@@ -305,11 +305,10 @@ class Gradient:
         """Offload a gradient, and add it."""
         self.context.check()
         self._check_open()
-        device = self.context.transfers.backend.device
-        if tensor.device != device:
+        if tensor.device != self.held.device:
             raise UsageError(
-                f"got a gradient on {tensor.device} of a parameter that was on {device} when its OffloadedOptimizer "
-                f"was made. Move a model before you make its optimizer."
+                f"got a gradient on {tensor.device} of a parameter that was on {self.held.device} when its "
+                f"OffloadedOptimizer was made. Move a model before you make its optimizer."
             )
         tensor = with_strides_of(tensor, self.held.local())
         # First, since there may be no memory. Nothing is lost then.

@@ -157,6 +157,11 @@ class HostParameter:
                 f"cast or resize a model before you make its optimizer."
             )
 
+    @property
+    def device(self) -> torch.device:
+        """The parameter's device at first."""
+        return self._form.device
+
     def is_unchanged(self) -> bool:
         """Whether the parameter has the shape, strides, type and device that it had at first."""
         return _Form.of(self.local()) == self._form
