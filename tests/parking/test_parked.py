@@ -414,7 +414,8 @@ def test_a_view_from_before_waits_as_well(session: spillway.Session) -> None:
 
 
 def test_only_what_is_shared_is_waited_for_at_once(session: spillway.Session) -> None:
-    model, _ = trained()
+    model, optimizer = trained()
+    optimizer.zero_grad()
     view = model.scale.detach()
     with spillway.parked(model, session=session) as parking:
         pass

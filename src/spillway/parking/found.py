@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -80,6 +80,7 @@ class Found:
                         if (key, id(tensor)) not in seen:
                             seen.add((key, id(tensor)))
                             found.add(tensor, holders)
+                    found.is_gradient |= each.need is Need.GRADIENT
                     self._needs[found] = max(each.need, self._needs.get(found, each.need))
                     self.users.setdefault(found, []).append(each)
 
@@ -156,7 +157,8 @@ def states_of(optimizer: Optimizer) -> Iterator[tuple[Any, str, Tensor]]:
     for parameter, state in list(optimizer.state.items()):
         if isinstance(optimizer, Trainer) and optimizer.holds(parameter):
             continue
-        for key, value in state.items():
+        # A class may have values of its own beside those of parameters.
+        for key, value in state.items() if isinstance(state, Mapping) else [("state", state)]:
             for tensor in tree_leaves(value):
                 if isinstance(tensor, Tensor):
                     yield parameter, str(key), tensor

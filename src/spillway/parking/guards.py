@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from spillway._torch import allow_access, disable_function, refuse_access, tree_leaves
-from spillway.errors import ParkedError
+from spillway._torch import allow_access, disable_function, refuse_access
 
 if TYPE_CHECKING:
     from spillway.parking.storages import ParkedStorage
@@ -86,8 +85,8 @@ def release(tensor: Tensor, storage: ParkedStorage) -> None:
         left = tuple(each for each in _parked[tensor] if each is not storage)
         _parked[tensor] = left
         if not left:
+            tensor.__class__ = _classes.get(type(tensor), type(tensor))
             del _parked[tensor]
-            tensor.__class__ = _classes[type(tensor)]
 
 
 def storages_of(tensor: Tensor) -> Sequence[ParkedStorage]:
@@ -128,20 +127,25 @@ def _use(
     if function in _NO_BYTES:
         with disable_function():
             return function(*args, **kwargs)
-    parked = list(_among(args, kwargs))
-    if not parked:
-        raise ParkedError(f"{_name(function)} was called with a parked tensor. Call unpark() first")
-    for tensor in parked:
+    # If there is none, another thread has waited for it meanwhile.
+    for tensor in list(_among(*args, kwargs)):
         for storage in storages_of(tensor):
             storage.use(_name(function))
-        if type(tensor) in _classes:
+        if type(tensor) in _classes and tensor not in _parked:
             # A copy, which `copy.deepcopy` has made with the class of the original.
             tensor.__class__ = _classes[type(tensor)]
     return function(*args, **kwargs)
 
 
-def _among(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    return (each for each in tree_leaves((args, dict(kwargs))) if type(each) in _classes)
+def _among(*values: Any) -> Iterator[Tensor]:
+    """The parked tensors in some values, also in containers of a class of one's own."""
+    for value in values:
+        if type(value) in _classes:
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _among(*value)
+        elif isinstance(value, Mapping):
+            yield from _among(*value.values())
 
 
 def _text(tensor: Tensor) -> str:

@@ -32,7 +32,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spillway._torch import PLACE, disable_dispatch, disable_function, without_dynamo
 from spillway.checkpointing.blocks import is_a, is_compiled
-from spillway.errors import ParkedError, UsageError
+from spillway.errors import ParkedError, UnsupportedError, UsageError
 from spillway.parking.found import Found, Need, modules_of, states_of
 from spillway.parking.guards import storages_of
 from spillway.parking.storages import Copy, ParkedStorage, State, fingerprints
@@ -78,21 +78,23 @@ class Parked:
         """Bring everything back.
 
         The call returns when the copies are queued. The forward of a module waits for its own tensors, the step of an
-        optimizer for its state, and so does every other use from Python. Compute waits in the call itself for compiled
-        and sharded models, for tensors that a graph or a view holds, for bytes on disk, and if this is one of several
-        processes. A second call does nothing.
+        optimizer for its state, and so does every other use from Python. Compute waits in this call for gradients,
+        for compiled and sharded models, for tensors that a graph or a view holds, for bytes on disk, and if this is one
+        of several processes. A second call does nothing.
 
         Raises:
             ParkedError: if the device has too little memory. All stays parked: free some, and call it again.
-            TransferError: if the disk cannot be read.
+            TransferError: if the disk cannot be read. What was not read stays parked: call it again.
+            UnsupportedError: while a graph is captured.
             SessionError: if the session is closed. The bytes are lost.
         """
         with self._parking.lock, _unseen():
             if not self.is_parked:
                 return
             self._session.check_open()
-            # An interrupted call may have left others.
             parked = [each for each in self._storages if each.state is State.PARKED]
+            if any(runtime.backend.is_capturing() for runtime, _ in _by_runtime(parked)):
+                raise UnsupportedError("unpark() was called while a graph is captured. Call it before the capture")
             with ExitStack() as undo:
                 for each in parked:
                     undo.callback(each.empty)
@@ -105,21 +107,28 @@ class Parked:
                     backend.wait(back, backend.record(compute))
                     for each in storages:
                         each.reload(compute, back)
+            # An interrupted call may have queued others. All are refused first, since a wait may fail.
+            returning = [each for each in self._storages if each.state is State.RETURNING]
+            for each in returning:
+                each.refuse()
+            with ExitStack() as undo:
+                for each in returning:
+                    undo.callback(each.stay)
+                for each in returning:
+                    if self._at_once or each.is_gradient or each.is_shared():
+                        each.arrive()
+                undo.pop_all()
+            if self not in self._parking.returning:
+                self._parking.returning.append(self)
             for each in self._storages:
                 storage = each.storage()
                 if self._reuse and each.copy is not None and storage is not None:
                     self._parking.copies[storage] = each.copy
                 # It is freed after the copy back, unless it stays.
                 each.copy = None
-            self.is_parked = False
-            self._parking.returning.append(self)
-            for each in parked:
-                if self._at_once or each.is_shared():
-                    each.arrive()
-                else:
-                    each.refuse()
             if self._at_once:
                 self._remove_hooks()
+            self.is_parked = False
 
     def synchronize(self) -> None:
         """Block until all copies back are done. Nothing of the parking is left then."""
@@ -150,7 +159,7 @@ class Parked:
                 try:
                     for each, fingerprint in zip(some, prints, strict=True):
                         known = self._parking.copies.get(each.whole().storage)
-                        if known is None or known.tier is not place:
+                        if known is None or known.tier is not place or known.nbytes != each.nbytes:
                             known = Copy(runtime, place, each.whole())
                         each.copy = known
                         versions = each.versions() if self._reuse else None
@@ -202,6 +211,8 @@ class Parked:
         weakref.finalize(self, hook.remove).atexit = False
 
     def _before_step(self, optimizer: Optimizer) -> None:
+        if not (self.is_parked or self._storages):
+            return
         what = f"the step of {type(optimizer).__name__}"
         if self.is_parked and self._is_whole and optimizer in self._optimizers:
             raise ParkedError(f"{what} needs tensors that are parked. Call unpark() first")
@@ -212,7 +223,12 @@ class Parked:
             for storage in () if tensor is None else storages_of(tensor):
                 storage.use(what)
         if not self.is_parked and all(each.is_back() for each in self._storages):
-            self.synchronize()
+            # The hook stays until the next parking: torch goes through the hooks of steps just now.
+            self._storages = []
+
+    def _undo(self) -> None:
+        self.unpark()
+        self.synchronize()
 
     def _remove_hooks(self) -> None:
         while self._hooks:
@@ -285,7 +301,7 @@ def park(
 
     Raises:
         UsageError: an argument of the wrong type; more bytes than there are; everything is parked already.
-        UnsupportedError: while a graph is captured.
+        UnsupportedError: while a graph is captured; for a ``ScriptModule``.
         TierFullError: the session has too little CPU memory or disk. Nothing is parked then.
 
     Example:
@@ -320,13 +336,13 @@ def park(
             session,
             reuse=reuse and tier == "host",
             is_whole=wanted is None,
-            at_once=tier == "disk" or found.goes_at_once or _has_others() or any(map(_is_compiled, models)),
+            at_once=tier == "disk" or found.goes_at_once or _has_others() or any(map(_sees_hooks, models)),
         )
-        with on_error(parking.unpark):
+        with on_error(parking._undo):
             parking._send(chosen, tier)
             parking._watch(found, modules_of(models), optimizers)
-        if release and any(each.runtime.backend.device.type != "cpu" for each in chosen):
-            torch.accelerator.empty_cache()
+            if release and any(each.runtime.backend.device.type != "cpu" for each in chosen):
+                torch.accelerator.empty_cache()
         return parking
 
 
@@ -340,9 +356,13 @@ def _has_others() -> bool:
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
-def _is_compiled(model: Module) -> bool:
+def _sees_hooks(model: Module) -> bool:
+    """Whether hooks of modules change how it computes: compiled code, or attention that has a faster way."""
+    fast = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerEncoder)
     calls = ((module, module.__dict__.get(PLACE)) for module in model.modules())
-    return any(is_compiled(module) or without_dynamo(call) is not call for module, call in calls)
+    return any(
+        isinstance(module, fast) or is_compiled(module) or without_dynamo(call) is not call for module, call in calls
+    )
 
 
 def _by_runtime(storages: Sequence[ParkedStorage]) -> list[tuple[DeviceRuntime, list[ParkedStorage]]]:
@@ -356,6 +376,8 @@ def _check(models: Sequence[Any], optimizers: Any, tier: Any, session: Any) -> N
     for model in models:
         if not isinstance(model, Module):
             raise UsageError(f"models: got {model!r:.200}, expected torch.nn.Modules")
+        if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+            raise UnsupportedError(f"models: got a ScriptModule in {type(model).__name__}, which takes no hooks")
     if not isinstance(optimizers, Sequence) or not all(isinstance(each, Optimizer) for each in optimizers):
         raise UsageError(f"optimizer: got {optimizers!r:.200}, expected a torch.optim.Optimizer, or several")
     if not models and not optimizers:

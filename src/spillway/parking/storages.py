@@ -36,6 +36,7 @@ import enum
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,7 +44,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from spillway._torch import base_of, holders_of, version_of
-from spillway.errors import ParkedError, UnsupportedError
+from spillway.errors import ParkedError, TierError, UnsupportedError
 from spillway.parking import guards
 from spillway.runtime.bytes import Bytes, over
 from spillway.runtime.entry import ByteCounters, Entry
@@ -80,6 +81,7 @@ class Copy:
     def __init__(self, runtime: DeviceRuntime, tier: Tier, source: Bytes) -> None:
         self._mover = runtime.mover
         self.tier = tier
+        self.nbytes = source.nbytes
         self.slot: Slot = tier.reserve(source)
         # The mover frees slots of dead entries where no lock is held: see NOTE [ Handles die anywhere ].
         self._entry = Entry(next(self._mover.numbers), source.storage, 0, source.nbytes, ByteCounters())
@@ -122,6 +124,8 @@ class ParkedStorage:
         self.state = State.HERE
         self.copy: Copy | None = None
         """Its bytes in the tier, while it is parked."""
+        self.is_gradient = False
+        """Whether a backward may add to it, which asks neither hooks nor guards."""
         self._tensors: list[tuple[TensorWeakRef, int]] = []
         """Each with how many hold it if no graph does; 0 for a wrapper."""
         self._event: Event | None = None
@@ -223,24 +227,36 @@ class ParkedStorage:
             if self.state is State.RETURNING:
                 if compute != self._home and self._home is not None:
                     backend.wait(self._home, event)
-                self.state = State.HERE
                 storage = self.storage()
                 if storage is not None:
                     guards.allow(storage)
                 for tensor in self._alive():
                     guards.release(tensor, self)
+                # Last, so that an interrupt leaves nothing that looks as if it were here.
+                self.state = State.HERE
             if event.query():
                 self._event = self._home = None
             return self._event is None
 
+    def stay(self) -> None:
+        """Its copy back has failed, or was interrupted: it is parked as before."""
+        failed = self._event
+        if self.state is State.RETURNING and failed is not None:
+            with suppress(TierError):
+                failed.synchronize()
+            self._event = None
+            self.empty()
+
     def is_back(self) -> bool:
-        """Whether it is on the device, and known to be complete for every stream."""
-        return self.state is State.HERE and (self._event is None or self._event.query())
+        """Whether it is on the device, and known to be complete for every stream; or gone."""
+        event = self._event
+        return self.storage() is None or (self.state is State.HERE and (event is None or event.query()))
 
     def synchronize(self) -> None:
         """Block until the copy back is done."""
-        if self._event is not None:
-            self._event.synchronize()
+        event = self._event
+        if event is not None:
+            event.synchronize()
             self.arrive()
 
     def _alive(self) -> list[Tensor]:
