@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 import spillway
 from allocations import count_exactly
-from budgets import NAMED, attached_to, budget_of, hardware, one_step, search
+from budgets import NAMED, WIDTH, attached_to, budget_of, hardware, one_step, search
 from spillway import Attached, Session, UsageError
 from spillway.planner.report.facts import Facts, facts_of
 from spillway.planner.report.text import to_text
 from spillway.planner.tasks import in_words
-from steps import MiB
+from steps import Block, MiB
 
 pytest.importorskip("plotly", reason="the page is drawn by plotly")
 
@@ -102,6 +102,7 @@ def test_the_measured_line_is_that_of_the_planned_layers(session: Session, share
         found = facts(attached)
     tasks, measured = found.measured_tasks, attached.measured
     assert measured is not None and max(task.peak for task in tasks) == measured.peak_bytes
+    assert [task.name for task in measured.tasks].count("after the blocks") == 1
     again = [task.name for task in tasks if task.name.endswith("recomputation")]
     assert len(again) == sum(block.recomputes for block in found.plan.blocks) and bool(again) == (share < 1)
     blocks = [block.name for block in found.plan.blocks]
@@ -116,6 +117,17 @@ def test_the_measured_line_is_that_of_the_planned_layers(session: Session, share
     assert all(abs(task.difference) < 0.02 * dynamic for task in tasks), tasks
     # Only gradients are left: the next call of the model begins after zero_grad().
     assert abs(tasks[-1].level - 16 * MiB) < 0.02 * dynamic
+
+
+def test_a_first_block_whose_input_has_no_gradient_ends_with_the_step(session: Session) -> None:
+    torch.manual_seed(0)
+    model, batch = nn.Sequential(*(Block(WIDTH) for _ in range(3))), torch.randn(1024, WIDTH)
+    limits: dict[str, Any] = {"hardware": hardware(), "min_bytes": "64KiB", "allow": ("recompute",)}
+    with spillway.attach(model, blocks="*", budget="1GiB", session=session, **limits) as attached:
+        search(model, batch, attached)
+        tasks = facts(attached).measured_tasks
+    assert [task.name for task in tasks[-3:]] == ["0 recomputation", "0 backward", "after the blocks"]
+    assert tasks[-1].peak == tasks[-1].level == tasks[-2].level
 
 
 def test_the_measured_line_shows_a_tensor_that_a_block_holds_beside_the_plan(session: Session) -> None:

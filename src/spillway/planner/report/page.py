@@ -170,8 +170,8 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
         hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
     )
-    ground, highest = facts.constant_bytes / scale, max([top, *(height for _, height, *_ in lines)])
-    highest = max([highest, *(task.peak / scale for task in tasks)])
+    ground = facts.constant_bytes / scale
+    highest = max([top, *(height for _, height, *_ in lines), *(task.peak / scale for task in tasks)])
     # Both looks of the axis: all memory, or only what lies above the ground. The latter says where it begins.
     axes = [
         {"range": [low, highest + 0.06 * (highest - low)], "title": f"memory, {unit}{words}"}
