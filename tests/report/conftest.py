@@ -14,6 +14,7 @@ from spillway.planner.plan import program_of
 from spillway.planner.planner import Curve, Point, make_plan, rates_of
 from spillway.planner.profile import Profile, Static
 from spillway.planner.report.facts import Facts, facts_of
+from spillway.planner.tasks import TaskBytes
 from spillway.planner.timeline import simulate_program
 
 LLAMA = Profile.load(Path(__file__).parents[1] / "planner" / "llama_8b_block.json")
@@ -57,6 +58,17 @@ def with_host(found: Facts) -> Facts:
     rates = rates_of(found.plan, SLOW if found.hardware == SLOW.name else H200)
     timeline = simulate_program(replace(program, tasks=tasks), rates, spans=True)
     return replace(found, timeline=timeline)
+
+
+def with_tasks(found: Facts, **more: int) -> Facts:
+    """Facts of a measured step with the predicted bytes of each task, and with ``more`` bytes in some of them."""
+    assert found.measured is not None
+    tasks = tuple(
+        TaskBytes(span.name, span.peak_bytes + (extra := more.get(span.name.replace(" ", "_"), 0)), extra)
+        for span in found.timeline.spans
+        if span.peak_bytes
+    )
+    return replace(found, measured=replace(found.measured, tasks=tasks))
 
 
 @pytest.fixture(scope="session")

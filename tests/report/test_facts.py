@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby, pairwise
+from typing import Any
 
 import pytest
 
+from report.conftest import with_tasks
 from spillway import UsageError
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
@@ -16,6 +18,7 @@ from spillway.planner.planner import Point, divided, rates_of
 from spillway.planner.profile import OptimizerProfile, Profile
 from spillway.planner.report.facts import Facts, Row, facts_of
 from spillway.planner.report.text import grouped, names_of
+from spillway.planner.tasks import measured_groups
 from spillway.planner.timeline import simulate_program
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
@@ -190,8 +193,59 @@ def test_what_was_measured_stands_beside_what_was_predicted(facts: Made) -> None
     first, second = found.measured_sentences
     assert first == f"The measured step had a peak of {peaks[1]}, 1.0 GiB above the predicted one."
     assert "its peak and its time only" in second
+    assert found.measured_tasks == () and found.worst_task is None
     alone = replace(found, measured=None)
     assert alone.compared == alone.measured_sentences == ()
+
+
+def test_the_measured_tasks_are_those_of_the_plan_at_their_times(facts: Made) -> None:
+    found = with_tasks(facts(), head_and_loss=-GIB)
+    tasks = found.measured_tasks
+    assert {task.name for task in tasks} <= {task.name for task in found.program.tasks}
+    assert max(task.predicted_peak for task in tasks) == found.timeline.peak_bytes
+    assert [task.difference for task in tasks] == [-GIB if task.name == "head and loss" else 0 for task in tasks]
+    assert [task.level for task in tasks] == [task.difference for task in tasks]
+    for before, after in pairwise(tasks):
+        assert before.start <= before.end <= after.start <= after.end <= found.timeline.seconds
+    work = sum(task.seconds for task in found.program.tasks)
+    assert sum(task.end - task.start for task in tasks) == pytest.approx(work + found.timeline.wait_seconds, rel=0.05)
+    assert found.compared[1][0] == "most apart: head and loss" and found.compared[1][3].startswith("-")
+    assert "in the task 'head and loss'" in found.measured_sentences[2]
+    assert "1.0 GiB below the predicted one" in found.measured_sentences[2]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tasks: tasks[:-1],
+        lambda tasks: (*tasks, tasks[-1]._replace(name="layers.5 recomputation")),
+        lambda tasks: tuple(task._replace(name=task.name.replace("layers.3", "layers.9")) for task in tasks),
+        lambda tasks: (*tasks[1::-1], *tasks[2:]),
+    ],
+    ids=["one less", "a second replay", "another block", "another order"],
+)
+def test_tasks_that_are_not_those_of_the_plan_are_not_shown(facts: Made, change: Callable[..., Any]) -> None:
+    found = with_tasks(facts())
+    assert found.measured is not None and found.measured_tasks
+    found = replace(found, measured=replace(found.measured, tasks=change(found.measured.tasks)))
+    assert found.measured_tasks == () and len(found.compared) == 2
+    assert "had other tasks than the plan" in found.measured_sentences[1]
+
+
+def test_a_measured_step_does_not_tell_some_tasks_apart() -> None:
+    planned = "a before it|a forward|b before it|b forward|head and loss|casts of the forward|head and loss"
+    backward = "b backward|b recomputation|b backward|a backward|after the blocks"
+    groups = measured_groups(f"before the blocks|{planned}|{backward}".split("|"))
+    assert groups == [
+        ("before the blocks", [0]),
+        ("a forward", [1, 2]),
+        ("b forward", [3, 4]),
+        ("head and loss", [5, 6, 7]),
+        ("b recomputation", [8, 9]),
+        ("b backward", [10]),
+        ("a backward", [11]),
+        ("after the blocks", [12]),
+    ]
 
 
 def test_another_machine_is_said_to_be_one(facts: Made) -> None:

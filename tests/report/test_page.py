@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from report.conftest import with_tasks
 from spillway import UsageError
 from spillway.planner.report.facts import Facts
 from spillway.planner.report.page import curve_figure, memory_figure, streams_figure, to_page
@@ -261,6 +262,26 @@ def test_the_picture_of_memory_has_each_layer_the_budget_and_the_peak(facts: Mad
     assert "measured peak" not in named(memory_figure(replace(found, measured=None)))
     assert traces["peak"]["x"] == [pytest.approx(found.instants[found.peak_place] * 1e3)]
     assert traces["peak"]["y"] == [pytest.approx(found.timeline.peak_bytes / gib)]
+
+
+def test_the_measured_line_lies_over_the_layers(facts: Made) -> None:
+    plain = with_tasks(facts())
+    found = with_tasks(facts(), head_and_loss=8 << 30)
+    figures = [memory_figure(each) for each in (plain, found)]
+    before, after = (named(figure)["measured"] for figure in figures)
+    assert (
+        before["x"]
+        == after["x"]
+        == [pytest.approx(seconds * 1e3) for task in found.measured_tasks for seconds in (task.start, task.end)]
+    )
+    [place] = [place for place, task in enumerate(found.measured_tasks) if task.name == "head and loss"]
+    rises = [after - before for before, after in zip(before["y"], after["y"], strict=True)]
+    assert rises == pytest.approx([8 if number // 2 == place else 0 for number in range(len(rises))])
+    assert after["line"]["shape"] == "hv" and "stackgroup" not in after
+    # It takes the place of the peak's, and is inside of the figure.
+    assert not any("measured peak" in named(figure) for figure in figures)
+    assert max(after["y"]) < figures[1]["layout"]["yaxis"]["range"][1]
+    assert "Most apart: head and loss" in to_page(found)
 
 
 def test_a_budget_far_above_all_is_not_drawn(facts: Made) -> None:

@@ -7,11 +7,14 @@ from dataclasses import replace
 
 import pytest
 
+from report.conftest import with_tasks
 from spillway.planner.report.facts import Facts
 from spillway.planner.report.text import to_text
+from spillway.planner.tasks import TaskBytes
 from spillway.units import format_bytes, format_seconds
 
 Made = Callable[..., Facts]
+GIB = 1 << 30
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])
@@ -49,6 +52,19 @@ def test_names_without_end_are_cut(facts: Made) -> None:
     text = to_text(replace(found, rows=rows))
     assert max(map(len, text.splitlines())) <= 80
     assert "deep.deep" in text
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_the_task_with_the_largest_difference_has_a_row(facts: Made, width: int) -> None:
+    found = with_tasks(facts(), layers_3_backward=1, head_and_loss=2 << 30)
+    [row] = [line for line in to_text(found, width=width).splitlines() if line.startswith("most apart")]
+    assert row.startswith("most apart: head and loss ") and format_bytes(found.measured_tasks[7].peak) in row
+    tasks = tuple(replace(task, name="deep." * 40) for task in found.program.tasks)
+    long = replace(found, program=replace(found.program, tasks=tasks))
+    assert long.measured is not None
+    long = replace(long, measured=replace(long.measured, tasks=(TaskBytes("deep." * 40, GIB, GIB),)))
+    lines = to_text(long, width=width).splitlines()
+    assert any(line.startswith("most apart: deep.deep") for line in lines) and max(map(len, lines)) <= width
 
 
 def test_without_a_measurement_none_is_told(facts: Made) -> None:

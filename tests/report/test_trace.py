@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from report.conftest import with_tasks
 from spillway.planner.hardware import Hardware
 from spillway.planner.planner import make_plan, rates_of
 from spillway.planner.report.facts import Facts, facts_of
@@ -142,5 +143,13 @@ def test_counters_are_bytes_by_tier_and_holder(found: Facts) -> None:
     assert max(sum(args.values()) for _, args in counters["device"]) == found.timeline.peak_bytes
     assert {name for _, args in counters["device"] for name in args} == {layer.name for layer in found.layers}
     assert max(args["bytes"] for _, args in counters["CPU memory"]) == found.timeline.host_bytes
+    measured = with_tasks(found)
+    line = [(event["ts"], event["args"]["bytes"]) for event in events(measured, "C") if event["name"] == "measured"]
+    assert line == [
+        (seconds * 1e6, nbytes)
+        for task in measured.measured_tasks
+        for seconds, nbytes in ((task.start, task.peak), (task.end, task.level))
+    ]
+    assert max(nbytes for _, nbytes in line) == found.timeline.peak_bytes
     times = [seconds for seconds, _ in counters["device"]]
     assert times == sorted(times) and len(set(times)) == len(times)

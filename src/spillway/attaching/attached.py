@@ -124,7 +124,7 @@ class Attached:
 
     @property
     def measured(self) -> Point | None:
-        """Peak and seconds of the step that validated the plan; ``None`` before."""
+        """Peak and seconds of the step that validated the plan, and the bytes of its tasks; ``None`` before."""
         return None if self._search is None else self._search.measured
 
     @property
@@ -216,7 +216,8 @@ class Attached:
             profile,
             plan,
             hardware,
-            measured=search.measured,
+            # Until a plan is active, it is of a plan before.
+            measured=search.measured if self.stage == "active" else None,
             notes=self.notes,
             curve=make_curve(profile, hardware, **limits) if curve else None,
         )

@@ -194,7 +194,9 @@ class PlanSearch:
         Returns the stage of the next step; ``None``: that is judged instead. Raises as :meth:`correct`.
         """
         ranks, target, rival = self.ranks, self.known_target, self._rival
-        self.measured = Point(peak, 0.0 if trace is None else trace.seconds(("begin", 0), ("done", 0)))
+        self.measured = (
+            Point(peak, 0.0) if trace is None else Point(peak, trace.seconds(("begin", 0), ("done", 0)), trace.tasks())
+        )
         is_over = peak > target.budget
         is_close = ranks.alone and 0 < peak - target.budget <= target.budget // _ROUNDING
         if is_close and self._is_latest(self._checkpointing(self._profiled)):

@@ -53,7 +53,7 @@ from itertools import pairwise
 
 from spillway.planner.needed import Act, needed
 from spillway.planner.profile import BackwardPart, BlockProfile, HostTimes, Outside, ReplayRule
-from spillway.planner.tasks import Option, Phase, Sent, Task
+from spillway.planner.tasks import GAP, Option, Phase, Sent, Task
 from spillway.types import Decision
 
 _SECONDS_A_BYTE = 2e-13
@@ -133,7 +133,7 @@ def _forward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, ..
     peaks = [peak + casts for peak in peaks]
     cuts = sorted({0, count, *(offloaded_at(block, number) for number in resolved.offloaded)})
     shares, host_seconds = _shares(block), _forward_host(block, resolved)
-    tasks = [] if block.gap is None else [outside_task("before it", block.gap)]
+    tasks = [] if block.gap is None else [outside_task(GAP, block.gap)]
     for start, end in list(pairwise(cuts)) or [(0, 0)]:
         change = levels[end] - levels[start]
         if end == count:

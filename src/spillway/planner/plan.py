@@ -12,7 +12,7 @@ from spillway.errors import UsageError, printable
 from spillway.planner.block_tasks import make_option, outside_task
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.planner.profile import BlockProfile, Profile, ReplayRule
-from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates, in_words
+from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, Option, Part, Phase, Problem, Program, Rates, in_words
 from spillway.types import Decision
 from spillway.units import format_bytes, format_html, format_seconds
 
@@ -275,8 +275,8 @@ def part_of(profile: Profile) -> Part:
     """The tasks around its blocks."""
     return Part(
         len(profile.calls),
-        before=(outside_task("before the blocks", profile.before),),
-        middle=(outside_task("head and loss", profile.middle),),
-        after=(outside_task("after the blocks", profile.after),),
-        late=() if profile.late is None else (outside_task("head and loss", profile.late),),
+        before=(outside_task(BEFORE, profile.before),),
+        middle=(outside_task(MIDDLE, profile.middle),),
+        after=(outside_task(AFTER, profile.after),),
+        late=() if profile.late is None else (outside_task(MIDDLE, profile.late),),
     )

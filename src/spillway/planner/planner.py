@@ -63,7 +63,7 @@ import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from spillway.errors import BudgetError, UsageError
@@ -82,7 +82,7 @@ from spillway.planner.plan import (
 )
 from spillway.planner.profile import BlockProfile, Outside, Profile
 from spillway.planner.solve import LATE, Solution, solve
-from spillway.planner.tasks import Option, Part, Problem, Rates, Turn
+from spillway.planner.tasks import Option, Part, Problem, Rates, TaskBytes, Turn
 from spillway.planner.timeline import simulate_program
 from spillway.types import Decision
 from spillway.units import parse_bytes, read_budget
@@ -368,6 +368,8 @@ class Point:
 
     peak_bytes: int
     seconds: float
+    tasks: tuple[TaskBytes, ...] = field(default=(), repr=False)
+    """The bytes of its tasks, in order, if they were measured."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import NamedTuple
@@ -55,6 +55,44 @@ def in_words(task: str) -> str:
     """
     block, _, part = task.rpartition(" ")
     return f"the {part} of {block}" if part in ("forward", "backward", "recomputation") else task
+
+
+BEFORE, MIDDLE, AFTER = "before the blocks", "head and loss", "after the blocks"
+"""Names of the tasks outside of blocks."""
+GAP = "before it"
+"""The task between two blocks, which the name of the second one precedes."""
+_CASTS = "casts of the forward"
+
+
+class TaskBytes(NamedTuple):
+    """The measured bytes on the GPU in a task of a step."""
+
+    name: str
+    """As ``"layers.3 backward"``. The code between two blocks belongs to the forward of the second one."""
+    peak_bytes: int
+    end_bytes: int
+    """When it has ended."""
+
+
+def measured_groups(names: Iterable[str]) -> list[tuple[str, list[int]]]:
+    """Consecutive tasks that a measured step does not tell apart: the name of each group, and places of its tasks.
+
+    A block's backward up to the end of its replay belongs to the recomputation.
+
+    Example:
+        >>> measured_groups(["a before it", "a forward", "head and loss", "a backward", "a recomputation"])
+        [('a forward', [0, 1]), ('head and loss', [2]), ('a recomputation', [3, 4])]
+    """
+    groups: list[tuple[str, list[int]]] = []
+    for place, task in enumerate(names):
+        block, _, part = task.rpartition(" ")
+        name = MIDDLE if task == _CASTS else f"{task.removesuffix(GAP)}forward" if task.endswith(f" {GAP}") else task
+        places = [place]
+        last = groups[-1][0] if groups else ""
+        if last == name or (part == "recomputation" and last == f"{block} backward"):
+            places = [*groups.pop()[1], place]
+        groups.append((name, places))
+    return groups
 
 
 class Phase(enum.Enum):
@@ -314,7 +352,7 @@ class Problem:
                 tasks += part.before
                 tasks += (task for there, _ in placed for task in there)
                 continue
-            casts = (Task("casts of the forward", Phase.FORWARD, 0.0, change_bytes=-let_go),) if let_go else ()
+            casts = (Task(_CASTS, Phase.FORWARD, 0.0, change_bytes=-let_go),) if let_go else ()
             blocks_back = (task for _, back in reversed(placed) for task in back)
             backward = (*part.middle, *casts, *part.late, *blocks_back, *part.after)
             tasks += (task.later() for task in backward) if turn.part in had_backward else backward

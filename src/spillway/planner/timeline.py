@@ -74,6 +74,8 @@ class Span:
     """The stream that compute stalls for, or ``"host"``; ``""``: this is no stall."""
     key: int | None = None
     """The key of the storage that is copied; ``None``: no storage, or all streamed parameters of a block."""
+    peak_bytes: int = 0
+    """Most bytes on the GPU while a task runs; 0: it is a copy or a stall."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,7 +290,7 @@ class _Walk:
             self._peak, self._peak_task = most, task.name
         if self._spans is not None:
             self._levels.append(self._level(begin, task.peak_bytes))
-            self._spans.append(Span("compute", task.name, begin, self._now))
+            self._spans.append(Span("compute", task.name, begin, self._now, peak_bytes=most))
             self._hold_results(task)
         end = self._now
         for _ in task.sends:

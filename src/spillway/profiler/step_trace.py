@@ -48,6 +48,7 @@ import torch
 
 from spillway._torch import tree_leaves
 from spillway.checkpointing.tensors import is_strided
+from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, TaskBytes
 from spillway.profiler.meter import Meter, Reading, meter_of
 
 Place = tuple[str, int]
@@ -160,6 +161,28 @@ class StepTrace:
     def step_peak(self) -> int:
         """Most bytes in the step. The peaks at its begin were before it."""
         return max(reading.peak for place, reading in self.readings.items() if place[0] not in ("ahead", "begin"))
+
+    def tasks(self) -> tuple[TaskBytes, ...]:
+        """The bytes in each task, in order, with those in flight."""
+        names, replayed = [call.name for call in self.calls], [self.calls[number].name for number in self.replays]
+        following = {("first", 0): AFTER, ("done", 0): ""}
+        for number, name in enumerate(names):
+            following |= {("forward", number): f"{name} forward", ("back", number): f"{name} backward"}
+            following["end", number] = f"{names[number + 1]} forward" if number + 1 < len(names) else MIDDLE
+        for number, name in enumerate(replayed):
+            following |= {("again", number): f"{name} recomputation", ("ran", number): f"{name} backward"}
+        found: list[TaskBytes] = []
+        task, peak = BEFORE, 0
+        for place in self.order[self.order.index(("begin", 0)) + 1 :]:
+            reading = self.readings[place]
+            peak = max(peak, reading.peak)
+            if place in following:
+                found.append(TaskBytes(task, peak, reading.level))
+                task, peak = following[place], reading.level
+        if ("first", 0) not in self.readings:
+            # The first block's backward lasts to the end.
+            found.append(TaskBytes(AFTER, peak, peak))
+        return tuple(found)
 
     def blocks_seconds(self) -> float:
         """Time from the start of the step to the end of the blocks' backward."""

@@ -14,7 +14,7 @@ from spillway.planner.planner import Curve, Point, profile_for, rates_of
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
-from spillway.planner.tasks import Option, Phase, Program, in_words
+from spillway.planner.tasks import Option, Phase, Program, in_words, measured_groups
 from spillway.planner.timeline import Timeline, settled, simulate_program
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
@@ -105,6 +105,24 @@ class Layer:
     """A sentence about the memory that it counts."""
     nbytes: tuple[int, ...]
     """At each of :attr:`Facts.instants`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredTask:
+    """A task of the measured step, at the time that the plan gives it."""
+
+    name: str
+    start: float
+    end: float
+    predicted_peak: int
+    peak: int
+    level: int
+    """Bytes when it has ended."""
+
+    @property
+    def difference(self) -> int:
+        """Bytes by which the measured peak is above the predicted one."""
+        return self.peak - self.predicted_peak
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,14 +236,43 @@ class Facts:
         return tuple(sorted(((STALLS[reason], each) for reason, each in seconds.items()), key=lambda pair: -pair[1]))
 
     @property
+    def measured_tasks(self) -> tuple[MeasuredTask, ...]:
+        """The tasks of the measured step; none if their bytes were not measured, or they are not those of the plan."""
+        measured = () if self.measured is None else self.measured.tasks
+        groups, real_groups = (measured_groups(task.name for task in tasks) for tasks in (self.program.tasks, measured))
+        if [name for name, _ in groups] != [name for name, _ in real_groups]:
+            return ()
+        # Each task of the plan has one such span.
+        spans = [span for span in self.timeline.spans if span.stream == "compute" and not span.reason]
+        return tuple(
+            MeasuredTask(
+                name,
+                start=spans[places[0]].start,
+                end=spans[places[-1]].end,
+                predicted_peak=max(spans[place].peak_bytes for place in places),
+                peak=max(measured[place].peak_bytes for place in real_places),
+                level=measured[real_places[-1]].end_bytes,
+            )
+            for (name, places), (_, real_places) in zip(groups, real_groups, strict=True)
+        )
+
+    @property
+    def worst_task(self) -> MeasuredTask | None:
+        """The task with the largest difference between its predicted and its measured peak."""
+        return max(self.measured_tasks, key=lambda task: abs(task.difference), default=None)
+
+    @property
     def compared(self) -> tuple[tuple[str, str, str, str], ...]:
         """Predicted against measured: name, both, and the relative difference. Empty without a measured step."""
         if self.measured is None:
             return ()
         peak, seconds = self.timeline.peak_bytes, self.timeline.seconds
         real_peak, real_seconds = self.measured.peak_bytes, self.measured.seconds
+        rows = [("peak", peak, real_peak)]
+        if (worst := self.worst_task) is not None:
+            rows.append((f"most apart: {in_words(worst.name)}", worst.predicted_peak, worst.peak))
         return (
-            ("peak", format_bytes(peak), format_bytes(real_peak), _difference(real_peak, peak)),
+            *((name, format_bytes(one), format_bytes(other), _difference(other, one)) for name, one, other in rows),
             ("step", format_seconds(seconds), format_seconds(real_seconds), _difference(real_seconds, seconds)),
         )
 
@@ -234,12 +281,21 @@ class Facts:
         """The measured peak in words, and how a figure shows it; none without a measured step."""
         if self.measured is None:
             return ()
-        peak, real = self.timeline.peak_bytes, self.measured.peak_bytes
-        distance = f"{format_bytes(abs(real - peak))} {'above' if real > peak else 'below'} the predicted one"
-        return (
-            f"The measured step had a peak of {format_bytes(real)}, {distance}.",
-            "A measured step records its peak and its time only, so the figure has that peak as a line over the step.",
+        real = self.measured.peak_bytes
+        first = f"The measured step had a peak of {format_bytes(real)}, {_apart(real - self.timeline.peak_bytes)}."
+        if (worst := self.worst_task) is not None:
+            return (
+                first,
+                "The measured line has the peak of each task, over the time that the plan gives the task.",
+                f"The largest difference is in the task {worst.name!r}: its measured peak of "
+                f"{format_bytes(worst.peak)} is {_apart(worst.difference)}.",
+            )
+        why = (
+            "The measured step had other tasks than the plan"
+            if self.measured.tasks
+            else "The measurement has its peak and its time only"
         )
+        return first, f"{why}, so the figure has that peak as a line over the step."
 
     @property
     def figures(self) -> tuple[tuple[str, str], ...]:
@@ -432,6 +488,10 @@ def _against(plan: Point, other: Point) -> str:
 
 def _share(part: float, whole: float) -> str:
     return f"{part / whole:.0%}" if whole else "-"
+
+
+def _apart(nbytes: int) -> str:
+    return f"{format_bytes(abs(nbytes))} {'above' if nbytes > 0 else 'below'} the predicted one"
 
 
 def _difference(found: float, expected: float) -> str:

@@ -141,8 +141,18 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
     top = facts.timeline.peak_bytes / scale
     budget = facts.plan.budget / scale
     lines = [("budget", budget, _RED, "dash")] if budget <= 1.5 * top else []
-    if facts.measured is not None:
+    tasks = facts.measured_tasks
+    if facts.measured is not None and not tasks:
         lines.append(("measured peak", facts.measured.peak_bytes / scale, _MEASURED, "dot"))
+    if tasks:
+        figure.add_scatter(
+            x=[seconds * faster for task in tasks for seconds in (task.start, task.end)],
+            y=[_short(nbytes / scale) for task in tasks for nbytes in (task.peak, task.level)],
+            name="measured",
+            mode="lines",
+            line={"color": _MEASURED, "width": 2, "shape": "hv"},
+            hovertemplate=f"%{{y:.2f}} {unit}",
+        )
     for name, height, colour, dash in lines:
         figure.add_scatter(
             x=[times[0], times[-1]],
@@ -160,7 +170,8 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
         hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
     )
-    ground, highest = facts.constant_bytes / scale, max([top, *(height for _, height, *_ in lines)])
+    ground = facts.constant_bytes / scale
+    highest = max([top, *(height for _, height, *_ in lines), *(task.peak / scale for task in tasks)])
     # Both looks of the axis: all memory, or only what lies above the ground. The latter says where it begins.
     axes = [
         {"range": [low, highest + 0.06 * (highest - low)], "title": f"memory, {unit}{words}"}
@@ -366,6 +377,9 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
             ("disk", {"bytes": facts.disk_bytes[place]}),
         ):
             yield event("C", name, ts=seconds * _MICRO, args=values)
+    for measured in facts.measured_tasks:
+        for seconds, nbytes in ((measured.start, measured.peak), (measured.end, measured.level)):
+            yield event("C", "measured", ts=seconds * _MICRO, args={"bytes": nbytes})
 
 
 def _flows(facts: Facts) -> Iterator[dict[str, Any]]:

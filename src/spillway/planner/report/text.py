@@ -44,7 +44,8 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
     yield from _blocks(facts, width)
     if facts.compared:
         yield ""
-        columns = zip(("", "predicted", "measured", "difference"), *facts.compared, strict=True)
+        rows = ((cut(name, width // 2), *figures) for name, *figures in facts.compared)
+        columns = zip(("", "predicted", "measured", "difference"), *rows, strict=True)
         yield from aligned([list(column) for column in columns], width)
     if facts.notes:
         yield ""
