@@ -385,7 +385,7 @@ def test_it_is_a_callback_of_the_package_that_is_there(monkeypatch: pytest.Monke
 def test_the_snippets_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Path(__file__).parents[2] / "docs" / "integrations" / "lightning.md"
     snippets = re.findall(r"^( *)```python\n(.*?)^ *```$", page.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 3
+    assert len(snippets) == 4
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "snippets"}
     for _, snippet in snippets:
