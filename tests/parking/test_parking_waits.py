@@ -24,8 +24,8 @@ from spillway.testing import AdversaryBackend
 WAITS = ("wait", "synchronize")
 
 BUT = {"torch.accelerator.synchronize(device)", "self.synchronize()", "failed.synchronize()"}
-"""Kernels of all streams, which the adversary does not see; the end of a parking whose copies are done; copies after one
-that failed, which are done in order."""
+"""Kernels of all streams, which the adversary does not see; the end of a parking whose copies are done; copies after
+one that failed, which are done in order."""
 
 
 def a_model_that_goes_and_returns(tier: str, session: spillway.Session, adversary: AdversaryBackend) -> None:

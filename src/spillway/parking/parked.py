@@ -84,7 +84,7 @@ class Parked:
 
         Raises:
             ParkedError: if the device has too little memory. All stays parked: free some, and call it again.
-            TransferError: if the disk cannot be read. What was not read stays parked: call it again.
+            TransferError: if the disk cannot be read. The rest stays parked: call it again.
             UnsupportedError: while a graph is captured.
             SessionError: if the session is closed. The bytes are lost.
         """
