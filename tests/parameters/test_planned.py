@@ -353,8 +353,8 @@ def test_a_profile_has_the_bytes_of_a_resident_model(is_trained: bool) -> None:
 
     (*got, change), (*wanted, wanted_change) = bytes_of(stream="layers.*"), bytes_of()
     assert got == wanted
-    # The norms of a block's four gradients are freed by the optimizer's thread.
-    assert abs(change - wanted_change) <= 4 * 4
+    # A few numbers, such as norms of gradients, are freed by other threads.
+    assert abs(change - wanted_change) <= 64
 
 
 def test_a_report_and_a_curve(tmp_path: Path) -> None:
