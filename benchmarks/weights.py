@@ -191,7 +191,12 @@ def rows_of(training: Training, rate: float) -> Iterator[Row]:
     for budget in budgets:
         gc.collect()
         with training.attach(budget) as attached:
-            steps = search(training, attached)
+            try:
+                steps = search(training, attached)
+            except spillway.BudgetError as error:
+                # On a CPU, the rest of the process takes other bytes each time.
+                print(f"\n{gib(budget)}: {error}", flush=True)
+                continue
             print("\n".join(f"  {line}" for line in attached.explain().splitlines()[:12]), flush=True)
             plan, profile = attached.plan, attached.profile
             assert plan is not None and profile is not None

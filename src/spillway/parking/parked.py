@@ -12,7 +12,8 @@ parking has. On a device whose memory is the CPU's own, nothing is copied or emp
 errors of a loop show up without a GPU.
 
 Hooks of modules raise an error while something of theirs is parked, and wait for it afterwards. One hook of all
-optimizers does so before a step, so that no step stops half-way. Hooks go when everything is back.
+optimizers does so before a step, so that no step stops half-way. A module's hook goes when all of it is back; that of
+steps goes with ``synchronize()``, or with the next parking.
 """
 
 from __future__ import annotations
