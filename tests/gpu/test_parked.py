@@ -283,6 +283,7 @@ def test_without_memory_on_the_device_all_stays_parked(session: spillway.Session
     assert same([each.cpu() for each in tensors_of(model, optimizer)], wanted)
 
 
+@refuses
 def test_a_capture_cannot_wait_for_copies(session: spillway.Session) -> None:
     model, _ = trained()
     with torch.no_grad():
