@@ -412,7 +412,8 @@ class StateStore(ABC):
             most = CHUNK
             if self.tier.streams:
                 fits = context.transfers.window // (_IN_FLIGHT * _BYTES_AN_ELEMENT)
-                most = min(CHUNK, max(_LEAST, fits // _LINE * _LINE))
+                # Each costs kernels and waits. On the CPU caches count more.
+                most = min(2 * CHUNK if self.steps_on_device else CHUNK, max(_LEAST, fits // _LINE * _LINE))
             of_device = [held for held in self._new if held.context is context]
             for alike in batches(of_device, most, size=lambda one: one.numel, key=lambda one: one.kind):
                 first, size = alike[0], alike[0].numel
