@@ -55,6 +55,11 @@ def ranged(row: dict[str, Any]) -> str:
     return f"{middle} ms" if low == high else f"{middle} ms ({low} to {high})"
 
 
+def runs_of(options: dict[str, Any]) -> str:
+    runs = {1: "one run", 2: "mean of two runs"}.get(options["runs"], f"median of {options['runs']} runs")
+    return f"{runs} of {options['together']} step{'s' * (options['together'] > 1)}"
+
+
 def gib(nbytes: float) -> str:
     return f"{nbytes / GIB:.2f} GiB"
 
@@ -175,10 +180,9 @@ def of_optimizers(result: Result) -> list[str]:
         )
     micro = "one micro-batch" if options["micro"] == 1 else f"{options['micro']} micro-batches"
     batch = f"{options['batch']} x " if options.get("batch", 1) > 1 else ""
-    runs = {1: "one run", 2: "mean of two runs"}.get(options["runs"], f"median of {options['runs']} runs")
     conditions = (
         f"{counted(result['rows'][0]['parameters'])} parameters, {options['layers']} layers, {micro} of "
-        f"{batch}{options['seq']} tokens; {runs} of {options['together']} steps; {memory}; {where_and_when(result)}"
+        f"{batch}{options['seq']} tokens; {runs_of(options)}; {memory}; {where_and_when(result)}"
     )
     present = [row for row in result["rows"] if not row["absent"]]
     device = next((row for row in present if named(row["way"]) == "on the GPU"), None)
@@ -399,8 +403,8 @@ def of_placed(result: Result) -> list[str]:
     options = result["options"]
     kind = "LoRA" if options["kind"] == "lora" else "full fine-tuning"
     conditions = (
-        f"{kind}, {options['layers']} layers of {options['shape']}, {result['rows'][0]['tokens']} tokens; median of "
-        f"{options['runs']} runs of {options['together']} steps; copies {result['copies'] / 1e9:.0f} GB/s; "
+        f"{kind}, {options['layers']} layers of {options['shape']}, {result['rows'][0]['tokens']} tokens; "
+        f"{runs_of(options)}; copies {result['copies'] / 1e9:.0f} GB/s; "
         f"{where_and_when(result)}"
     )
     rows = [
@@ -419,6 +423,41 @@ def of_placed(result: Result) -> list[str]:
     return [conditions, "", *table([*heads, "relative to the bound"], *rows)]
 
 
+# parking.py: one parking a row.
+
+
+def of_parkings(result: Result) -> list[str]:
+    copy, rows = result["copy"], result["rows"]
+    conditions = (
+        f"{result['options']['layers']} layers of {result['options']['shape']}, and a model of 0.6B with gradients and "
+        f"state; medians; one pinned copy {copy['out'] / 1e9:.0f} GB/s out, {copy['back'] / 1e9:.0f} back; "
+        f"{where_and_when(result)}"
+    )
+    cells = []
+    for model, way in {(row["model"], row["way"]): None for row in rows}:
+        of_way = [row for row in rows if (row["model"], row["way"]) == (model, way)]
+
+        def middle(key: str, of_way: list[dict[str, Any]] = of_way) -> float:
+            return float(statistics.median(row[key] for row in of_way))
+
+        cells.append(
+            [
+                model,
+                way,
+                gib(middle("parked_bytes")),
+                gib(middle("copied_bytes")),
+                f"{middle('out_seconds') * 1e3:.0f} ms",
+                f"{middle('out_rate'):.2f}",
+                f"{middle('back_seconds') * 1e3:.0f} ms",
+                f"{middle('back_rate'):.2f}",
+                f"{max(row['pinned_bytes'] / row['parked_bytes'] for row in of_way):.3f}",
+                f"{min(row['freed_bytes'] / row['parked_bytes'] for row in of_way):.4f}",
+            ]
+        )
+    heads = ["model", "way", "parked", "copied out", "out", "rate out", "back", "rate back", "pinned", "freed"]
+    return [conditions, "", *table(heads, *cells)]
+
+
 KINDS: dict[str, Callable[[Result], list[str]]] = {
     "activation_peak_bytes": of_ways,
     "method": of_steps,
@@ -430,6 +469,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "loss_of": of_losses,
     "ratio": of_ratios,
     "placed_bound": of_placed,
+    "parked_bytes": of_parkings,
     "copied_bytes": of_streams,
 }
 """By what a row has that those of the other benchmarks have not."""

@@ -197,7 +197,7 @@ def main() -> None:
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "versions": describe_versions(),
             "hardware": describe_hardware(device),
-            "options": {name: str(value) for name, value in vars(options).items()},
+            "options": {name: str(value) for name, value in vars(options).items() if name != "json"},
             "copy": {"out": bench.out, "back": bench.back},
         }
         options.json.write_text(json.dumps({**header, "rows": [asdict(row) for row in rows]}, indent=2) + "\n")

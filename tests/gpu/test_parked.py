@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import spillway
+from parking.conftest import all_are_large
 from parking.test_parked import OPTIMIZERS, copied, nbytes_of, reinforce, same, tensors_of
 from spillway.errors import ParkedError, UnsupportedError
 from spillway.parking.guards import CAN_REFUSE
 from spillway.parking.parked import Parking
 
 pytestmark = pytest.mark.gpu
+__all__ = ["all_are_large"]
 
 DEVICE = torch.device("cuda", 0)
 WIDTH, BLOCKS = 1024, 6

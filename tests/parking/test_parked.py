@@ -571,6 +571,14 @@ def test_an_unchanged_model_costs_nothing_the_second_time(kind: type, session: s
     assert session.used_bytes[0] == 0
 
 
+def test_only_a_large_storage_is_compared(session: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    model = nn.Sequential(nn.Linear(512, 512, bias=False), nn.Linear(512, 511, bias=False))
+    for copied_bytes in (4 * 512 * (512 + 511), 4 * 512 * 511):
+        with spillway.parked(model, reuse=True, session=session) as parking:
+            assert parking.copied_bytes == copied_bytes
+
+
 def test_copies_that_stay_end_with_their_storages(session: spillway.Session) -> None:
     model = Model()
     parking = spillway.park(model, reuse=True, session=session)

@@ -152,18 +152,19 @@ class Parked:
     def _send(self, storages: Sequence[ParkedStorage], tier: str) -> None:
         """Copy storages out, and empty them when all are copied. An error before that changes nothing."""
         for runtime, some in _by_runtime(storages):
-            prints = fingerprints(some) if self._reuse else [None] * len(some)
+            prints = fingerprints(some) if self._reuse else {}
             backend, (out, _) = runtime.backend, runtime.mover.streams
             with runtime.mover.exclusive():
                 place = runtime.tier(tier)
                 backend.wait(out, backend.record(backend.compute()))
                 try:
-                    for each, fingerprint in zip(some, prints, strict=True):
+                    for each in some:
                         known = self._parking.copies.get(each.whole().storage)
                         if known is None or known.tier is not place or known.nbytes != each.nbytes:
                             known = Copy(runtime, place, each.whole())
                         each.copy = known
-                        versions = each.versions() if self._reuse else None
+                        fingerprint = prints.get(each)
+                        versions = None if fingerprint is None else each.versions()
                         if not known.is_content(versions, fingerprint):
                             known.write(each.whole(), versions, fingerprint)
                             self.copied_bytes += each.nbytes
@@ -296,7 +297,8 @@ def park(
             parameters, then the others; in each of them, the last modules first. ``None``: all of it.
         tier: ``"host"``, pinned CPU memory, or ``"disk"``, the session's spill file.
         reuse: keep the copies in CPU memory afterwards. The next ``park(reuse=True)`` copies only what has changed
-            since, as version counters and a fingerprint of the bytes tell. The fingerprint is no proof.
+            since, as version counters and a fingerprint of the bytes tell, and what is smaller than 1 MiB. The
+            fingerprint is no proof.
         release: give free memory of torch's allocator back to the driver, for other processes.
         session: its pinned memory is used. ``None``: the default one.
 
