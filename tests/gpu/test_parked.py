@@ -15,6 +15,7 @@ import spillway
 from parking.conftest import all_are_large
 from parking.test_parked import OPTIMIZERS, copied, nbytes_of, reinforce, same, tensors_of
 from spillway.errors import ParkedError, UnsupportedError
+from spillway.parking import found
 from spillway.parking.guards import CAN_REFUSE
 from spillway.parking.parked import Parking
 
@@ -146,9 +147,13 @@ def test_the_second_time_nothing_is_copied_unless_it_was_written(session: spillw
     assert same(list(model.parameters()), wanted)
 
 
-@pytest.fixture
-def late() -> Iterator[tuple[spillway.Session, torch.Stream]]:
-    """A session, and its stream for copies back."""
+@pytest.fixture(params=["as this torch allows", "each use waits"])
+def late(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[tuple[spillway.Session, torch.Stream]]:
+    """A session, and its stream for copies back. Uses from Python may wait each for itself without the second guard."""
+    if request.param == "each use waits":
+        monkeypatch.setattr(found, "CAN_REFUSE", True)
     back = torch.Stream(device=DEVICE)
     with spillway.Session(streams={"back": back}) as made:
         yield made, back
