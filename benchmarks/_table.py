@@ -458,11 +458,24 @@ def of_parkings(result: Result) -> list[str]:
     return [conditions, "", *table(heads, *cells)]
 
 
+# foreseen.py: one length and one limit of CPU memory a row.
+
+
+def of_foreseen(result: Result) -> list[str]:
+    options = result["options"]
+    version = result["versions"]["torch"].partition("+")[0]
+    conditions = (
+        f"{counted(result['rows'][0]['parameters'])} parameters, {options['layers']} layers of {options['shape']}, one "
+        f"sequence; simulated for {options['hardware']}, torch {version}; {result['date']}:"
+    )
+    rows = [[str(row["tokens"]), gib(row["host_bytes"]), gib(row["least_budget"])] for row in result["rows"]]
+    return [conditions, "", *table(["tokens", "CPU memory for activations", "smallest budget"], *rows)]
+
+
 KINDS: dict[str, Callable[[Result], list[str]]] = {
     "activation_peak_bytes": of_ways,
     "method": of_steps,
     "part": of_ranks,
-    "parameters": of_optimizers,
     "asked": of_budgets,
     "stages_peak": of_pairs,
     "losses": of_trainers,
@@ -470,6 +483,8 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "ratio": of_ratios,
     "placed_bound": of_placed,
     "parked_bytes": of_parkings,
+    "least_budget": of_foreseen,
+    "parameters": of_optimizers,
     "copied_bytes": of_streams,
 }
 """By what a row has that those of the other benchmarks have not."""
