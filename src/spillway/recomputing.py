@@ -249,7 +249,7 @@ def _call_checkpointed(
 
     session = session if session is not None else Session.default()
     if in_replay():
-        replayed = ReplayedFunction(function, arguments, around=around)
+        replayed = ReplayedFunction(function, arguments, around)
         return _call_in_replay(how, replayed, session, forward, tensors)
     session.check_open()
     restore_hooks()
@@ -270,7 +270,7 @@ def _call_checkpointed(
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
             return PreservingCall(order, scope, learned).run(forward)
-    replayed = ReplayedFunction(function, arguments, known.walk, around)
+    replayed = ReplayedFunction(function, arguments, around)
     why_kept = replayed.state.why_kept()
     if why_kept is None and learned.takes_gradients:
         why_kept = "takes a gradient of what it computes"

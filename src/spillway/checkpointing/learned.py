@@ -25,7 +25,6 @@ from typing import TYPE_CHECKING
 
 from spillway.checkpointing.preserved import SavingOrder
 from spillway.checkpointing.program import Decisions, Program, Selection
-from spillway.checkpointing.python_walk import WalkMemory
 from spillway.checkpointing.selectors import Planned
 from spillway.errors import UnsupportedError
 
@@ -164,8 +163,6 @@ class LearnedFunction:
     calls: dict[Hashable, LearnedCalls] = field(default_factory=dict)
     ranks_agreed: bool = False
     """Whether the ranks that share its inputs were seen to have the same ones."""
-    walk: WalkMemory = field(default_factory=WalkMemory)
-    """The walk that finds its Python state."""
 
 
 class LearnedFunctions:

@@ -15,7 +15,6 @@ from spillway.checkpointing.ambient import AmbientState, generators_of, put_stat
 from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.python_walk import WalkMemory
 from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.errors import RecomputeError
@@ -103,12 +102,11 @@ class ReplayedFunction:
         self,
         function: Callable[..., Any],
         arguments: Arguments,
-        memory: WalkMemory | None = None,
         around: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.around = nullcontext if around is None else around
         """A context for each replay: the function's parameters are on the device inside."""
-        self.state = PythonState(function, arguments.objects(), memory)
+        self.state = PythonState(function, arguments.objects())
         self.module = module = module_of(function)
         self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
         """Name of the function in errors."""
