@@ -102,9 +102,7 @@ class CheckpointedCall(ReplayableCall):
             self._select(self._selection, tensors)
         self._forward_begins(tensors)
         if self._decisions is not None and self._decisions.preserves:
-            arguments = self._tensors if self._partition is None else ()
-            reached = self._reached.constants()
-            self._preserved = PreservedTensors(self._decisions, self._scope, tensors, arguments, reached)
+            self._preserved = PreservedTensors(self._decisions, self._scope, tensors, self._reached.constants())
         self._is_running, output, first_node = True, None, next_node()
         try:
             with saved_tensors_hooks(self._packing(), unpack):

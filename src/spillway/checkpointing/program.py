@@ -82,8 +82,8 @@ class Program:
     saved: Sequence[RecordedTensor] = ()
     makers: dict[int, int] = field(default_factory=dict)
     """The operator that made each value."""
-    inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Places of the function's tensors, and where they begin in their memory, by values."""
+    inputs: frozenset[int] = frozenset()
+    """Values of the function's tensors."""
     written: frozenset[int] = frozenset()
     recipes: dict[int, ViewRecipe] = field(default_factory=dict)
     """The tensor that the operator returned, for each value."""
@@ -154,18 +154,9 @@ class Preserved(NamedTuple):
     """The tensor that the operator returned, which is preserved."""
 
 
-class Input(NamedTuple):
-    """A saved tensor that is an argument of the function, or a view of one."""
-
-    place: int
-    recipe: ViewRecipe
-    start: int
-    """Elements between the beginning of the argument and its own."""
-
-
-Saved = Preserved | list[Preserved] | Input | bool
-"""A saved tensor of a call: how it is preserved (a wrapper by its parts), which input it is, ``True`` for a parameter,
-which is held as it is, or ``False``: it is dropped."""
+Saved = Preserved | list[Preserved] | bool
+"""A saved tensor of a call: how it is preserved (a wrapper by its parts), ``True`` for a parameter, which is held as it
+is, or ``False``: it is dropped."""
 
 
 class Decisions:
@@ -228,9 +219,6 @@ class Decisions:
             return False
         if value in preserved:
             return Preserved(value, preserved[value], recipe, program.recipes[value])
-        if value in program.inputs and value not in program.written:
-            place, start = program.inputs[value]
-            return Input(place, recipe, recipe.offset - start)
         return False
 
     def is_recomputed(self, number: int) -> bool:

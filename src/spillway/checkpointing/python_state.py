@@ -322,9 +322,7 @@ def _class(kind: type) -> _Container:
 
 
 def _globals(now: dict[str, Any], names: Sequence[str]) -> _Container:
-    return _Container(
-        lambda: {name: now.get(name, MISSING) for name in names}, now.__setitem__, now.__delitem__, names
-    )
+    return _Container(lambda: {name: now.get(name, MISSING) for name in names}, now.__setitem__, now.__delitem__, names)
 
 
 def _slots(thing: Any, names: Sequence[str]) -> _Container:

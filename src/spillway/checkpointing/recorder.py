@@ -85,7 +85,6 @@ class Recorder(OperatorMode):
         self._saving: list[int] = []
         """Nodes for which each tensor was saved."""
         self._chosen: dict[int, tuple[Decision, bool]] = {}
-        self._starts: list[int] = []
         self.inputs: list[tuple[int, ...]] = []
         self.outputs: set[int] = set()
         self._task = graph_task()
@@ -93,7 +92,6 @@ class Recorder(OperatorMode):
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Take the tensors with which the function is about to be called."""
         self.inputs = [tuple([self._value(part, is_input=True) for part in tensors_in((each,))]) for each in inputs]
-        self._starts = [int(each.storage_offset()) if is_strided(each) else 0 for each in inputs]
 
     def __enter__(self) -> Recorder:
         if self._locator is not None:
@@ -147,7 +145,7 @@ class Recorder(OperatorMode):
             self.operators,
             saved,
             self.makers,
-            {values[0]: (place, self._starts[place]) for place, values in enumerate(self.inputs) if len(values) == 1},
+            frozenset(values[0] for values in self.inputs if len(values) == 1),
             frozenset(self.written),
             self.recipes,
             {self._choices.key: self._chosen},
