@@ -26,8 +26,7 @@ from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import shapes_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.preserved import PreservingCall
-from spillway.checkpointing.program import Selection
-from spillway.checkpointing.replayable import Arguments, CallSetup, ReplayedFunction, module_of
+from spillway.checkpointing.replayable import Arguments, ReplayedFunction, module_of
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
@@ -298,8 +297,8 @@ def _call_in_replay(
         return forward()
     inputs = Decision.KEEP if how.choices.inputs is not None else None
     scope, learned = current_scope(session), LearnedCalls.trusted()
-    setup = CallSetup(replayed, learned, scope, inputs, how.preserve_rng_state)
-    return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
+    call = CheckpointedCall(replayed, learned, scope, inputs, draws=how.preserve_rng_state, stops_early=how.early_stop)
+    return call.run(forward, tensors)
 
 
 def _checkpointed_call(
@@ -321,7 +320,8 @@ def _checkpointed_call(
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
     choices, planned = how.choices, how.choices.planned
-    setup = CallSetup(
+    records = choices.preserves or profiled is not None or (planned is not None and not planned.recomputes)
+    return (CheckpointedCall if profiled is None else profiled)(
         replayed,
         learned,
         scope,
@@ -330,14 +330,10 @@ def _checkpointed_call(
         compares=how.verify == "always",
         is_captured=is_captured,
         partition=partition,
-    )
-    records = choices.preserves or profiled is not None or (planned is not None and not planned.recomputes)
-    return (CheckpointedCall if profiled is None else profiled)(
-        setup,
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
-        selection=Selection(choices, replayed.module) if records else None,
+        choices=choices if records else None,
     )
 
 

@@ -13,7 +13,6 @@ from spillway._torch import storage_key
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import Collector
 from spillway.checkpointing.recorder import Recorder
-from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.slots import SavedSlot
 from spillway.checkpointing.tensors import is_strided
 from spillway.saved_tensors.handles import Handle
@@ -45,8 +44,8 @@ class CallListener(Protocol):
 class ProfiledCall(CheckpointedCall):
     """One call that tells a listener of its casts, its operators and the requests of backward."""
 
-    def __init__(self, listener: CallListener, setup: CallSetup, **options: Any) -> None:
-        super().__init__(setup, **options)
+    def __init__(self, listener: CallListener, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.holds_values = True
         self._listener = listener
         self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
@@ -74,10 +73,10 @@ class ProfiledCall(CheckpointedCall):
 
     def _measure_operators(self) -> None:
         """Run the function once more after its forward, and keep nothing of it."""
-        assert self._selection is not None
+        assert self._choices is not None
         # Cached casts of autocast would not be seen.
         torch.clear_autocast_cache()
-        recorder = Recorder(self._selection)
+        recorder = Recorder(self._choices, self._function.module)
         collector = Collector(
             *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
             checks=False,

@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import torch
-
 from spillway.checkpointing.schema import OperatorFacts
 from spillway.checkpointing.selectors import Choices
 from spillway.errors import RecomputeError
@@ -133,14 +131,6 @@ def lies_within(part: ViewRecipe, whole: ViewRecipe) -> bool:
 
 def _last(recipe: ViewRecipe) -> int:
     return recipe.offset + sum((size - 1) * stride for size, stride in zip(recipe.size, recipe.stride, strict=True))
-
-
-class Selection(NamedTuple):
-    """Tensors of a function's calls to be preserved."""
-
-    choices: Choices
-    root: torch.nn.Module | None
-    """The module that the function belongs to: paths of submodules begin below it."""
 
 
 class Preserved(NamedTuple):

@@ -42,9 +42,9 @@ from spillway._torch import (
     tree_leaves,
 )
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
-from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor, Selection
+from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
-from spillway.checkpointing.selectors import OperatorCall
+from spillway.checkpointing.selectors import Choices, OperatorCall
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.saved_tensors.locator import Locator
@@ -56,13 +56,12 @@ _OFFSET = 8
 
 
 class Recorder(OperatorMode):
-    """Runs and notes each operator. See NOTE [ Recording ]."""
+    """Runs and notes each operator. See NOTE [ Recording ]. Paths of submodules begin below the ``root``."""
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, choices: Choices, root: torch.nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._choices = selection.choices
-        wants_modules = self._choices.wants_modules
-        self._locator = Locator(modules=True, operators=False, root=selection.root) if wants_modules else None
+        self._choices = choices
+        self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
         self._hidden = HiddenOperators()
         self.values = Values()
         self.count = 0
