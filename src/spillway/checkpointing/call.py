@@ -105,7 +105,9 @@ class CheckpointedCall(ReplayableCall):
             self._select(self._choices, tensors)
         self._forward_begins(tensors)
         if self._decisions is not None and self._decisions.preserves:
-            self._preserved = PreservedTensors(self._decisions, self._scope, tensors, self._reached.constants())
+            arguments = [handle for handle, *_ in self._tensors]
+            reached = self._reached.constants()
+            self._preserved = PreservedTensors(self._decisions, self._scope, tensors, arguments, reached)
         self._is_running, output, first_node = True, None, next_node()
         try:
             with saved_tensors_hooks(self._packing(), unpack):

@@ -32,7 +32,7 @@ from spillway._torch import dispatch_modes, next_node, node_number
 from spillway.checkpointing.program import Decisions, Preserved, Program
 from spillway.checkpointing.selectors import Planned
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
-from spillway.saved_tensors.handles import Handle, alias_handle, unpack
+from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, alias_handle, unpack
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
 from spillway.types import Decision
@@ -47,13 +47,17 @@ Memory = Callable[[], torch.UntypedStorage | None]
 
 
 class PreservedTensors:
-    """Preserved tensors of one call. See NOTE [ Preserved tensors ]."""
+    """Preserved tensors of one call. See NOTE [ Preserved tensors ].
+
+    ``arguments`` are the handles of the function's tensors.
+    """
 
     def __init__(
         self,
         decisions: Decisions,
         scope: ForwardScope,
         tensors: Sequence[torch.Tensor],
+        arguments: Sequence[Any],
         reached: Sequence[torch.Tensor],
     ) -> None:
         self.decisions = decisions
@@ -62,8 +66,12 @@ class PreservedTensors:
         self._scope = scope
         self._reached = reached
         self._first_node = next_node()
-        self._inputs = [_weak(each.untyped_storage()) for each in tensors if type(each) in PLAIN and is_strided(each)]
-        """Memory of the function's tensors."""
+        self._inputs: list[tuple[Memory, Any]] = [
+            (_weak(each.untyped_storage()), handle)
+            for each, handle in zip(tensors, arguments, strict=True)
+            if type(each) in PLAIN and is_strided(each)
+        ]
+        """Memory of the function's tensors, and their handles."""
         self._given: dict[int, Handle] = {}
         self._memory: dict[int, Memory] = {}
         """In forward: memory of preserved values."""
@@ -79,7 +87,15 @@ class PreservedTensors:
             with below_modes():
                 return self._scope.keep_parameter(tensor)
         handle: Handle | None = None
-        if isinstance(how, list):
+        if how == "input":
+            argument = self._argument_of(tensor)
+            if argument is not None and type(argument) not in (KeptHandle, OffloadedHandle):
+                # Other hooks hold the input: they may unpack it only once, for the replay.
+                return None
+            if argument is not None:
+                with below_modes():
+                    handle = alias_handle(argument, tensor, self._scope.session)
+        elif isinstance(how, list):
             handle = self._pack_parts(tensor, how)
         elif isinstance(how, Preserved) and self._is_like(tensor, how.recipe):
             handle = self._pack_made(tensor, how)
@@ -130,9 +146,16 @@ class PreservedTensors:
         if tensor.requires_grad if node is None else node_number(node) < self._first_node:
             return True
         storage = tensor.untyped_storage()
-        return any(known() is storage for known in self._inputs) or (
+        return self._argument_of(tensor) is not None or (
             node is None and any(is_strided(each) and each.untyped_storage() is storage for each in self._reached)
         )
+
+    def _argument_of(self, tensor: torch.Tensor) -> Any:
+        """The handle of the argument whose memory a tensor shares."""
+        if type(tensor) not in PLAIN or not is_strided(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        return next((handle for memory, handle in self._inputs if memory() is storage), None)
 
     def forward_ended(self, output: Any, count: int) -> None:
         """Take the function's output, ``None`` if it failed, and the number of tensors that autograd saved."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spillway.checkpointing.schema import OperatorFacts
 from spillway.checkpointing.selectors import Choices
@@ -144,9 +144,9 @@ class Preserved(NamedTuple):
     """The tensor that the operator returned, which is preserved."""
 
 
-Saved = Preserved | list[Preserved] | bool
-"""A saved tensor of a call: how it is preserved (a wrapper by its parts), ``True`` for a parameter, which is held as it
-is, or ``False``: it is dropped."""
+Saved = Preserved | list[Preserved] | Literal["input"] | bool
+"""A saved tensor of a call: how it is preserved (a wrapper by its parts), ``"input"`` for an argument or a view of one,
+``True`` for a parameter, which is held as it is, or ``False``: it is dropped."""
 
 
 class Decisions:
@@ -209,7 +209,7 @@ class Decisions:
             return False
         if value in preserved:
             return Preserved(value, preserved[value], recipe, program.recipes[value])
-        return False
+        return "input" if value in program.inputs and value not in program.written else False
 
     def is_recomputed(self, number: int) -> bool:
         """Whether a replay computes a saved tensor, so that it can be compared."""
