@@ -119,7 +119,7 @@ class CheckpointedCall(ReplayableCall):
                 self._preserved.is_other = True
             raise
         finally:
-            self._is_running, self._learned.metas = False, self._metas
+            self._is_running = False
             with below_modes(self._subclass):
                 if self._compares:
                     self._fingerprints.end(output, first_node)
@@ -146,16 +146,13 @@ class CheckpointedCall(ReplayableCall):
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
         leaving, escaping, looks = scope.waiting, self._learned.escaping, self._compares or self._is_observed
-        preserved, known = self._preserved, self._learned.metas
-        count = len(known)
+        preserved = self._preserved
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
                 scope.advance()
             number = len(metas)
-            meta = meta_of(tensor)
-            # Fewer objects for Python's garbage collector.
-            metas.append(known[number] if number < count and known[number] == meta else meta)
+            metas.append(meta_of(tensor))
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):

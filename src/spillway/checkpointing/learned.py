@@ -61,8 +61,6 @@ class LearnedCalls:
     """Names of other tensors that it writes in place."""
     state: tuple[str, ...] = ()
     """Names of the Python state that the function changes."""
-    metas: Sequence[Meta] = ()
-    """Saved tensors of the latest call. Calls that save the same ones share these objects."""
     _calls: int = 0
     _offset: int = field(default_factory=lambda: next(_numbers))
     _programs: dict[Hashable, Program] = field(default_factory=dict)
