@@ -255,10 +255,7 @@ class CheckpointedCall(ReplayableCall):
         if collector is None:
             collector = self._replay_once(compares)
         if compares and not collector.is_same():
-            second = self._on_current_state(lambda: self._replay_once(compares))
-            if second is None or not second.is_same():
-                raise collector.error()
-            collector = second
+            raise collector.error()
         collector.raise_if_other()
         if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
