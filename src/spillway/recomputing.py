@@ -26,6 +26,7 @@ from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import shapes_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.preserved import PreservingCall
+from spillway.checkpointing.python_walk import value_of_cell
 from spillway.checkpointing.replayable import Arguments, ReplayedFunction, module_of
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
@@ -375,14 +376,6 @@ def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Has
     code = getattr(inner, "__code__", None)
     if code is None or depth == 0:
         return inner if inner is function and isinstance(inner, type) else type(inner) if code is None else code
-    used = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
-    used += [*(inner.__defaults__ or ()), *(getattr(function, "args", ()) or ())]
+    cells = map(value_of_cell, inner.__closure__ or ())
+    used = (*cells, *(inner.__defaults__ or ()), *(getattr(function, "args", ()) or ()))
     return (code, *(_identity_of(each, depth=depth - 1) for each in used if callable(each)))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  (raises where there is nothing)
-    except ValueError:
-        return False
-    return True

@@ -46,7 +46,7 @@ from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.replayable import ReplayableCall, replay_argument
 from spillway.checkpointing.selectors import Choices
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
+from spillway.checkpointing.tensors import below_modes, is_plain, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
 
@@ -138,7 +138,7 @@ class CheckpointedCall(ReplayableCall):
     def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         outside = storages_of([*tensors, *self._reached.tensors()])
         for index, tensor in enumerate(tensors_in(tree_leaves(output))):
-            if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
+            if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots) + len(self._outputs), index, tensor)
                 self._outputs.append(_weak(slot))
                 self._scope.outputs.set(tensor, slot)
@@ -193,7 +193,7 @@ class CheckpointedCall(ReplayableCall):
             self._fingerprints.compute(next_node())
             if self._is_observed or number in self._learned.escaping:
                 slot.track(tensor)
-            if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
+            if self._is_observed and is_plain(tensor):
                 self._storages[number] = storage_key(tensor.untyped_storage())
             self._fingerprints.add(number, tensor.detach(), next_node())
 
@@ -203,7 +203,7 @@ class CheckpointedCall(ReplayableCall):
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._function.reachable_now() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
-        storages = {storage_key(each.untyped_storage()) for each in outside if type(each) in PLAIN and is_strided(each)}
+        storages = {storage_key(each.untyped_storage()) for each in outside if is_plain(each)}
         self._learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
         self._storages.clear()
 

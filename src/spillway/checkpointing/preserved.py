@@ -31,7 +31,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway._torch import dispatch_modes, next_node, node_number
 from spillway.checkpointing.program import Decisions, Preserved, Program
 from spillway.checkpointing.selectors import Planned
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_plain, is_strided, strided_parts
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, alias_handle, unpack
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
@@ -69,7 +69,7 @@ class PreservedTensors:
         self._inputs: list[tuple[Memory, Any]] = [
             (_weak(each.untyped_storage()), handle)
             for each, handle in zip(tensors, arguments, strict=True)
-            if type(each) in PLAIN and is_strided(each)
+            if is_plain(each)
         ]
         """Memory of the function's tensors, and their handles."""
         self._given: dict[int, Handle] = {}
@@ -105,7 +105,7 @@ class PreservedTensors:
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
         """Whether it differs from the recipe in the offset alone."""
-        return type(tensor) in PLAIN and is_strided(tensor) and ViewRecipe.of(tensor)[:-1] == recipe[:-1]
+        return is_plain(tensor) and ViewRecipe.of(tensor)[:-1] == recipe[:-1]
 
     def _pack_parts(self, tensor: torch.Tensor, how: list[Preserved]) -> Handle | None:
         plain = strided_parts(tensor)
@@ -152,7 +152,7 @@ class PreservedTensors:
 
     def _argument_of(self, tensor: torch.Tensor) -> Any:
         """The handle of the argument whose memory a tensor shares."""
-        if type(tensor) not in PLAIN or not is_strided(tensor):
+        if not is_plain(tensor):
             return None
         storage = tensor.untyped_storage()
         return next((handle for memory, handle in self._inputs if memory() is storage), None)

@@ -154,9 +154,8 @@ class _Copy:
         except KeyError:
             # A module has lost an attribute.
             return False
-        return now[0] == self._content[0] and all(
-            all(map(is_, ours, theirs)) for ours, theirs in zip(now[1:], self._content[1:], strict=True)
-        )
+        lengths, names, values = self._content
+        return now.lengths == lengths and all(map(is_, now.values, values)) and all(map(is_, now.names, names))
 
     def _contents(self) -> Iterator[tuple[_Container, Any]]:
         """The containers with their contents."""
@@ -201,8 +200,7 @@ class _Content(NamedTuple):
 
 def _content_of(walk: Walk) -> _Content:
     modules = [each.__dict__ for each in walk.modules]
-    dictionaries = *walk.dictionaries, *walk.own_buffers, *walk.own_parameters
-    maps = [*map(_attribute_of, walk.owners, _DICT), *dictionaries, *map(vars, walk.classes)]
+    maps = [*map(_attribute_of, walk.owners, _DICT), *walk.maps]
     parts: list[Any] = [get(own) for get, own in zip(walk.getters, modules, strict=True)]
     parts += [
         *map(_values_of, maps),
@@ -364,7 +362,7 @@ class _Rest:
         if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
             found.append("an array")
         with below_modes():
-            # Its ``.data`` got other memory, or another shape, strides or type.
+            # The ``.data`` of one got other memory, or another shape, strides or type.
             if not all(itertools.starmap(_is_set_to, self._memory)):
                 found.append("the memory of a parameter or buffer")
         if any(generator.get() != state for generator, state in self._generators):

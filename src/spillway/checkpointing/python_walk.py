@@ -120,6 +120,8 @@ class Walk:
             else:
                 self._read(value, what, depth, is_shared)
         self._read_tensors()
+        # Views of the classes' attributes: they change with these.
+        self.maps = *self.dictionaries, *self.own_buffers, *self.own_parameters, *map(vars, self.classes)
         self._seen.clear()
         self._todo.clear()
 
@@ -142,9 +144,16 @@ class Walk:
                 self._todo.append((value, what, depth + 1, is_shared))
 
     def _read(self, value: Any, what: str, depth: int, is_shared: bool) -> None:
-        if what in ("dict", "items", "fixed"):
+        if what == "dict":
             if len(value) <= _MOST_ITEMS:
-                self._read_container(value, what, depth, is_shared)
+                self.dictionaries.append(value)
+                self._meet(value.items(), depth, is_shared)
+        elif what in ("items", "fixed"):
+            if len(value) <= _MOST_ITEMS:
+                if what == "items":
+                    self.items.append(value)
+                if type(value) is not bytearray:
+                    self._meet(zip(repeat(f"an item of a {type(value).__name__}"), value), depth, is_shared)
         elif what == "object":
             self._read_object(value, depth)
         elif what in ("function", "helper"):
@@ -163,16 +172,6 @@ class Walk:
                 self.arrays.append(value)
         else:
             self.why_kept = _ITERATOR
-
-    def _read_container(self, value: Any, what: str, depth: int, is_shared: bool = False) -> None:
-        if what == "dict":
-            self.dictionaries.append(value)
-            self._meet(value.items(), depth, is_shared)
-            return
-        if what == "items":
-            self.items.append(value)
-        if type(value) is not bytearray:
-            self._meet(zip(repeat(f"an item of a {type(value).__name__}"), value), depth, is_shared)
 
     # Modules.
 
