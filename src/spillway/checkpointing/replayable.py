@@ -6,13 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from spillway._torch import top_hooks, tree_flatten, tree_unflatten, version_of
 from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
-from spillway.checkpointing.checks import fingerprints_of, has_content_of
+from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, share_memory
@@ -111,6 +111,8 @@ class ReplayedFunction:
         self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
         """Name of the function in errors."""
         self._function, self._arguments = function, arguments
+        self.keeps_state = False
+        """Whether replays run on the current Python state."""
 
     def reachable_now(self) -> list[torch.Tensor]:
         """The tensors that the function can reach now, besides tensors among its arguments."""
@@ -124,6 +126,9 @@ class ReplayedFunction:
         ``is_stateless``: it was not seen to change that state.
         """
         args, kwargs = self._arguments.put(tensors)
+        if self.keeps_state:
+            with within:
+                return self._function(*args, **kwargs)
         with self.state.in_force(is_stateless=is_stateless), within:
             return self._function(*args, **kwargs)
 
@@ -150,6 +155,7 @@ def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool)
 
 
 _KEEP = Decision.KEEP
+Result = TypeVar("Result")
 
 
 class ReplayableCall:
@@ -300,6 +306,23 @@ class ReplayableCall:
         )
 
     # Backward.
+
+    def _on_current_state(self, replay: Callable[[], Result]) -> Result | None:
+        """Replay on the current Python state; ``None`` if that is the state of forward, and would give the same.
+
+        A function may prepare itself in its first call, as quantized layers do. Spillway copies only a part of the
+        state that it then changes, and cannot go back.
+        """
+        if not self._state.changes:
+            return None
+        self._function.keeps_state = True
+        try:
+            return replay()
+        except Exception as error:
+            # On another state than that of forward, anything may be missing.
+            raise difference_error(self._label) from error
+        finally:
+            self._function.keeps_state = False
 
     def _unpack_inputs(self) -> list[torch.Tensor]:
         """The tensors among the arguments. A replay unpacks them once, though it may run the function more often.
