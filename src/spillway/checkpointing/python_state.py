@@ -45,7 +45,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import chain, islice, repeat
 from operator import attrgetter, is_, methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.nn import Module
@@ -150,12 +150,12 @@ class _Copy:
     def _has_same_contents(self) -> bool:
         """Whether all containers have the same names and values, in the same order."""
         try:
-            now = _content_of(self.walk)
+            now_lengths, now_names, now_values = _content_of(self.walk)
         except KeyError:
             # A module has lost an attribute.
             return False
         lengths, names, values = self._content
-        return now.lengths == lengths and all(map(is_, now.values, values)) and all(map(is_, now.names, names))
+        return now_lengths == lengths and all(map(is_, now_values, values)) and all(map(is_, now_names, names))
 
     def _contents(self) -> Iterator[tuple[_Container, Any]]:
         """The containers with their contents."""
@@ -188,14 +188,9 @@ def _part_of(shared: Sequence[Any]) -> _Copy:
     return part
 
 
-class _Content(NamedTuple):
-    """The content of all containers of a walk, one after the other."""
-
-    lengths: list[int]
-    """Numbers of all attributes of each module, then of the values of each container."""
-    names: tuple[Any, ...]
-    """Names in containers other than those whose names the walk has."""
-    values: tuple[Any, ...]
+_Content = tuple[list[int], tuple[Any, ...], tuple[Any, ...]]
+"""The content of all containers of a walk, one after the other: numbers of all attributes of each module, then of the
+values of each container; names in containers other than those whose names the walk has; and values."""
 
 
 def _content_of(walk: Walk) -> _Content:
@@ -210,7 +205,7 @@ def _content_of(walk: Walk) -> _Content:
         *[(value_of_cell(cell),) for _, cell in walk.cells],
     ]
     lengths = [*map(len, modules), *map(len, parts), *map(len, walk.empty)]
-    return _Content(lengths, tuple(chain(*maps)), tuple(chain(*parts)))
+    return lengths, tuple(chain(*maps)), tuple(chain(*parts))
 
 
 class _Container:
@@ -292,7 +287,7 @@ def _are_identical(a: Any, b: Any) -> bool:
 
 
 def _containers_of(walk: Walk) -> Iterator[_Container]:
-    """All containers, in the order of :class:`_Content`."""
+    """All containers, in the order of their contents."""
     for module, names in zip(walk.modules, walk.names, strict=True):
         yield _attributes(module.__dict__, names, INTERNAL.__contains__)
     for each in walk.owners:

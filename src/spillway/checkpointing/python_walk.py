@@ -189,16 +189,21 @@ class Walk:
         parameters, buffers, children = map(attributes.get, ("_parameters", "_buffers", "_modules"))
         if type(parameters) in _DICTS:
             self.own_parameters.append(parameters)
-            (self.dictionaries if children else self.empty).append(children)
             (self.own_buffers if buffers else self.empty).append(buffers)
             if children:
-                self._meet(children.items(), 0)
+                self.dictionaries.append(children)
+                new = [each for each in children.values() if each is not None and id(each) not in self._seen]
+                self._seen.update(map(id, new))
+                self._todo += [(each, "module", 1, False) for each in new]
+            else:
+                self.empty.append(children)
         else:
             # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
             for each in (parameters, buffers, children) if parameters is not None else ():
                 self._meet(each.items(), 0)
-        if more := [(name, value) for name in names if type(value := attributes[name]) not in _SIMPLE]:
-            self._meet(more, 1)
+        values = getter(attributes)
+        if not _SIMPLE.issuperset(map(type, values)):
+            self._meet(zip(names, values, strict=True), 1)
         if "max_norm" in attributes and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.why_kept = self.why_kept or _WRITES
 
