@@ -45,7 +45,7 @@ import torch
 from torch.nn import Module, functional
 from torch.overrides import TorchFunctionMode
 
-from spillway._torch import has_function_modes, is_batched, is_transformed, tree_leaves
+from spillway._torch import TorchDispatchMode, has_function_modes, is_batched, is_transformed, tree_leaves
 from spillway.errors import UsageError
 
 _LEAST_BYTES = 64 << 20
@@ -135,12 +135,31 @@ def _dtypes_of(logits: torch.Tensor, target: torch.Tensor, dtype: torch.dtype | 
     if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
         own = logits.dtype if dtype is None else dtype
         return _Dtypes(own, own)
-    with torch.no_grad():
-        row = logits[:1] if dtype is None else logits[:1].to(dtype)
-        logarithms = functional.log_softmax(row, 1)
-        losses = functional.nll_loss(logarithms, torch.zeros_like(target[:1]))
-    # A kernel that casts the logits adds in another order.
-    return _Dtypes(logarithms.dtype, losses.dtype) if logarithms.dtype is row.dtype else None
+    with torch.no_grad(), _AutocastProbe() as probe:
+        functional.cross_entropy(logits[:1] if dtype is None else logits[:1].to(dtype), torch.zeros_like(target[:1]))
+    known = len(probe.logarithms) == len(probe.losses) == 1 and not probe.is_fused
+    return _Dtypes(*probe.logarithms, *probe.losses) if known and dtype in (None, *probe.logarithms) else None
+
+
+class _AutocastProbe(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Records the dtypes of a loss under autocast, whose lists of operators depend on the device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.logarithms: list[torch.dtype] = []
+        self.losses: list[torch.dtype] = []
+        self.is_fused = False
+        """Whether a kernel casts the logits, and adds in another order."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is _aten._log_softmax.default:
+            self.logarithms.append(args[0].dtype)
+            self.is_fused |= bool(args[2])
+        elif func is _aten.nll_loss_forward.default:
+            self.losses.append(args[0].dtype)
+        return func(*args, **kwargs or {})
 
 
 def _rows_of_a_chunk(logits: torch.Tensor) -> int:
