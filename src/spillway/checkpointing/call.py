@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,16 +39,21 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
+from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
 from spillway.checkpointing.program import Decisions, Program
 from spillway.checkpointing.recorder import Recorder
-from spillway.checkpointing.replayable import ReplayableCall, replay_argument
+from spillway.checkpointing.replayable import ReplayableCall, ReplayedFunction, replay_argument
 from spillway.checkpointing.selectors import Choices
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import below_modes, is_plain, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
+from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.hooks import ForwardScope
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _weak = weakref.ref
@@ -59,14 +64,18 @@ class CheckpointedCall(ReplayableCall):
 
     def __init__(
         self,
-        *args: Any,
+        function: ReplayedFunction,
+        learned: LearnedCalls,
+        scope: ForwardScope,
+        inputs: Decision | None,
+        *,
         stops_early: bool,
         checks: bool = False,
         drops_output: bool = False,
         choices: Choices | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(*args, **options)
+        super().__init__(function, learned, scope, inputs, **options)
         self._stops_early = stops_early
         self._checks = checks
         self._drops_output = drops_output

@@ -29,9 +29,9 @@ once: values need not have a truth value. Only if they differ, containers are co
 
 NOTE [ Parts of a state ]
 
-Layers of a model share the classes of their modules, and objects such as a configuration. Their copy is a part, which
-calls share. A part is held by the states that have it. A later call compares a living part with the current content,
-which is faster than reading it again. If anything differs, the call makes a part of its own.
+Layers of a model share the classes of their modules, and objects such as a configuration. The copy of all classes is a
+part, and so is that of each object. Calls share parts, and hold them. A later call compares a living part with the
+current content, which is faster than reading it again. If anything differs, the call makes a part of its own.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class PythonState:
         with disable_function():
             walk = Walk((*_roots_of(function), *objects))
             walk.generators += global_generators()
-            parts = [*walk.found_classes], walk.found_objects
+            parts = [*walk.found_classes], *([each] for each in walk.found_objects)
             self._copies = [_Copy(walk), *[_part_of(each) for each in parts if each]]
 
     def why_kept(self) -> str | None:

@@ -71,9 +71,10 @@ class Walk:
     def __init__(self, roots: Sequence[Any], *, opens: bool = False) -> None:
         self._opens = opens
         self.roots = roots
+        """Held, since a part is known by their identities."""
         self.found_classes: dict[type, None] = {}
+        """Classes of modules that were found, and not read."""
         self.found_objects: list[Any] = []
-        """Classes of modules and objects that were found, and not read."""
         self.why_kept: str | None = None
         """Why the function cannot be replayed, if it cannot."""
         self.modules: list[Module] = []
