@@ -334,7 +334,7 @@ def _cell(name: str, cell: types.CellType) -> _Container:
 
 
 class _Rest:
-    """What is no value in a container, at one time."""
+    """State besides the contents of containers, at one time."""
 
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
