@@ -193,9 +193,9 @@ class Walk:
             (self.own_buffers if buffers else self.empty).append(buffers)
             if children:
                 self.dictionaries.append(children)
-                new = [each for each in children.values() if each is not None and id(each) not in self._seen]
-                self._seen.update(map(id, new))
-                self._todo += [(each, "module", 1, False) for each in new]
+                new = {id(each): each for each in children.values() if each is not None and id(each) not in self._seen}
+                self._seen.update(new)
+                self._todo += [(each, "module", 1, False) for each in new.values()]
             else:
                 self.empty.append(children)
         else:
