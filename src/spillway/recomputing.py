@@ -26,8 +26,8 @@ from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import shapes_of
 from spillway.checkpointing.learned import LearnedCalls, LearnedFunction, LearnedFunctions
 from spillway.checkpointing.preserved import PreservingCall
-from spillway.checkpointing.program import Selection
-from spillway.checkpointing.replayable import Arguments, CallSetup, ReplayedFunction, module_of
+from spillway.checkpointing.python_walk import value_of_cell
+from spillway.checkpointing.replayable import Arguments, ReplayedFunction, module_of
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
@@ -249,7 +249,7 @@ def _call_checkpointed(
 
     session = session if session is not None else Session.default()
     if in_replay():
-        replayed = ReplayedFunction(function, arguments, around=around)
+        replayed = ReplayedFunction(function, arguments, around)
         return _call_in_replay(how, replayed, session, forward, tensors)
     session.check_open()
     restore_hooks()
@@ -270,7 +270,7 @@ def _call_checkpointed(
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
             return PreservingCall(order, scope, learned).run(forward)
-    replayed = ReplayedFunction(function, arguments, known.walk, around)
+    replayed = ReplayedFunction(function, arguments, around)
     why_kept = replayed.state.why_kept()
     if why_kept is None and learned.takes_gradients:
         why_kept = "takes a gradient of what it computes"
@@ -298,8 +298,8 @@ def _call_in_replay(
         return forward()
     inputs = Decision.KEEP if how.choices.inputs is not None else None
     scope, learned = current_scope(session), LearnedCalls.trusted()
-    setup = CallSetup(replayed, learned, scope, inputs, how.preserve_rng_state)
-    return CheckpointedCall(setup, stops_early=how.early_stop).run(forward, tensors)
+    call = CheckpointedCall(replayed, learned, scope, inputs, draws=how.preserve_rng_state, stops_early=how.early_stop)
+    return call.run(forward, tensors)
 
 
 def _checkpointed_call(
@@ -321,7 +321,8 @@ def _checkpointed_call(
     if is_captured:
         learned.check_capture(draws=how.preserve_rng_state)
     choices, planned = how.choices, how.choices.planned
-    setup = CallSetup(
+    records = choices.preserves or profiled is not None or (planned is not None and not planned.recomputes)
+    return (CheckpointedCall if profiled is None else profiled)(
         replayed,
         learned,
         scope,
@@ -330,14 +331,10 @@ def _checkpointed_call(
         compares=how.verify == "always",
         is_captured=is_captured,
         partition=partition,
-    )
-    records = choices.preserves or profiled is not None or (planned is not None and not planned.recomputes)
-    return (CheckpointedCall if profiled is None else profiled)(
-        setup,
         stops_early=how.early_stop,
         checks=how.determinism_check != "none",
         drops_output=how.drop_output,
-        selection=Selection(choices, replayed.module) if records else None,
+        choices=choices if records else None,
     )
 
 
@@ -379,14 +376,6 @@ def _identity_of(function: Any, more: Sequence[Any] = (), depth: int = 3) -> Has
     code = getattr(inner, "__code__", None)
     if code is None or depth == 0:
         return inner if inner is function and isinstance(inner, type) else type(inner) if code is None else code
-    used = [cell.cell_contents for cell in inner.__closure__ or () if _is_filled(cell)]
-    used += [*(inner.__defaults__ or ()), *(getattr(function, "args", ()) or ())]
+    cells = map(value_of_cell, inner.__closure__ or ())
+    used = (*cells, *(inner.__defaults__ or ()), *(getattr(function, "args", ()) or ()))
     return (code, *(_identity_of(each, depth=depth - 1) for each in used if callable(each)))
-
-
-def _is_filled(cell: Any) -> bool:
-    try:
-        cell.cell_contents  # noqa: B018  (raises where there is nothing)
-    except ValueError:
-        return False
-    return True

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import spillway
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.learned import LearnedFunctions
-from spillway.checkpointing.profiled import ProfiledCall
 from spillway.checkpointing.program import Decisions
 from spillway.checkpointing.schema import facts_of
 from spillway.checkpointing.selectors import full_name
 from spillway.planner.profile import BlockCall, BlockProfile, OperatorProfile, Outside, Profile, ReplayRule, Value
 from spillway.profiler.probe import Probe, ProfilerListener
+from spillway.profiler.profiled_call import ProfiledCall
 from spillway.recomputing import Recompute, call_checkpointed
 from spillway.saved_tensors.handles import in_replay
 from spillway.types import Decision

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.selectors import Choices
 from spillway.profiler.probe import Probe
@@ -27,7 +26,7 @@ def ended(before: Probe | None, work: Any) -> Probe:
     probe = Probe(torch.device("cpu"), before)
     assert not probe.is_complete
     probe._busy = work
-    probe.ended(Recorder(Selection(Choices(), None)))
+    probe.ended(Recorder(Choices()))
     return probe
 
 

@@ -272,7 +272,7 @@ def saving(operators: Sequence[Operator], saved: Collection[int], written: Colle
         operators,
         [RecordedTensor(value, len(operators), one, is_parameter=False) for value in saved],
         {value: place for place, each in enumerate(operators) for value in each.makes},
-        {0: 0},
+        frozenset({0}),
         frozenset(written),
         dict.fromkeys(made, one),
     )

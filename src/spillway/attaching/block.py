@@ -25,8 +25,9 @@ from spillway._torch import global_pre_hooks, has_global_hook, hooks_of, own_cal
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.checkpointing.blocks import Named
-from spillway.checkpointing.profiled import CallListener, ProfiledCall
 from spillway.errors import RecomputeError
+from spillway.profiler.probe import ProfilerListener
+from spillway.profiler.profiled_call import ProfiledCall
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.handles import in_replay
@@ -106,7 +107,7 @@ class BlockCall(ModuleCall):
         """``None``: for now, it is not checkpointed."""
         self.tracing: BlockTracing | None = None
         """Traces each call, for a profile or a plan."""
-        self.listener: CallListener | None = None
+        self.listener: ProfilerListener | None = None
         """With it, calls are profiled."""
         inside = {id(module) for module in named.module.modules()} - {id(named.module)}
         self.has_inner = any(id(other.module) in inside for other in others)

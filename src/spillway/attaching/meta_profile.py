@@ -38,7 +38,6 @@ from spillway.attaching.model import Caches
 from spillway.attaching.validation import cache_error, refuse_nested
 from spillway.checkpointing.blocks import Named, find_blocks
 from spillway.checkpointing.losses import own_losses
-from spillway.checkpointing.program import Selection
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.selectors import Choices
 from spillway.errors import UsageError
@@ -280,7 +279,7 @@ class _BlockCall:
         with saved_tensors_hooks(self._pack, _unpack):
             if not listener.wants_operators:
                 return forward(*args, **kwargs)
-            self._recorder, self._listener = recorder, _ = Recorder(Selection(Choices(), None)), listener
+            self._recorder, self._listener = recorder, _ = Recorder(Choices()), listener
             recorder.begin(tensors_of(args, kwargs))
             with recorder, listener.watching(recorder):
                 output = forward(*args, **kwargs)

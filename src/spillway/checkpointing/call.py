@@ -31,7 +31,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -39,33 +39,43 @@ from torch.autograd.graph import saved_tensors_hooks
 from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
+from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.checkpointing.preserved import PreservedTensors
-from spillway.checkpointing.program import Decisions, Program, Selection
+from spillway.checkpointing.program import Decisions, Program
 from spillway.checkpointing.recorder import Recorder
-from spillway.checkpointing.replayable import CallSetup, ReplayableCall, replay_argument
+from spillway.checkpointing.replayable import ReplayableCall, ReplayedFunction, replay_argument
+from spillway.checkpointing.selectors import Choices
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensors_in
+from spillway.checkpointing.tensors import below_modes, is_plain, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
+from spillway.types import Decision
+
+if TYPE_CHECKING:
+    from spillway.saved_tensors.hooks import ForwardScope
 
 _NOTHING: AbstractContextManager[object] = nullcontext()
 _weak = weakref.ref
 
 
 class CheckpointedCall(ReplayableCall):
-    """One call. See NOTE [ A checkpointed call ]. Its operators are recorded only if there is a ``selection``."""
+    """One call. See NOTE [ A checkpointed call ]. Its operators are recorded only if there are ``choices``."""
 
     def __init__(
         self,
-        setup: CallSetup,
+        function: ReplayedFunction,
+        learned: LearnedCalls,
+        scope: ForwardScope,
+        inputs: Decision | None,
         *,
         stops_early: bool,
         checks: bool = False,
         drops_output: bool = False,
-        selection: Selection | None = None,
+        choices: Choices | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(setup)
+        super().__init__(function, learned, scope, inputs, **options)
         self._stops_early = stops_early
         self._checks = checks
         self._drops_output = drops_output
@@ -73,7 +83,7 @@ class CheckpointedCall(ReplayableCall):
         """Whether what autograd saves is kept: see NOTE [ Gradients inside ]."""
         self.holds_values = False
         """Whether slots ask the call each time that they are unpacked."""
-        self._selection = selection
+        self._choices = choices
         self._shapes: tuple[Any, ...] = ()
         self._program: Program | None = None
         self._decisions: Decisions | None = None
@@ -83,7 +93,9 @@ class CheckpointedCall(ReplayableCall):
         self._metas: list[Meta] = []
         """Shape, dtype, device and strides of each tensor that forward saved."""
         self._slots: list[Callable[[], SavedSlot | None]] = []
-        """Weak references to slots of saved tensors, and then to those of dropped outputs."""
+        """Weak references to slots of saved tensors, by numbers."""
+        self._outputs: list[Callable[[], OutputSlot | None]] = []
+        """Weak references to slots of dropped outputs, whose numbers come next."""
         self._fingerprints = Fingerprints()
         """Those of the tensors that forward saved, if values are compared."""
         self._storages: dict[int, int] = {}
@@ -98,11 +110,11 @@ class CheckpointedCall(ReplayableCall):
         """Run the function, by ``forward`` on the caller's own arguments, and return its output."""
         if not self._may_begin(tensors):
             return forward()
-        if self._selection is not None:
-            self._select(self._selection, tensors)
+        if self._choices is not None:
+            self._select(self._choices, tensors)
         self._forward_begins(tensors)
         if self._decisions is not None and self._decisions.preserves:
-            arguments = self._tensors if self._partition is None else ()
+            arguments = [handle for handle, *_ in self._tensors]
             reached = self._reached.constants()
             self._preserved = PreservedTensors(self._decisions, self._scope, tensors, arguments, reached)
         self._is_running, output, first_node = True, None, next_node()
@@ -116,7 +128,7 @@ class CheckpointedCall(ReplayableCall):
                 self._preserved.is_other = True
             raise
         finally:
-            self._is_running, self._learned.metas = False, self._metas
+            self._is_running = False
             with below_modes(self._subclass):
                 if self._compares:
                     self._fingerprints.end(output, first_node)
@@ -135,24 +147,21 @@ class CheckpointedCall(ReplayableCall):
     def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         outside = storages_of([*tensors, *self._reached.tensors()])
         for index, tensor in enumerate(tensors_in(tree_leaves(output))):
-            if type(tensor) in PLAIN and is_strided(tensor) and storage_key(tensor.untyped_storage()) not in outside:
-                slot = OutputSlot(self, len(self._slots), index, tensor)
-                self._slots.append(_weak(slot))
+            if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in outside:
+                slot = OutputSlot(self, len(self._slots) + len(self._outputs), index, tensor)
+                self._outputs.append(_weak(slot))
                 self._scope.outputs.set(tensor, slot)
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
         leaving, escaping, looks = scope.waiting, self._learned.escaping, self._compares or self._is_observed
-        preserved, known = self._preserved, self._learned.metas
-        count = len(known)
+        preserved = self._preserved
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
                 scope.advance()
             number = len(metas)
-            meta = meta_of(tensor)
-            # Fewer objects for Python's garbage collector.
-            metas.append(known[number] if number < count and known[number] == meta else meta)
+            metas.append(meta_of(tensor))
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):
@@ -174,10 +183,10 @@ class CheckpointedCall(ReplayableCall):
 
         return pack
 
-    def _select(self, selection: Selection, tensors: Sequence[torch.Tensor]) -> None:
+    def _select(self, choices: Choices, tensors: Sequence[torch.Tensor]) -> None:
         """Find the program of such calls, and the decisions about them."""
         self._shapes = shapes_of(tensors)
-        decisions, self._records = self._learned.decisions(self._shapes, selection)
+        decisions, self._records = self._learned.decisions(self._shapes, choices)
         self._program = None if decisions is None else decisions.program
         is_new = decisions is not None and decisions.is_new
         if self._is_captured:
@@ -193,7 +202,7 @@ class CheckpointedCall(ReplayableCall):
             self._fingerprints.compute(next_node())
             if self._is_observed or number in self._learned.escaping:
                 slot.track(tensor)
-            if self._is_observed and is_strided(tensor) and type(tensor) in PLAIN:
+            if self._is_observed and is_plain(tensor):
                 self._storages[number] = storage_key(tensor.untyped_storage())
             self._fingerprints.add(number, tensor.detach(), next_node())
 
@@ -203,7 +212,7 @@ class CheckpointedCall(ReplayableCall):
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._function.reachable_now() if id(tensor) not in known)
         outside = (*tensors_in(tree_leaves(output)), *kept)
-        storages = {storage_key(each.untyped_storage()) for each in outside if type(each) in PLAIN and is_strided(each)}
+        storages = {storage_key(each.untyped_storage()) for each in outside if is_plain(each)}
         self._learned.escaping |= {number for number, storage in self._storages.items() if storage in storages}
         self._storages.clear()
 
@@ -263,9 +272,9 @@ class CheckpointedCall(ReplayableCall):
         if compares and self._is_observed and not self._is_running:
             self._learned.is_validated = True
         self._scope.ledger.recomputed_bytes += self._learned.recomputed_bytes(self._metas, collector)
-        values = collector.pop_values()
-        for number, value in values.items():
-            slot = self._slots[number]()
+        slots = [*self._slots, *self._outputs]
+        for number, value in collector.pop_values().items():
+            slot = slots[number]()
             if slot is not None:
                 slot.value = value
 
@@ -276,9 +285,8 @@ class CheckpointedCall(ReplayableCall):
         preserved = self._preserved
         if self._decisions is not None:
             self._scope.ledger.note_unused(self._decisions.unused)
-        slots = (each() for each in self._slots) if self._drops_output else ()
         # A program does not say which operators an output needs that must be recomputed.
-        if preserved is None or any(isinstance(slot, OutputSlot) and slot.is_dropped() for slot in slots):
+        if preserved is None or self._dropped_outputs():
             return None
         decisions, given = preserved.decisions, preserved.pop_handles()
         if given is None:
@@ -313,26 +321,24 @@ class CheckpointedCall(ReplayableCall):
     def _record(self) -> Collector | None:
         """See NOTE [ Recording ] in ``recorder.py``."""
         self._records = False
-        selection, learned = self._selection, self._learned
-        assert selection is not None
-        recorder = Recorder(selection)
+        choices, learned = self._choices, self._learned
+        assert choices is not None
+        recorder = Recorder(choices, self._function.module)
         collector = self._replay_once(True, recorder)
         if not collector.is_same():
             learned.record(self._shapes, Program(opaque="it gives other values under a dispatch mode"))
             return None
         learned.record(self._shapes, recorder.program())
         # This asks the selectors.
-        decisions, _ = learned.decisions(self._shapes, selection)
+        decisions, _ = learned.decisions(self._shapes, choices)
         if decisions is not None:
             self._scope.ledger.note_unused(decisions.unused)
         return collector
 
     def _replay_once(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
         """Replay the function, under a mode if there is one, and collect the tensors that it saves."""
-        slots = [slot for each in self._slots if (slot := each()) is not None]
-        outputs = {each.number: each.index for each in slots if isinstance(each, OutputSlot) and each.is_dropped()}
-        wanted = {each.number for each in slots if not isinstance(each, OutputSlot)}
-        del slots
+        outputs = self._dropped_outputs()
+        wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
         changed = self._reached.changed()
         # An optimizer may have stepped weights that only the rest of the function reads.
         ends_early = not compares or (bool(changed) and not (self._is_observed or isinstance(mode, Recorder)))
@@ -363,6 +369,11 @@ class CheckpointedCall(ReplayableCall):
         )
         self._run_into(collector, changed, mode)
         return collector
+
+    def _dropped_outputs(self) -> dict[int, int]:
+        """Numbers of outputs that must be recomputed, with their places among the tensors of the output."""
+        slots = [slot() for slot in self._outputs]
+        return {slot.number: slot.index for slot in slots if slot is not None and slot.is_dropped()}
 
     def _run_into(
         self,

@@ -227,10 +227,8 @@ class Collector:
 
     def pop_values(self) -> dict[int, tuple[torch.Tensor, int]]:
         """The wanted tensors, by numbers. They are not held here any more."""
-        values, self._values = self._values, {}
-        self._there = ()
-        # A constant may have joined the graph since.
-        return {number: (alias_of(tensor), version) for number, (tensor, version) in values.items()}
+        values, self._values, self._there = self._values, {}, ()
+        return values
 
     def is_same(self) -> bool:
         """Whether metadata, and values that are compared, are equal."""

@@ -24,9 +24,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from spillway.checkpointing.preserved import SavingOrder
-from spillway.checkpointing.program import Decisions, Program, Selection
-from spillway.checkpointing.python_walk import WalkMemory
-from spillway.checkpointing.selectors import Planned
+from spillway.checkpointing.program import Decisions, Program
+from spillway.checkpointing.selectors import Choices, Planned
 from spillway.errors import UnsupportedError
 
 if TYPE_CHECKING:
@@ -62,8 +61,6 @@ class LearnedCalls:
     """Names of other tensors that it writes in place."""
     state: tuple[str, ...] = ()
     """Names of the Python state that the function changes."""
-    metas: Sequence[Meta] = ()
-    """Saved tensors of the latest call. Calls that save the same ones share these objects."""
     _calls: int = 0
     _offset: int = field(default_factory=lambda: next(_numbers))
     _programs: dict[Hashable, Program] = field(default_factory=dict)
@@ -92,22 +89,22 @@ class LearnedCalls:
                 "capturing. With dropout, use save='random' and preserve_rng_state=False."
             )
 
-    def decisions(self, shapes: Hashable, selection: Selection) -> tuple[Decisions | None, bool]:
+    def decisions(self, shapes: Hashable, choices: Choices) -> tuple[Decisions | None, bool]:
         """Decisions about a call with tensors of these shapes, if they are known, and whether to record its program."""
         program = self._programs.get(shapes)
         if program is None:
             return None, len(self._programs) < _MOST_PROGRAMS
         if program.opaque is not None:
             return None, False
-        known = self._decisions.get((shapes, selection.choices.key))
+        known = self._decisions.get((shapes, choices.key))
         if known is None:
-            chosen = program.chosen.get(selection.choices.key)
-            if chosen is None and selection.choices.asks and selection.choices.planned is None:
+            chosen = program.chosen.get(choices.key)
+            if chosen is None and choices.asks and choices.planned is None:
                 # The policy must see each operator while it runs.
                 return None, True
             if len(self._decisions) >= _MOST_DECISIONS:
                 self._decisions.clear()
-            known = self._decisions[shapes, selection.choices.key] = Decisions.of(program, selection.choices, chosen)
+            known = self._decisions[shapes, choices.key] = Decisions.of(program, choices, chosen)
         return known, False
 
     def order(self, shapes: Hashable, planned: Planned) -> SavingOrder | None:
@@ -164,8 +161,6 @@ class LearnedFunction:
     calls: dict[Hashable, LearnedCalls] = field(default_factory=dict)
     ranks_agreed: bool = False
     """Whether the ranks that share its inputs were seen to have the same ones."""
-    walk: WalkMemory = field(default_factory=WalkMemory)
-    """The walk that finds its Python state."""
 
 
 class LearnedFunctions:

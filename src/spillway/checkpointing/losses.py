@@ -197,8 +197,8 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, target, weight = ctx.saved_tensors
         dtypes, ignore_index, reduction = ctx.how
-        if torch.is_grad_enabled():
-            # This gradient is to have a gradient itself.
+        if torch.is_grad_enabled() or is_batched(gradient):
+            # This gradient is to have a gradient itself; or vmap cannot write a batch of gradients into one buffer.
             return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
 
         first = _as_one_class(target, ignore_index)
@@ -209,21 +209,13 @@ class _CrossEntropy(torch.autograd.Function):
         ).to(dtypes.logarithms)
         classes = target.masked_fill(first == _NO_CLASS, 0).unsqueeze(1)
 
-        def gradient_of(chunk: torch.Tensor, of_logarithms: torch.Tensor) -> torch.Tensor:
-            logarithms = _log_softmax(chunk, dtypes.logarithms)
-            found: torch.Tensor = _aten._log_softmax_backward_data(of_logarithms, logarithms, 1, dtypes.logarithms)
-            return found
-
-        if is_batched(gradient):
-            # vmap cannot write a batch of gradients into one buffer.
-            zeros = torch.zeros(logits.shape, dtype=dtypes.logarithms, device=logits.device)
-            return gradient_of(logits, zeros.scatter(1, classes, of_class)).to(logits.dtype), None, None, None, None
         found = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
         zeros = torch.zeros(_rows_of_a_chunk(logits), logits.shape[1], dtype=dtypes.logarithms, device=logits.device)
         for chunk, its_classes, its_gradient, into in _in_chunks(logits, classes, of_class, found):
             of_logarithms = zeros[: len(chunk)]
             of_logarithms.scatter_(1, its_classes, its_gradient)
-            into.copy_(gradient_of(chunk, of_logarithms))
+            logarithms = _log_softmax(chunk, dtypes.logarithms)
+            into.copy_(_aten._log_softmax_backward_data(of_logarithms, logarithms, 1, dtypes.logarithms))
             of_logarithms.scatter_(1, its_classes, 0.0)
         return found, None, None, None, None
 
@@ -247,7 +239,7 @@ def _differentiable(
     ignore_index: int,
     reduction: str,
 ) -> torch.Tensor:
-    with torch.autocast(logits.device.type, enabled=False):
+    with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
         logarithms = functional.log_softmax(logits.to(dtypes.logarithms), 1).to(dtypes.losses)
         loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
         (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)

@@ -29,9 +29,9 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from spillway._torch import dispatch_modes, next_node, node_number
-from spillway.checkpointing.program import Decisions, Input, Preserved, Program, lies_within
+from spillway.checkpointing.program import Decisions, Preserved, Program
 from spillway.checkpointing.selectors import Planned
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, strided_parts
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_plain, is_strided, strided_parts
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, alias_handle, unpack
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.saved_tensors.kept import Keeping
@@ -44,14 +44,12 @@ if TYPE_CHECKING:
 _KEEP = Decision.KEEP
 _weak = weakref.ref
 Memory = Callable[[], torch.UntypedStorage | None]
-Argument = tuple[Any, Callable[[Any], torch.Tensor], bool, bool]
-"""An argument: its handle, how to unpack it, whether it requires grad, and whether the function writes it."""
 
 
 class PreservedTensors:
     """Preserved tensors of one call. See NOTE [ Preserved tensors ].
 
-    ``arguments`` are the function's tensors as the call holds them; empty if they are split over ranks.
+    ``arguments`` are the handles of the function's tensors.
     """
 
     def __init__(
@@ -59,21 +57,21 @@ class PreservedTensors:
         decisions: Decisions,
         scope: ForwardScope,
         tensors: Sequence[torch.Tensor],
-        arguments: Sequence[Argument],
+        arguments: Sequence[Any],
         reached: Sequence[torch.Tensor],
     ) -> None:
         self.decisions = decisions
         self.is_other = False
         """Whether the call departed from its program."""
         self._scope = scope
-        self._arguments = arguments
         self._reached = reached
         self._first_node = next_node()
-        self._inputs: list[tuple[ViewRecipe, Memory] | None] = [
-            (ViewRecipe.of(each), _weak(each.untyped_storage())) if type(each) in PLAIN and is_strided(each) else None
-            for each in tensors
+        self._inputs: list[tuple[Memory, Any]] = [
+            (_weak(each.untyped_storage()), handle)
+            for each, handle in zip(tensors, arguments, strict=True)
+            if is_plain(each)
         ]
-        """The function's tensors, and their memory."""
+        """Memory of the function's tensors, and their handles."""
         self._given: dict[int, Handle] = {}
         self._memory: dict[int, Memory] = {}
         """In forward: memory of preserved values."""
@@ -88,23 +86,26 @@ class PreservedTensors:
         if how is True and type(tensor) in PLAIN:
             with below_modes():
                 return self._scope.keep_parameter(tensor)
-        if isinstance(how, Input) and (
-            not self._arguments or type(self._arguments[how.place][0]) not in (KeptHandle, OffloadedHandle)
-        ):
-            # Other hooks hold the input: they may unpack it only once, for the replay.
-            return None
         handle: Handle | None = None
-        if isinstance(how, list):
+        if how == "input":
+            argument = self._argument_of(tensor)
+            if argument is not None and type(argument) not in (KeptHandle, OffloadedHandle):
+                # Other hooks hold the input: they may unpack it only once, for the replay.
+                return None
+            if argument is not None:
+                with below_modes():
+                    handle = alias_handle(argument, tensor, self._scope.session)
+        elif isinstance(how, list):
             handle = self._pack_parts(tensor, how)
-        elif isinstance(how, (Input, Preserved)) and self._is_like(tensor, how.recipe):
-            handle = self._pack_input(tensor, how) if isinstance(how, Input) else self._pack_made(tensor, how)
+        elif isinstance(how, Preserved) and self._is_like(tensor, how.recipe):
+            handle = self._pack_made(tensor, how)
         self.is_other = handle is None
         return handle
 
     @staticmethod
     def _is_like(tensor: torch.Tensor, recipe: ViewRecipe) -> bool:
         """Whether it differs from the recipe in the offset alone."""
-        return type(tensor) in PLAIN and is_strided(tensor) and ViewRecipe.of(tensor)[:-1] == recipe[:-1]
+        return is_plain(tensor) and ViewRecipe.of(tensor)[:-1] == recipe[:-1]
 
     def _pack_parts(self, tensor: torch.Tensor, how: list[Preserved]) -> Handle | None:
         plain = strided_parts(tensor)
@@ -116,16 +117,6 @@ class PreservedTensors:
         with below_modes(tensor):
             # Its parts were saved before.
             return self._scope.save(tensor, how[0].decision)
-
-    def _pack_input(self, tensor: torch.Tensor, how: Input) -> Handle | None:
-        handle, _, _, is_written = self._arguments[how.place]
-        known = self._inputs[how.place]
-        if is_written or known is None or known[1]() is not tensor.untyped_storage():
-            return None
-        if tensor.storage_offset() - known[0].offset != how.start or not lies_within(ViewRecipe.of(tensor), known[0]):
-            return None
-        with below_modes():
-            return alias_handle(handle, tensor, self._scope.session)
 
     def _pack_made(self, tensor: torch.Tensor, how: Preserved) -> Handle | None:
         value, whole = how.value, how.whole
@@ -155,16 +146,23 @@ class PreservedTensors:
         if tensor.requires_grad if node is None else node_number(node) < self._first_node:
             return True
         storage = tensor.untyped_storage()
-        return any(known is not None and known[1]() is storage for known in self._inputs) or (
+        return self._argument_of(tensor) is not None or (
             node is None and any(is_strided(each) and each.untyped_storage() is storage for each in self._reached)
         )
+
+    def _argument_of(self, tensor: torch.Tensor) -> Any:
+        """The handle of the argument whose memory a tensor shares."""
+        if not is_plain(tensor):
+            return None
+        storage = tensor.untyped_storage()
+        return next((handle for memory, handle in self._inputs if memory() is storage), None)
 
     def forward_ended(self, output: Any, count: int) -> None:
         """Take the function's output, ``None`` if it failed, and the number of tensors that autograd saved."""
         self._keeping.end(output)
         self._memory.clear()
         self._inputs.clear()
-        self._arguments, self._reached = (), []
+        self._reached = []
         if count != len(self.decisions.saved):
             self.is_other = True
         handed = set() if self.is_other else self.decisions.handed

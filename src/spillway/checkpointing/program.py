@@ -10,9 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any, Literal, NamedTuple
 
 from spillway.checkpointing.schema import OperatorFacts
 from spillway.checkpointing.selectors import Choices
@@ -82,8 +80,8 @@ class Program:
     saved: Sequence[RecordedTensor] = ()
     makers: dict[int, int] = field(default_factory=dict)
     """The operator that made each value."""
-    inputs: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """Places of the function's tensors, and where they begin in their memory, by values."""
+    inputs: frozenset[int] = frozenset()
+    """Values of the function's tensors."""
     written: frozenset[int] = frozenset()
     recipes: dict[int, ViewRecipe] = field(default_factory=dict)
     """The tensor that the operator returned, for each value."""
@@ -135,14 +133,6 @@ def _last(recipe: ViewRecipe) -> int:
     return recipe.offset + sum((size - 1) * stride for size, stride in zip(recipe.size, recipe.stride, strict=True))
 
 
-class Selection(NamedTuple):
-    """Tensors of a function's calls to be preserved."""
-
-    choices: Choices
-    root: torch.nn.Module | None
-    """The module that the function belongs to: paths of submodules begin below it."""
-
-
 class Preserved(NamedTuple):
     """A saved tensor that is kept or offloaded."""
 
@@ -154,18 +144,9 @@ class Preserved(NamedTuple):
     """The tensor that the operator returned, which is preserved."""
 
 
-class Input(NamedTuple):
-    """A saved tensor that is an argument of the function, or a view of one."""
-
-    place: int
-    recipe: ViewRecipe
-    start: int
-    """Elements between the beginning of the argument and its own."""
-
-
-Saved = Preserved | list[Preserved] | Input | bool
-"""A saved tensor of a call: how it is preserved (a wrapper by its parts), which input it is, ``True`` for a parameter,
-which is held as it is, or ``False``: it is dropped."""
+Saved = Preserved | list[Preserved] | Literal["input"] | bool
+"""A saved tensor of a call: how it is preserved (a wrapper by its parts), ``"input"`` for an argument or a view of one,
+``True`` for a parameter, which is held as it is, or ``False``: it is dropped."""
 
 
 class Decisions:
@@ -228,10 +209,7 @@ class Decisions:
             return False
         if value in preserved:
             return Preserved(value, preserved[value], recipe, program.recipes[value])
-        if value in program.inputs and value not in program.written:
-            place, start = program.inputs[value]
-            return Input(place, recipe, recipe.offset - start)
-        return False
+        return "input" if value in program.inputs and value not in program.written else False
 
     def is_recomputed(self, number: int) -> bool:
         """Whether a replay computes a saved tensor, so that it can be compared."""

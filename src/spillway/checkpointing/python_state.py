@@ -24,23 +24,25 @@ Other state (C extensions) is not seen. There the checks of the replay decide: e
 or a :class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
-The contents of all containers are one list of names and one of values, which are compared at once. Only if they differ,
-containers are compared one by one. Between calls, only :class:`~spillway.checkpointing.python_walk.WalkMemory`
-stays, which holds no module and no tensor.
+Nothing is held between calls. The names and values of all containers are one sequence, whose identities are compared at
+once: values need not have a truth value. Only if they differ, containers are compared one by one.
 
 NOTE [ Parts of a state ]
 
-Layers of a model share the classes of their modules, and objects such as a configuration. The copy of each is a part,
-which calls share. A part is held by the states that have it. A later call compares a living part with the current
-content, which is faster than reading it again. If anything differs, the call makes a part of its own.
+Layers of a model share the classes of their modules, and objects such as a configuration. The copy of all classes is a
+part, and so is that of each object. Calls share parts, and hold them. A later call compares a living part with the
+current content, which is faster than reading it again. If anything differs, the call makes a part of its own.
 """
 
 from __future__ import annotations
 
+import itertools
+import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain, islice, repeat
 from operator import attrgetter, is_, methodcaller
 from typing import Any
@@ -49,17 +51,8 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import disable_function
-from spillway.checkpointing.python_containers import (
-    CLASS,
-    DICTIONARY,
-    GLOBALS,
-    ITEMS,
-    MISSING,
-    MODULE,
-    Container,
-    global_generators,
-)
-from spillway.checkpointing.python_walk import AttributeNames, Content, Entry, Walk, WalkMemory
+from spillway.checkpointing.python_generators import global_generators
+from spillway.checkpointing.python_walk import INTERNAL, MISSING, Walk, are_plain, value_of_cell, values_of_slots
 from spillway.checkpointing.tensors import below_modes
 from spillway.saved_tensors.identity import is_streamed
 
@@ -71,26 +64,16 @@ _attribute_of, _DICT = object.__getattribute__, repeat("__dict__")
 class PythonState:
     """A function's Python state, and a copy of its content. See NOTE [ Python state ].
 
-    ``objects`` are those among its arguments. ``memory`` is of the walk in an earlier call of the function.
+    ``objects`` are those among its arguments.
     """
 
-    def __init__(self, function: Any, objects: Sequence[Any] = (), memory: WalkMemory | None = None) -> None:
+    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
         # Function modes must not see this.
         with disable_function():
-            roots = (*_roots_of(function), *objects)
-            own, parts, generators = None, [], global_generators()
-            found = None if memory is None else memory.find(roots)
-            if found is not None:
-                remembered, walk = found
-                own = _Copy(walk)
-                own, parts = (own, remembered.parts) if remembered.is_right(walk, own.content) else (None, [])
-            if own is None:
-                walk = Walk(roots)
-                own, parts = _Copy(walk), walk.parts
-                if memory is not None and not walk.generators:
-                    memory.keep(roots, walk, own.content)
-            own.walk.generators += generators
-            self._copies = [own.copy_rest(), *[_part_of(key, entries) for key, entries in parts]]
+            walk = Walk((*_roots_of(function), *objects))
+            walk.generators += global_generators()
+            parts = [*walk.found_classes], *([each] for each in walk.found_objects)
+            self._copies = [_Copy(walk), *[_part_of(each) for each in parts if each]]
 
     def why_kept(self) -> str | None:
         """Why the function cannot be replayed, if it cannot."""
@@ -112,7 +95,7 @@ class PythonState:
 
     def changed(self) -> list[str]:
         """Names of the state that has changed."""
-        return [*chain.from_iterable([(*each.changed_names(), *each.changed_values()) for each in self._copies])]
+        return [*chain.from_iterable([each.changed() for each in self._copies])]
 
     @contextmanager
     def in_force(self, *, is_stateless: bool = False) -> Iterator[None]:
@@ -123,175 +106,278 @@ class PythonState:
         """
         # Function modes must not see this.
         with disable_function():
-            before = []
+            put_back: list[Callable[[], None]] = []
             for each in self._copies:
-                if each.is_current():
-                    if not is_stateless:
-                        before.append(each)
-                else:
-                    before.append(_Copy(each.walk, is_first=False).copy_rest())
+                if not each.is_current():
+                    put_back.append(each.taken_now())
                     each.put_back()
+                elif not is_stateless:
+                    put_back.append(each.put_back)
         try:
             yield
         finally:
             with disable_function():
-                for current in before:
-                    if not current.is_current():
-                        current.put_back()
+                for function in put_back:
+                    function()
 
 
 class _Copy:
-    """The content of a state, or of a part of one, at one time: ``is_first`` if that is when it was walked."""
+    """The content of all that a walk found, at that time."""
 
-    __slots__ = (
-        *("__weakref__", "_arrays", "_attributes", "_dictionaries", "_empty", "_flags", "_generators", "_has_rest"),
-        *("_holders", "_items", "_memory", "_names", "_others", "_owners", "content", "walk"),
-    )
-
-    def __init__(self, walk: Walk, *, is_first: bool = True) -> None:
+    def __init__(self, walk: Walk) -> None:
         self.walk = walk
-        self._attributes: list[Any] = [each.__dict__ for each in walk.modules]
-        self._names = walk.names if is_first else [*map(AttributeNames.of, self._attributes)]
-        self._owners = [thing for _, thing in walk.owners]
-        self._dictionaries = [vars(thing) if kind is CLASS else thing for kind, thing in walk.dictionaries]
-        self._items = [thing for _, thing in walk.items]
-        self.content = self._now()
-
-    def copy_rest(self) -> _Copy:
-        """Copy what is no value in a container."""
-        walk = self.walk
-        self._others = [(kind, thing, kind.copy(thing, content)) for kind, thing, content in walk.others]
-        self._empty = walk.empty
-        if any(walk.empty):
-            self._empty = [each for each in walk.empty if not each]
-            self._others += [(DICTIONARY, each, dict(each)) for each in walk.empty if each]
-        with below_modes():
-            self._flags = [*map(_requires_grad, walk.parameters)]
-            holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
-            # A streamed parameter has other memory in each use.
-            self._holders = [each for each in holders if not is_streamed(each)]
-            self._memory = [each.data for each in self._holders]
-        self._arrays = [(array, array.copy()) for array in walk.arrays]
-        self._generators = [(generator, generator.get()) for generator in walk.generators]
-        self._has_rest = bool(self._flags or self._holders or self._arrays or self._generators)
-        return self
-
-    def _now(self) -> Content:
-        attributes, maps = self._attributes, [*map(_attribute_of, self._owners, _DICT), *self._dictionaries]
-        try:
-            parts: list[Any] = [each.get(own) for each, own in zip(self._names, attributes, strict=True)]
-        except KeyError:
-            parts = [*map(AttributeNames.values, self._names, attributes)]
-        parts += [
-            *map(_values_of, maps),
-            *self._items,
-            *[[*map(function.__globals__.get, names, repeat(MISSING))] for function, names in self.walk.globals],
-        ]
-        lengths = [*map(len, attributes), *map(len, parts)]
-        return Content(lengths, [*chain.from_iterable(maps)], tuple(chain.from_iterable(parts)))
-
-    def _changed(self) -> Iterator[tuple[Container, Any, Any]]:
-        """Containers that may have other names or values now, with their contents."""
-        before, after = map(self._parts, (self.content, self._now()))
-        for (kind, thing), own, others in zip(self._containers, before, after, strict=True):
-            if own[:2] == others[:2] and all(map(is_, own[2], others[2])):
-                continue
-            if kind is GLOBALS:
-                yield kind, thing[0].__globals__, dict(zip(thing[1], own[2], strict=True))
-            else:
-                yield kind, thing, own[2] if kind is ITEMS else dict(zip(own[1], own[2], strict=True))
-        yield from self._others
-        yield from ((DICTIONARY, each, {}) for each in self._empty)
-
-    def _parts(self, content: Content) -> Iterator[tuple[int, Sequence[str], list[Any]]]:
-        """Number, names and values of each container. Those of items and globals have no names."""
-        count, names, values = len(self._names), iter(content.names), iter(content.values)
-        sizes, lengths = (*content.lengths[:count], *content.lengths[2 * count :]), content.lengths[count:]
-        for place, ((kind, _), length) in enumerate(zip(self._containers, lengths, strict=True)):
-            if kind is MODULE:
-                own: Sequence[str] = self._names[place].names
-            else:
-                own = [] if kind in (ITEMS, GLOBALS) else [*islice(names, length)]
-            yield sizes[place], own, [*islice(values, length)]
-
-    @property
-    def _containers(self) -> list[tuple[Container, Any]]:
-        walk = self.walk
-        return [
-            *((MODULE, each) for each in walk.modules),
-            *walk.owners,
-            *walk.dictionaries,
-            *walk.items,
-            *((GLOBALS, each) for each in walk.globals),
-        ]
+        self._content = _content_of(walk)
+        self._rest = _Rest(walk)
 
     def is_current(self) -> bool:
         """Whether nothing has changed."""
-        return self.has_same_contents() and not self.changed_values()
+        return self._has_same_contents() and not self._rest.changes()
 
-    def has_same_contents(self) -> bool:
-        """Whether all containers have the same names and values, in the same order."""
-        now, content = self._now(), self.content
-        if any(self._empty) or now[:2] != content[:2] or not all(map(is_, now.values, content.values)):
-            return False
-        return not any(kind.changes(thing, content) for kind, thing, content in self._others)
-
-    def changed_names(self) -> list[str]:
-        """Names of changed values in containers."""
-        if self.has_same_contents():
-            return []
-        return [str(name) for kind, thing, content in self._changed() for name in kind.changes(thing, content)]
-
-    def changed_values(self) -> list[str]:
-        """Descriptions of changes besides the content of containers."""
-        found: list[str] = []
-        if not self._has_rest:
-            return found
-        if [*map(_requires_grad, self.walk.parameters)] != self._flags:
-            found.append("whether a parameter requires grad")
-        if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
-            found.append("an array")
-        if self._has_other_memory():
-            found.append("the memory of a parameter or buffer")
-        if any(generator.get() != state for generator, state in self._generators):
-            found.append("the state of a Python or NumPy random generator")
-        return found
-
-    def _has_other_memory(self) -> bool:
-        """Whether a tensor's ``.data`` got other memory, or another shape, strides or type."""
-        with below_modes():
-            return not all(map(_is_set_to, self._holders, self._memory))
+    def changed(self) -> list[str]:
+        """Names of what has changed."""
+        copies = () if self._has_same_contents() else self._contents()
+        return [*(str(name) for each, then in copies for name in each.changes(then)), *self._rest.changes()]
 
     def put_back(self) -> None:
         """Set everything to this content."""
-        for kind, thing, content in self._changed():
-            kind.put_back(thing, content)
-        for tensor, flag in zip(self.walk.parameters, self._flags, strict=True):
-            if tensor.requires_grad is not flag:
-                tensor.requires_grad_(flag)
-        for array, content in self._arrays:
-            if array.tobytes() != content.tobytes():
-                array[...] = content
-        with below_modes():
-            for each, alias in zip(self._holders, self._memory, strict=True):
-                # FSDP frees the memory of a parameter: there is none to put back.
-                if not _is_set_to(each, alias) and alias.untyped_storage().nbytes():
-                    each.data = alias
-        for generator, state in self._generators:
-            if generator.get() != state:
-                generator.put(state)
+        if not self.is_current():
+            _put_back(self._contents(), self._rest)
+
+    def taken_now(self) -> Callable[[], None]:
+        """A function that puts the present content back."""
+        return partial(_put_back, [(each, each.content()) for each in _containers_of(self.walk)], _Rest(self.walk))
+
+    def _has_same_contents(self) -> bool:
+        """Whether all containers have the same names and values, in the same order."""
+        try:
+            now_lengths, now_names, now_values = _content_of(self.walk)
+        except KeyError:
+            # A module has lost an attribute.
+            return False
+        lengths, names, values = self._content
+        return now_lengths == lengths and all(map(is_, now_values, values)) and all(map(is_, now_names, names))
+
+    def _contents(self) -> Iterator[tuple[_Container, Any]]:
+        """The containers with their contents."""
+        lengths, names, values = self._content
+        all_names, all_values, count = iter(names), iter(values), len(self.walk.modules)
+        for each, length in zip(_containers_of(self.walk), lengths[count:], strict=True):
+            if isinstance(each, _Items):
+                yield each, [*islice(all_values, length)]
+            else:
+                own = islice(all_names, length) if each.names is None else each.names
+                yield each, dict(zip(own, all_values, strict=False))
+
+
+def _put_back(contents: Iterable[tuple[_Container, Any]], rest: _Rest) -> None:
+    for each, then in contents:
+        each.put_back(then)
+    rest.put_back()
 
 
 _parts: weakref.WeakValueDictionary[tuple[int, ...], _Copy] = weakref.WeakValueDictionary()
 """Living parts, by the identities of their classes or objects."""
 
 
-def _part_of(key: tuple[int, ...], entries: Callable[[], Sequence[Entry]]) -> _Copy:
+def _part_of(shared: Sequence[Any]) -> _Copy:
     """See NOTE [ Parts of a state ]."""
+    key = (*map(id, shared), *map(id, map(type, shared)))
     part = _parts.get(key)
     if part is None or not part.is_current():
-        part = _parts[key] = _Copy(Walk((), entries())).copy_rest()
+        part = _parts[key] = _Copy(Walk(shared, opens=True))
     return part
+
+
+_Content = tuple[list[int], tuple[Any, ...], tuple[Any, ...]]
+"""The content of all containers of a walk, one after the other: numbers of all attributes of each module, then of the
+values of each container; names in containers other than those whose names the walk has; and values."""
+
+
+def _content_of(walk: Walk) -> _Content:
+    modules = [each.__dict__ for each in walk.modules]
+    maps = [*map(_attribute_of, walk.owners, _DICT), *walk.maps]
+    parts: list[Any] = [get(own) for get, own in zip(walk.getters, modules, strict=True)]
+    parts += [
+        *map(_values_of, maps),
+        *walk.items,
+        *[[*map(now.get, names, repeat(MISSING))] for now, names in walk.globals],
+        *[values_of_slots(*each) for each in walk.slots],
+        *[(value_of_cell(cell),) for _, cell in walk.cells],
+    ]
+    lengths = [*map(len, modules), *map(len, parts), *map(len, walk.empty)]
+    return lengths, tuple(chain(*maps)), tuple(chain(*parts))
+
+
+class _Container:
+    """A container whose values have names."""
+
+    def __init__(
+        self,
+        content: Callable[[], Any],
+        put: Callable[[Any, Any], object],
+        delete: Callable[[Any], object],
+        names: Sequence[str] | None = None,
+        is_left_out: Callable[[Any], bool] = lambda name: False,
+    ) -> None:
+        self.content = content
+        """Returns a copy of the current content."""
+        self.names = names
+        """The names that are state; ``None``: all."""
+        self._put, self._delete, self._is_left_out = put, delete, is_left_out
+
+    def changes(self, then: Any) -> list[Any]:
+        """Names of values that differ from an earlier content."""
+        now = self.content()
+        names = [name for name in {**then, **now} if now.get(name, MISSING) is not then.get(name, MISSING)]
+        return [name for name in names if not self._is_left_out(name)]
+
+    def put_back(self, then: Any) -> None:
+        """Set the container to an earlier content."""
+        for name in _Container.changes(self, then):
+            if then.get(name, MISSING) is MISSING:
+                self._delete(name)
+            else:
+                self._put(name, then[name])
+
+
+class _Dictionary(_Container):
+    """A dictionary: its order is a part of the content."""
+
+    def __init__(self, thing: Any) -> None:
+        super().__init__(lambda: dict(thing.items()), thing.__setitem__, thing.__delitem__)
+        self._thing = thing
+
+    def changes(self, then: Any) -> list[Any]:
+        return super().changes(then) or ([] if _are_identical(self._thing, then) else ["the order of a dictionary"])
+
+    def put_back(self, then: Any) -> None:
+        if not _are_identical(self._thing, then):
+            self._thing.clear()
+        super().put_back(then)
+
+
+class _Parameters(_Dictionary):
+    """A module's parameters. Parameters that a wrapper (FSDP2) has exchanged are left out."""
+
+    def changes(self, then: Any) -> list[Any]:
+        return super().changes(then) if are_plain(self._thing.values()) else []
+
+    def put_back(self, then: Any) -> None:
+        if are_plain(self._thing.values()):
+            super().put_back(then)
+
+
+class _Items(_Container):
+    """A list, a deque, an array of bytes, or a set: values have no names."""
+
+    def __init__(self, thing: Any) -> None:
+        self._thing, self.content, self.names = thing, lambda: [*thing], ()
+
+    def changes(self, then: Any) -> list[Any]:
+        return [] if _are_identical(self._thing, then) else [f"a {type(self._thing).__name__}"]
+
+    def put_back(self, then: Any) -> None:
+        if not _are_identical(self._thing, then):
+            self._thing.clear()
+            (self._thing.update if isinstance(self._thing, set) else self._thing.extend)(then)
+
+
+def _are_identical(a: Any, b: Any) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
+def _containers_of(walk: Walk) -> Iterator[_Container]:
+    """All containers, in the order of their contents."""
+    for module, names in zip(walk.modules, walk.names, strict=True):
+        yield _attributes(module.__dict__, names, INTERNAL.__contains__)
+    for each in walk.owners:
+        yield _attributes(_attribute_of(each, "__dict__"))
+    yield from map(_Dictionary, (*walk.dictionaries, *walk.own_buffers))
+    yield from map(_Parameters, walk.own_parameters)
+    yield from map(_class, walk.classes)
+    yield from map(_Items, walk.items)
+    yield from itertools.starmap(_globals, walk.globals)
+    yield from itertools.starmap(_slots, walk.slots)
+    yield from itertools.starmap(_cell, walk.cells)
+    yield from map(_Dictionary, walk.empty)
+
+
+# Attributes are not set by setattr(), which an object may override.
+
+
+def _attributes(own: dict[str, Any], *more: Any) -> _Container:
+    return _Container(own.copy, own.__setitem__, own.__delitem__, *more)
+
+
+def _class(kind: type) -> _Container:
+    is_special = operator.methodcaller("startswith", "__")
+    return _Container(lambda: dict(vars(kind)), partial(setattr, kind), partial(delattr, kind), None, is_special)
+
+
+def _globals(now: dict[str, Any], names: Sequence[str]) -> _Container:
+    return _Container(lambda: {name: now.get(name, MISSING) for name in names}, now.__setitem__, now.__delitem__, names)
+
+
+def _slots(thing: Any, names: Sequence[str]) -> _Container:
+    put, delete = partial(object.__setattr__, thing), partial(object.__delattr__, thing)
+    return _Container(lambda: dict(zip(names, values_of_slots(thing, names), strict=True)), put, delete, names)
+
+
+def _cell(name: str, cell: types.CellType) -> _Container:
+    def put(_: str, value: Any) -> None:
+        cell.cell_contents = value
+
+    def delete(_: str) -> None:
+        del cell.cell_contents
+
+    return _Container(lambda: {name: value_of_cell(cell)}, put, delete, (name,))
+
+
+class _Rest:
+    """State besides the contents of containers, at one time."""
+
+    def __init__(self, walk: Walk) -> None:
+        self._walk = walk
+        with below_modes():
+            self._flags = [*map(_requires_grad, walk.parameters)]
+            holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
+            # A streamed parameter has other memory in each use.
+            self._memory = [(each, each.data) for each in holders if not is_streamed(each)]
+        self._arrays = [(array, array.copy()) for array in walk.arrays]
+        self._generators = [(generator, generator.get()) for generator in walk.generators]
+        self._is_empty = not (self._flags or self._memory or self._arrays or self._generators)
+
+    def changes(self) -> list[str]:
+        """Descriptions of what has changed."""
+        found: list[str] = []
+        if self._is_empty:
+            return found
+        if [*map(_requires_grad, self._walk.parameters)] != self._flags:
+            found.append("whether a parameter requires grad")
+        if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
+            found.append("an array")
+        with below_modes():
+            # The ``.data`` of one got other memory, or another shape, strides or type.
+            if not all(itertools.starmap(_is_set_to, self._memory)):
+                found.append("the memory of a parameter or buffer")
+        if any(generator.get() != state for generator, state in self._generators):
+            found.append("the state of a Python or NumPy random generator")
+        return found
+
+    def put_back(self) -> None:
+        for tensor, flag in zip(self._walk.parameters, self._flags, strict=True):
+            if tensor.requires_grad is not flag:
+                tensor.requires_grad_(flag)
+        for array, content in self._arrays:
+            array[...] = content
+        with below_modes():
+            for each, alias in self._memory:
+                # FSDP frees the memory of a parameter: there is none to put back.
+                if not _is_set_to(each, alias) and alias.untyped_storage().nbytes():
+                    each.data = alias
+        for generator, state in self._generators:
+            if generator.get() != state:
+                generator.put(state)
 
 
 def _roots_of(function: Any) -> list[Any]:

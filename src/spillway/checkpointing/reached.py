@@ -33,7 +33,7 @@ from spillway._torch import copy_many, preserve_versions, storage_key, version_o
 from spillway.checkpointing.ambient import replay_lock
 from spillway.checkpointing.checks import has_content_of
 from spillway.checkpointing.schema import facts_of, is_chosen_under_a_mode
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, below_modes, has_bits, is_strided, tensors_in
+from spillway.checkpointing.tensors import OperatorMode, below_modes, has_bits, is_plain, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.runtime.bytes import over
 
@@ -156,30 +156,16 @@ def may_be_written(tensor: torch.Tensor, most: int) -> bool:
 def copy_of(tensor: torch.Tensor) -> torch.Tensor:
     """A copy with the same strides, without history."""
     with torch.no_grad():
-        if type(tensor) not in PLAIN or not is_strided(tensor) or tensor.is_conj() or tensor.is_neg():
+        if not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
             return tensor.detach().clone()
         storage = tensor.untyped_storage().clone()  # type: ignore[no-untyped-call, unused-ignore]
         return over(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
-def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
-    """Whether a tensor at one of these places shares memory with another tensor."""
-    spans = [_span_of(tensor) for tensor in tensors]
-    return any(
-        place != other and spans[place][0] < span[1] and span[0] < spans[place][1]
-        for place in places
-        if place < len(spans)
-        for other, span in enumerate(spans)
-    )
-
-
-def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte, and after its last one."""
-    if type(tensor) not in PLAIN or not is_strided(tensor) or not has_bits(tensor) or not tensor.numel():
-        return 0, 0
-    start = tensor.data_ptr()
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+def share_memory(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
+    """Whether a tensor at one of these places lies in the same memory as another tensor."""
+    keys = [storage_key(each.untyped_storage()) if is_plain(each) and has_bits(each) else 0 for each in tensors]
+    return any(keys[place] and keys.count(keys[place]) > 1 for place in places if place < len(keys))
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -213,9 +199,7 @@ def _copy(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
 
 def _is_simple(tensor: torch.Tensor) -> bool:
     """Whether it is contiguous, and nothing but its bytes."""
-    if type(tensor) not in PLAIN or not is_strided(tensor) or not tensor.is_contiguous():
-        return False
-    return not (tensor.is_neg() or tensor.is_conj())
+    return is_plain(tensor) and tensor.is_contiguous() and not (tensor.is_neg() or tensor.is_conj())
 
 
 def why_refused(tensor: torch.Tensor, version: int) -> str:

@@ -42,9 +42,9 @@ from spillway._torch import (
     tree_leaves,
 )
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
-from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor, Selection
+from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
-from spillway.checkpointing.selectors import OperatorCall
+from spillway.checkpointing.selectors import Choices, OperatorCall
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.saved_tensors.locator import Locator
@@ -56,13 +56,12 @@ _OFFSET = 8
 
 
 class Recorder(OperatorMode):
-    """Runs and notes each operator. See NOTE [ Recording ]."""
+    """Runs and notes each operator. See NOTE [ Recording ]. Paths of submodules begin below the ``root``."""
 
-    def __init__(self, selection: Selection) -> None:
+    def __init__(self, choices: Choices, root: torch.nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._choices = selection.choices
-        wants_modules = self._choices.wants_modules
-        self._locator = Locator(modules=True, operators=False, root=selection.root) if wants_modules else None
+        self._choices = choices
+        self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
         self._hidden = HiddenOperators()
         self.values = Values()
         self.count = 0
@@ -85,7 +84,6 @@ class Recorder(OperatorMode):
         self._saving: list[int] = []
         """Nodes for which each tensor was saved."""
         self._chosen: dict[int, tuple[Decision, bool]] = {}
-        self._starts: list[int] = []
         self.inputs: list[tuple[int, ...]] = []
         self.outputs: set[int] = set()
         self._task = graph_task()
@@ -93,7 +91,6 @@ class Recorder(OperatorMode):
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Take the tensors with which the function is about to be called."""
         self.inputs = [tuple([self._value(part, is_input=True) for part in tensors_in((each,))]) for each in inputs]
-        self._starts = [int(each.storage_offset()) if is_strided(each) else 0 for each in inputs]
 
     def __enter__(self) -> Recorder:
         if self._locator is not None:
@@ -147,7 +144,7 @@ class Recorder(OperatorMode):
             self.operators,
             saved,
             self.makers,
-            {values[0]: (place, self._starts[place]) for place, values in enumerate(self.inputs) if len(values) == 1},
+            frozenset(values[0] for values in self.inputs if len(values) == 1),
             frozenset(self.written),
             self.recipes,
             {self._choices.key: self._chosen},

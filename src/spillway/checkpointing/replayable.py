@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -15,8 +15,7 @@ from spillway.checkpointing.ambient import AmbientState, generators_of, put_stat
 from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.python_walk import WalkMemory
-from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
+from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, share_memory
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import KeptHandle, unpack
@@ -103,12 +102,11 @@ class ReplayedFunction:
         self,
         function: Callable[..., Any],
         arguments: Arguments,
-        memory: WalkMemory | None = None,
         around: Callable[[], AbstractContextManager[None]] | None = None,
     ) -> None:
         self.around = nullcontext if around is None else around
         """A context for each replay: the function's parameters are on the device inside."""
-        self.state = PythonState(function, arguments.objects(), memory)
+        self.state = PythonState(function, arguments.objects())
         self.module = module = module_of(function)
         self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
         """Name of the function in errors."""
@@ -160,34 +158,35 @@ _KEEP = Decision.KEEP
 Result = TypeVar("Result")
 
 
-class CallSetup(NamedTuple):
-    """One call of a function as its caller sets it up."""
-
-    function: ReplayedFunction
-    learned: LearnedCalls
-    """Knowledge from earlier calls of this kind."""
-    scope: ForwardScope
-    """The forward scope that the call belongs to: counts bytes, and offloads inputs if asked to."""
-    inputs: Decision | None
-    """The decision about tensors among the arguments; ``None``: that of the hooks around the call."""
-    draws: bool
-    """Whether the replay draws the random numbers of forward."""
-    compares: bool = False
-    """Whether the values of each call are compared, and not only of samples."""
-    is_captured: bool = False
-    """Whether the call is captured into a graph, where nothing is compared."""
-    partition: Partition | None = None
-    """The split of tensors among the arguments over ranks, if they are split."""
-
-
 class ReplayableCall:
-    """One call of a function with all that a replay needs: arguments, Python state, settings and random generators."""
+    """One call of a function with all that a replay needs: arguments, Python state, settings and random generators.
 
-    def __init__(self, setup: CallSetup) -> None:
-        self._function, self._learned, self._scope, self._inputs = setup[:4]
-        self._draws, compares, self._is_captured, self._partition = setup[4:]
-        self._state, self._label = setup.function.state, setup.function.label
-        learned, is_captured = setup.learned, setup.is_captured
+    Args:
+        function: the function.
+        learned: knowledge from earlier calls of this kind.
+        scope: the forward scope that the call belongs to: counts bytes, and offloads inputs if asked to.
+        inputs: the decision about tensors among the arguments; ``None``: that of the hooks around the call.
+        draws: whether the replay draws the random numbers of forward.
+        compares: whether the values of each call are compared, and not only of samples.
+        is_captured: whether the call is captured into a graph, where nothing is compared.
+        partition: the split of tensors among the arguments over ranks, if they are split.
+    """
+
+    def __init__(
+        self,
+        function: ReplayedFunction,
+        learned: LearnedCalls,
+        scope: ForwardScope,
+        inputs: Decision | None,
+        *,
+        draws: bool,
+        compares: bool = False,
+        is_captured: bool = False,
+        partition: Partition | None = None,
+    ) -> None:
+        self._function, self._learned, self._scope, self._inputs = function, learned, scope, inputs
+        self._draws, self._is_captured, self._partition = draws, is_captured, partition
+        self._state, self._label = function.state, function.label
         self._is_observed = learned.begins() and not is_captured
         """Whether the call is learned from: see NOTE [ Learning ]. A profiler's listener is another matter."""
         self._compares = not is_captured and (compares or self._is_observed or learned.is_sampled())
@@ -215,7 +214,7 @@ class ReplayableCall:
     def _may_begin(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the call can be replayed."""
         written = self._learned.written_inputs
-        if not (written and overlap(tensors, written)):
+        if not (written and share_memory(tensors, written)):
             return True
         # Copies of the two would not share memory.
         self._scope.ledger.note(

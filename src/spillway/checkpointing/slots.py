@@ -19,7 +19,7 @@ import torch
 
 from spillway._torch import version_of
 from spillway.checkpointing.collector import alias_of
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, tensor_without_memory
+from spillway.checkpointing.tensors import below_modes, is_plain, tensor_without_memory
 from spillway.saved_tensors.handles import TrackedHandle, check_version
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class SavedSlot:
 
     def track(self, tensor: torch.Tensor) -> None:
         """Notice in-place writes from now on, as autograd does."""
-        if type(tensor) in PLAIN and is_strided(tensor) and not tensor.is_inference():
+        if is_plain(tensor) and not tensor.is_inference():
             self.tracked = tensor_without_memory(tensor), version_of(tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:

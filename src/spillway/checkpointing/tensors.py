@@ -48,6 +48,11 @@ def is_strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is of no subclass, and has sizes and strides over one storage."""
+    return type(tensor) in PLAIN and is_strided(tensor)
+
+
 def has_bits(tensor: torch.Tensor) -> bool:
     """Whether it has content to compare. Meta and fake tensors, and subclasses without memory, have none."""
     if type(tensor) in PLAIN:

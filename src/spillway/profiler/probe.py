@@ -210,18 +210,17 @@ class Probe(OperatorMode):
 
 @dataclass(frozen=True, slots=True)
 class ProfilerListener:
-    """A :class:`~spillway.checkpointing.profiled.CallListener` of one call, with a probe if its operators are measured.
-
-    ``asked`` is called when backward is given a tensor that was saved after so many operators, with it and its handle.
-    ``casts`` is called with each storage that a leaf was cast to.
-    """
+    """Listens to one call, with a probe if its operators are measured. It changes nothing."""
 
     probe: Probe | None
     asked: Callable[[int, torch.Tensor, object], None]
+    """Called when backward unpacks a tensor that was saved after so many operators, with it and its handle."""
     casts: Callable[[torch.UntypedStorage], None]
+    """Called with memory of a cast of a leaf in forward, which is still alive."""
 
     @property
     def wants_operators(self) -> bool:
+        """Whether to measure the call's operators. Then the function runs once more after its forward."""
         return self.probe is not None
 
     def watching(self, recorder: Recorder) -> AbstractContextManager[object]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -13,40 +12,20 @@ from spillway._torch import storage_key
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import Collector
 from spillway.checkpointing.recorder import Recorder
-from spillway.checkpointing.replayable import CallSetup
 from spillway.checkpointing.slots import SavedSlot
 from spillway.checkpointing.tensors import is_strided
+from spillway.profiler.probe import ProfilerListener
 from spillway.saved_tensors.handles import Handle
 
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
 """Views of a cast weight that a matrix product may save."""
 
 
-class CallListener(Protocol):
-    """A profiler that listens to one call. It changes nothing."""
-
-    @property
-    def wants_operators(self) -> bool:
-        """Whether to measure the call's operators. Then the function runs once more after its forward."""
-
-    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
-        """A context around that run, inside the mode that records it."""
-
-    def ended(self, recorder: Recorder) -> None:
-        """That run has ended."""
-
-    def casts(self, storage: torch.UntypedStorage) -> None:
-        """Take memory of a cast of a leaf in forward, which is still alive."""
-
-    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """Backward unpacks a tensor that was saved after so many operators, by a handle that autograd holds."""
-
-
 class ProfiledCall(CheckpointedCall):
     """One call that tells a listener of its casts, its operators and the requests of backward."""
 
-    def __init__(self, listener: CallListener, setup: CallSetup, **options: Any) -> None:
-        super().__init__(setup, **options)
+    def __init__(self, listener: ProfilerListener, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self.holds_values = True
         self._listener = listener
         self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
@@ -74,10 +53,10 @@ class ProfiledCall(CheckpointedCall):
 
     def _measure_operators(self) -> None:
         """Run the function once more after its forward, and keep nothing of it."""
-        assert self._selection is not None
+        assert self._choices is not None
         # Cached casts of autocast would not be seen.
         torch.clear_autocast_cache()
-        recorder = Recorder(self._selection)
+        recorder = Recorder(self._choices, self._function.module)
         collector = Collector(
             *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
             checks=False,
