@@ -221,14 +221,15 @@ class Bench:
         """
         torch.manual_seed(0)
         count = 0
-        for sample in samples() if most is None else drawn(samples(), most):
+        some = None if most is None else drawn(samples(), most)
+        for sample in samples() if some is None else some:
             with warnings.catch_warnings(record=True) as said:
                 warnings.filterwarnings("always", message=f".*{_NOT_DETERMINISTIC}")
                 plain = run(sample, nullcontext, self.device, twice=twice)
             assert errors or plain.error is None, f"{name}, sample {count}: plain PyTorch refuses it: {plain.error}"
             self.refused += plain.error is not None
-            # Of samples that are drawn, each goes through one tier: the operator does not see which.
-            for tier in TIERS if most is None else [TIERS[(count + len(name)) % len(TIERS)]]:
+            # Of several samples that are drawn, each goes through one tier: the operator does not see which.
+            for tier in TIERS if some is None or len(some) == 1 else [TIERS[count % len(TIERS)]]:
                 ours = self._run(sample, tier, twice=twice)
                 if ours == plain or not sample.deterministic:
                     continue

@@ -43,7 +43,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
     folder = tmp_path_factory.mktemp("demo")
     file, cache = folder / "demo.json", folder / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPILLWAY_CACHE", str(cache))
+        for name, value in (("SPILLWAY_CACHE", str(cache)), ("PYTHONPATH", str(SOURCE)), ("OMP_NUM_THREADS", "1")):
+            patch.setenv(name, value)
         known_hardware("cpu", seconds=0.2)
         # So small a model keeps all within the memory that is left to the process.
         ways = "baseline,recompute,budget=2GiB"
