@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator
 from itertools import combinations
 from typing import Any
@@ -16,6 +18,7 @@ import hypothesis  # noqa: F401
 import pytest
 import torch
 
+import spillway.testing
 from integrations.ranks import World
 from support import FAILED, Way
 
@@ -25,6 +28,8 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     # Nothing that is collected is garbage: 25,000 tests would be gone through again and again.
     gc.disable()
+    # The adversary writes all of its CPU memory at once. With large pages that takes a fifth of the time.
+    spillway.testing.anonymous_pages = functools.partial(spillway.testing.anonymous_pages, huge=True)
     if not torch.accelerator.is_available():
         # Of devices that are not there, torch writes down where each seed came from: three stacks for a manual_seed.
         for absent in (torch.cuda, torch.mtia, torch.xpu):
@@ -63,10 +68,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if together >= axes:
             continue
         rest = {item: set(combinations(row, together)) for item, row in rows.items()}
+        used = Counter[Any]()
         for _ in range(covered.kwargs.get("times", 1) if covered else 1):
             missing = set[Any]().union(*rest.values())
             while missing:
-                best = max(rest, key=lambda item: len(rest[item] & missing))
+                # Of rows that cover as much, the one whose values have occurred least.
+                best = max(rest, key=lambda item: (len(rest[item] & missing), -sum(used[one] for one in rows[item])))
+                used.update(rows[best] if covered else ())
                 missing -= rest.pop(best)
         for item in rest:
             item.add_marker("long")

@@ -150,7 +150,7 @@ def test_the_sweep_was_no_empty_one(bench: Bench, request: pytest.FixtureRequest
     if len(selected) >= OPERATORS:
         assert bench.samples >= SAMPLES
         for tier in TIERS:
-            assert bench.moved[tier][EventKind.RETURN] >= SAMPLES
+            assert bench.moved[tier][EventKind.RETURN] >= SAMPLES / 2
             # What two saved tensors share is asked for twice and comes back once.
             assert bench.moved[tier][EventKind.REUSE] < bench.moved[tier][EventKind.RETURN] / 2
     assert len({name_of(each) for each in (*DIFFERENTIABLE, *module_db)}) >= OPERATORS

@@ -42,16 +42,16 @@ TRAINING = """
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+            self.up, self.down = nn.Linear(16, 512), nn.Linear(512, 16)
         def forward(self, x):
             return x + self.down(torch.nn.functional.gelu(self.up(x)))
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
     set_malloc()
-    model = nn.Sequential(nn.Linear(128, 128), *(Block() for _ in range(8)))
+    model = nn.Sequential(nn.Linear(16, 16), *(Block() for _ in range(8)))
     optimizer = torch.optim.AdamW(model.parameters())
-    batch = torch.randn(4096, 128)
+    batch = torch.randn(4096, 16)
     attached, stage = None, "plain"
     def step():
         loss = model(batch).square().mean()

@@ -168,7 +168,7 @@ def test_torchs_checkpointing_may_take_the_whole_budget_and_be_predicted_a_hundr
 def deep() -> tuple[nn.Module, Tensor]:
     """A model whose blocks' inputs are most of what checkpointing keeps, and a batch."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(12))), torch.randn(4096, 64)
+    return nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(12))), torch.randn(2048, 64)
 
 
 def attached_deep(model: nn.Module, budget: int, session: Session, **options: Any) -> spillway.Attached:

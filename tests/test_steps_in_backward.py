@@ -64,6 +64,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("every", [64, 2], ids=["as usual", "each other call is compared"])
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.covered
 def test_it_is_that_of_plain_pytorch_in_every_bit(
     session: Session, way: str, every: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import psutil
@@ -27,16 +29,6 @@ SOURCE = Path(__file__).parents[2] / "src"
 TINY = ["--device", "cpu", "--layers", "2", "--width", "64", "--sequence", "64", "--batch", "4"]
 
 
-def spillway(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "spillway", *arguments],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-
-
 def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | None:
     """The exit code of the command run in this process, which spares an import of torch; its ways have their own."""
     monkeypatch.setattr(sys, "argv", ["spillway", *arguments])
@@ -46,22 +38,24 @@ def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict]:
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict]:
+    """What a demo prints, and its report. Its ways have processes of their own, and it has none."""
     folder = tmp_path_factory.mktemp("demo")
     file, cache = folder / "demo.json", folder / "cache"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPILLWAY_CACHE", str(cache))
+        for name, value in (("SPILLWAY_CACHE", str(cache)), ("PYTHONPATH", str(SOURCE)), ("OMP_NUM_THREADS", "1")):
+            patch.setenv(name, value)
         known_hardware("cpu", seconds=0.2)
-    # So small a model keeps all within the memory that is left to the process.
-    ways = "baseline,recompute,budget=2GiB"
-    arguments = [*TINY, "--steps", "12", "--ways", ways, "-o", str(file)]
-    done = spillway("demo", *arguments, SPILLWAY_CACHE=str(cache))
-    assert done.returncode == 0, done.stderr
-    return done, json.loads(file.read_text())
+        # So small a model keeps all within the memory that is left to the process.
+        ways = "baseline,recompute,budget=2GiB"
+        arguments = [*TINY, "--steps", "12", "--ways", ways, "-o", str(file)]
+        with redirect_stdout(StringIO()) as said:
+            assert ended_here(patch, "demo", *arguments) in (0, None)
+    return said.getvalue(), json.loads(file.read_text())
 
 
 def test_every_way_has_the_losses_and_gradients_of_the_baseline(finished) -> None:
-    done, report = finished
+    said, report = finished
     rows = {row["way"]: row["answer"] for row in report["rows"]}
     assert list(rows) == ["baseline", "recompute", "budget=2GiB"]
     assert len({row["output"] for row in rows.values()}) == 1
@@ -69,8 +63,8 @@ def test_every_way_has_the_losses_and_gradients_of_the_baseline(finished) -> Non
     assert all(row["peak_bytes"] >= row["activation_bytes"] >= 0 for row in rows.values())
     assert rows["recompute"]["outcome"]["models"][0]["stats"]["recomputed_bytes"] > 0
     assert rows["budget=2GiB"]["outcome"]["models"][0]["stage"] == "active"
-    assert [line.split()[-1] for line in done.stdout.splitlines()[1:4]] == ["same"] * 3
-    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert [line.split()[-1] for line in said.splitlines()[1:4]] == ["same"] * 3
+    assert max(map(len, said.splitlines())) <= 80
 
 
 def test_other_output_is_a_bug_and_a_failed_way_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

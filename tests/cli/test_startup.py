@@ -175,18 +175,17 @@ def test_a_wrong_value_ends_a_program_where_it_imports_torch(installed: Environm
     assert installed.python("-c", "print('no torch')", **wrong) == Ended(0, "no torch\n", "")
 
 
-def test_the_users_own_sitecustomize_runs_too(installed: Environment, plain: str) -> None:
+def test_the_users_own_sitecustomize_runs_too(installed: Environment) -> None:
     installed.folder.write("custom/sitecustomize.py", "import os; print('custom', flush=True)")
-    done = installed.python("train.py", STEPS, PYTHONPATH=str(installed.folder.path / "custom"), **BUDGET)
-    assert (done.code, done.out) == (0, f"custom\n{plain}")
-    assert ATTACHED in done.err
+    done = installed.python("-c", IS_ARMED, PYTHONPATH=str(installed.folder.path / "custom"), **BUDGET)
+    assert done == Ended(0, "custom\nTrue\n", "")
 
 
 def test_torch_that_a_sitecustomize_imports_is_managed_too_but_not_in_our_commands(installed: Environment) -> None:
     installed.folder.write("early/sitecustomize.py", "import torch")
     path = {"PYTHONPATH": str(installed.folder.path / "early")}
-    done = installed.python("train.py", STEPS, **path, **BUDGET)
-    assert done.err.count(ATTACHED) == 1
+    # A program without a model says that it was managed.
+    assert len(unmet(installed.python("-c", "pass", **path, **BUDGET))) == 1
     done = installed.python("-m", "spillway", "run", "--policy", "keep", "train.py", 1, **path, **BUDGET)
     assert done.err.count("GPT: 4 blocks") == done.err.count("GPT: 4 blocks, keep\n") == 1
     assert not unmet(done)
@@ -231,13 +230,15 @@ def test_a_model_that_the_program_attaches_itself_is_attached_once(
     assert len(unmet(done)) == 1
 
 
-def test_a_managed_model_that_the_program_attaches_later_is_its_own(installed: Environment, plain: str) -> None:
+def test_a_managed_model_that_the_program_attaches_later_is_its_own(
+    installed: Environment, server: Server, plain: str
+) -> None:
     attaches = "        step == 4 and own.append(spillway.attach(model, policy='offload'))\n"
     text = TRAINING.replace("        loss = model(", f"{attaches}        loss = model(")
     text = text.replace("model = GPT()", "import spillway\nown = []\nmodel = GPT()")
     text += "\nassert own[0].passes == 3, own\n"
     script = installed.folder.write("later.py", text)
-    done = installed.python(script.name, STEPS, **BUDGET)
+    done = armed(installed, server, script.name, STEPS, **BUDGET)
     assert (done.code, done.out) == (0, plain), done.err
     assert done.err.count("GPT is not attached: was attached by the script itself, after Spillway") == 1
     assert len(unmet(done)) == 1
@@ -348,46 +349,74 @@ def test_children_of_multiprocessing_are_managed(installed: Environment, server:
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
-TWO_RANKS = f"""
+TWO_RANKS = """
 import functools, os
 import torch.distributed as dist
 child = os.fork()
-meet = dict(init_method=f"file://{{os.getcwd()}}/meeting", rank=int(child == 0), world_size=2)
+rank = int(child == 0)
+os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
+meet = dict(init_method=f"file://{{os.getcwd()}}/meeting.{meeting}", rank=rank, world_size=2)
 dist.init_process_group = functools.partial(dist.init_process_group, **meet)
-{SCRIPT}
-if child:
-    assert os.waitpid(child, 0)[1] == 0
+try:
+    {code}
+finally:
+    if child:
+        assert os.waitpid(child, 0)[1] == 0
 """
+"""Two processes in the environment of ranks, without the time that a launcher takes."""
 
 
-@pytest.mark.parametrize(
-    ("module", "variables"),
-    [
-        pytest.param([], BUDGET, id="environment"),
-        pytest.param(["-m", "spillway", "run", "--budget", "3GiB"], {"SPILLWAY_BUDGET": "2GiB"}, id="both"),
-    ],
-)
-def test_ranks_under_torchrun(
-    module: list[str], variables: dict[str, str], installed: Environment, server: Server
-) -> None:
-    installed.folder.write("ranks.py", RANKS)
-    if not (installed.folder.path / "losses.0.plain").exists():
-        assert server.run(installed.folder.path, TWO_RANKS, "ranks.py", "plain").code == 0
-    done = installed.python(*TORCHRUN, *module, "ranks.py", "managed", **variables)
+def two_ranks(installed: Environment, server: Server, code: str, *arguments: object, **variables: str) -> Ended:
+    path = installed.folder.path
+    path.joinpath("ranks.py").write_text(RANKS)
+    return server.run(path, TWO_RANKS.format(code=code, meeting=len(variables)), *arguments, **variables)
+
+
+@pytest.fixture(scope="module")
+def plain_losses(installed: Environment, server: Server) -> list[str]:
+    """What each rank of the script writes by itself."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[0], run_name='__main__')"
+    assert two_ranks(installed, server, code, "ranks.py", "plain").code == 0
+    return losses(installed, "plain")
+
+
+def losses(installed: Environment, which: str) -> list[str]:
+    return [(installed.folder.path / f"losses.{rank}.{which}").read_text() for rank in (0, 1)]
+
+
+def check_ranks(installed: Environment, done: Ended, which: str, plain_losses: list[str]) -> None:
     assert done.code == 0, done.err
-    for rank in (0, 1):
-        losses = [(installed.folder.path / f"losses.{rank}.{which}").read_text() for which in ("plain", "managed")]
-        assert losses[0] == losses[1]
-        assert losses[0].count("\n") == 7
+    assert losses(installed, which) == plain_losses
+    assert [each.count("\n") for each in plain_losses] == [7, 7]
     assert done.err.count(ATTACHED) == done.err.count("model attached") == 1
     assert not unmet(done)
 
 
-def test_accelerate_launch(installed: Environment, plain: str) -> None:
+def test_ranks_under_torchrun(installed: Environment, plain_losses: list[str]) -> None:
+    done = installed.python(*TORCHRUN, "ranks.py", "launched", **BUDGET)
+    check_ranks(installed, done, "launched", plain_losses)
+
+
+def test_ranks_that_are_runs_have_the_runs_budget(
+    installed: Environment, server: Server, plain_losses: list[str]
+) -> None:
+    code = "import spillway.cli.startup; spillway.cli.startup.arm(); from spillway.cli.app import main; main()"
+    command = ["spillway", "run", "--budget", "3GiB", "ranks.py", "runs"]
+    done = two_ranks(installed, server, code, *command, SPILLWAY_BUDGET="2GiB")
+    check_ranks(installed, done, "runs", plain_losses)
+
+
+def test_accelerate_launch(installed: Environment, server: Server, plain: str) -> None:
     pytest.importorskip("accelerate")
-    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--mixed_precision", "no"]
+    launch = f"""
+    import sys
+    from accelerate.commands.launch import main
+    sys.executable = {installed.interpreter!r}
+    main()"""
+    launcher = installed.folder.write("accelerate_launch.py", launch)
+    options = ["--cpu", "--num_processes", "1", "--mixed_precision", "no"]
     cache = {"HF_HOME": str(installed.folder.path / "hf"), "ACCELERATE_USE_CPU": "true"}
-    done = installed.python(*launch, "train.py", STEPS, **cache, **BUDGET)
+    done = armed(installed, server, launcher.name, *options, "train.py", STEPS, **cache, **BUDGET)
     assert (done.code, done.out) == (0, plain), done.err
     assert done.err.count(ATTACHED) == done.err.count("model attached") == 1
     assert not unmet(done)

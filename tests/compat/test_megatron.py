@@ -280,6 +280,7 @@ def iterate(
 
 
 @pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.covered(times=2)
 def test_losses_and_gradients_are_those_of_plain_pytorch_whatever_the_schedule(anywhere: Home, plan: str) -> None:
     model = parts(2 if plan == "interleaved" else 1)
     for iteration in range(3):

@@ -14,6 +14,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -80,10 +81,13 @@ class World:
         context.set_forkserver_preload(
             ["torch._dynamo.decorators", "torch.distributed.fsdp", "spillway.attaching.budget"]
         )
+        source = str(Path(spillway.__file__).parents[1])
         for rank in range(RANKS):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(theirs, rank, store), daemon=True)
-            process.start()
+            # The server that forks knows no sys.path of this process: it would import an installed package.
+            with mock.patch.dict(os.environ, PYTHONPATH=source):
+                process.start()
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)

@@ -114,6 +114,7 @@ both = pytest.mark.parametrize("make", [unet, dit], ids=["UNet", "DiT"])
 
 @pytest.mark.parametrize("way", WAYS)
 @both
+@pytest.mark.covered
 def test_a_fine_tune_gives_the_same_bits(make: Callable[[], nn.Module], way: str) -> None:
     with Session(window=1) as session:
         found, attached, model = fine_tune(make, lambda model: spillway.attach(model, session=session, **WAYS[way]))

@@ -80,6 +80,7 @@ def test_fully_shard_in_every_way(world: World, way: str) -> None:
 
 @some_ways
 @pytest.mark.parametrize("name", FSDP)
+@pytest.mark.covered
 def test_fully_shard_with_every_option(world: World, name: str, way: str) -> None:
     world.run(fsdp_case, way, Block, False, FSDP[name])
 

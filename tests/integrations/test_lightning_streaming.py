@@ -103,6 +103,7 @@ def fitted(kind: type[Recorded], session: spillway.Session, way: dict[str, Any] 
 
 @pytest.mark.parametrize("way", [NAMED, AUTO], ids=["named", "auto"])
 @pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.covered
 def test_a_fit_has_the_bits_of_one_without(
     kind: type[Recorded], way: dict[str, Any], setting: str, session: spillway.Session
 ) -> None:

@@ -99,6 +99,7 @@ def budget_case(wrap: str, rows: tuple[int, int], attaches_first: bool) -> tuple
 
 @pytest.mark.parametrize("attaches_first", [False, True], ids=["wrapped, attached", "attached, wrapped"])
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+@pytest.mark.covered
 def test_ranks_with_unequal_batches_find_one_plan(world: World, wrap: str, attaches_first: bool) -> None:
     answers = world.run(budget_case, wrap, (24, 40), attaches_first)
     assert answers[0] == answers[1]

@@ -38,8 +38,15 @@ STEPS = 7
 """With a budget, the plan is active in the last."""
 COLUMNS = {"SFT": ["prompt", "completion"], "DPO": ["prompt", "chosen", "rejected"], "GRPO": ["prompt"]}
 
-each_trainer = pytest.mark.parametrize("kind", COLUMNS)
-with_and_without_adapters = pytest.mark.parametrize("adapters", [False, True], ids=["full", "lora"])
+TRAINED = [
+    pytest.param("SFT", True, id="SFT-lora"),
+    pytest.param("DPO", False, id="DPO-full"),
+    pytest.param("GRPO", True, id="GRPO-lora"),
+    *(
+        pytest.param(kind, adapters, marks=pytest.mark.long)
+        for kind, adapters in (("SFT", False), ("DPO", True), ("GRPO", False))
+    ),
+]
 
 
 def rows(kind: str) -> Any:
@@ -107,8 +114,7 @@ def assert_same(found: Any, plain: Any) -> None:
     assert same(trained, wanted)
 
 
-@with_and_without_adapters
-@each_trainer
+@pytest.mark.parametrize(("kind", "adapters"), TRAINED)
 def test_a_trainer_gives_the_bits_of_the_same_script_without(kind: str, adapters: bool, tmp_path: Path) -> None:
     flags = Flags()
     plain = trained(kind, tmp_path, flags, adapters=adapters)

@@ -216,6 +216,7 @@ def in_inference_mode(model: Module) -> list[Tensor]:
     ("session", "before"), [("cpu", 0), ("adversary", 2)], indirect=["session"], ids=["one", "after-two-backwards"]
 )
 @pytest.mark.parametrize("deed", DEEDS, ids=lambda name: name.replace(" ", "-"))
+@pytest.mark.covered
 def test_a_deed_is_done_as_to_plain_gradients(deed: str, before: int, session: spillway.Session) -> None:
     models = wide(), wide()
     # Torch's fused SGD takes no parameters of which some have stepped and some have not.

@@ -33,7 +33,7 @@ from support import SlowBackend, pairwise
 
 BF16, FLOAT = torch.bfloat16, torch.float32
 KiB = 1024
-STEPS = 50
+STEPS = 20
 
 CLASSES: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (AdamW, {"lr": 1e-2, "fused": True}),
@@ -96,7 +96,7 @@ def on_cpu(optimizer: OffloadedOptimizer) -> list[bool]:
     pairwise(CLASSES, [FLOAT, BF16], LOOPS, [False, True], [False, True]),
     ids=str,
 )
-def test_fifty_steps_are_those_of_the_plain_class(
+def test_many_steps_are_those_of_the_plain_class(
     name: str, dtype: torch.dtype, how: str, overlaps: bool, checked: bool
 ) -> None:
     optimizer_class, settings = CLASSES[name]
@@ -130,6 +130,7 @@ def test_fifty_steps_are_those_of_the_plain_class(
 @pytest.mark.parametrize("stream", ["states in", "states out", "parameters out", "parameters", "gradients"])
 @pytest.mark.parametrize(("kind", "options"), list(LOOPS.values()), ids=list(LOOPS))
 @pytest.mark.parametrize("dtype", [FLOAT, BF16], ids=str)
+@pytest.mark.covered(times=2)
 def test_copies_of_either_that_are_late(
     stream: str, kind: dict[str, Any], options: dict[str, Any], dtype: torch.dtype, pieces_of: Callable[[int], None]
 ) -> None:

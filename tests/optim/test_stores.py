@@ -106,6 +106,7 @@ def compare(
 
 
 @pytest.mark.parametrize("info", SERVED, ids=lambda info: info.optim_cls.__name__)
+@pytest.mark.covered
 def test_every_optimizer_steps_to_the_bits_of_its_class(way: Way, here: spillway.Session, info: Any) -> None:
     for given in info.optim_inputs_func(device="cpu"):
         settings = {name: value for name, value in given.kwargs.items() if name != "differentiable"}

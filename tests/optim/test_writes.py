@@ -191,6 +191,7 @@ def test_a_write_is_where_the_next_step_starts(
     "way", ["host", "streamed", "split", "disk", "in backward"], ids=lambda way: way.replace(" ", "-")
 )
 @TYPES
+@pytest.mark.covered
 def test_of_pieces(
     way: str,
     dtype: torch.dtype,

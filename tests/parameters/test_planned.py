@@ -185,12 +185,12 @@ def test_training_within_a_budget_has_the_bits_of_a_resident_model(is_trained: b
         return found
 
     with adversary_session(window=1 << 16) as (_, session):
-        loop = Training(session, is_trained=is_trained, rows=512)
+        loop = Training(session, is_trained=is_trained, rows=256)
         wanted = run(loop)
         loop.end()
-    for budget in (1 << 30, STATIC + (9 << 20), STATIC + (7 << 20)):
+    for budget in (1 << 30, STATIC + (7 << 19)):
         with adversary_session(window=1 << 16) as (adversary, session):
-            loop = Training(session, is_trained=is_trained, rows=512)
+            loop = Training(session, is_trained=is_trained, rows=256)
             with loop.attach(budget=budget, allow={"keep", "host", "recompute"}, min_bytes=0) as attached:
                 got = run(loop)
                 adversary.check()
@@ -232,10 +232,10 @@ def test_two_plans_in_turn_and_larger_inputs(is_trained: bool, monkeypatch: pyte
             timers.append(self)
 
     monkeypatch.setattr(searching, "PlanTimer", Timer)
-    rows = [512] * 36 + [600] * 4
+    rows = [256] * 36 + [300] * 4
     with training(is_trained=is_trained) as loop:
         wanted = [loop.step(each)[0] for each in rows]
-    with training(is_trained=is_trained) as loop, loop.attach(budget=STATIC + (7 << 20)) as attached:
+    with training(is_trained=is_trained) as loop, loop.attach(budget=STATIC + (7 << 19)) as attached:
         got = [loop.step(each)[0] for each in rows]
         assert timers[0].is_done
         assert any("are larger than any before" in note for note in attached.notes)

@@ -139,6 +139,7 @@ HOWS: dict[str, Any] = {
 
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("block", [Block, Convolution, Attention])
+@pytest.mark.covered
 def test_training_has_the_bits_of_a_model_that_is_resident(block: type[nn.Module], how: str) -> None:
     wanted = train(Model(block))
     model = Model(block)
@@ -497,6 +498,7 @@ def gradients(model: nn.Module, call: Callable[[Tensor], Tensor]) -> list[Tensor
 @pytest.mark.usefixtures("nothing_at_rest")
 @pytest.mark.parametrize("how", HOWS)
 @pytest.mark.parametrize("block", [Scaled, Block, Convolution, Attention])
+@pytest.mark.covered
 def test_backward_never_reads_a_parameter_at_rest(block: type[nn.Module], how: str) -> None:
     plain, model = Model(block), Model(block)
     wanted = gradients(plain, plain)

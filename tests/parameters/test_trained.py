@@ -24,7 +24,7 @@ from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
 
-WIDTH, BLOCKS = 16, 4
+WIDTH, BLOCKS = 16, 3
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 WAYS: dict[str, dict[str, Any]] = {
     "on the CPU": {"step_on": "cpu"},
@@ -169,6 +169,7 @@ POLICIES: dict[str, Any] = {
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.covered(times=2)
 def test_a_run_has_the_bits_of_a_resident_model(dtype: torch.dtype, policy: str, way: str) -> None:
     loop = {"max_norm": 0.1}
     wanted = resident(lambda: Model(dtype), loop=loop, **WAYS[way])
@@ -179,6 +180,7 @@ def test_a_run_has_the_bits_of_a_resident_model(dtype: torch.dtype, policy: str,
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.covered
 def test_steps_in_the_next_forward(dtype: torch.dtype, way: str) -> None:
     loop = {"max_norm": 0.1, "steps": 4}
     wanted = resident(lambda: Model(dtype), loop=loop, overlaps=True, **WAYS[way])
@@ -204,6 +206,7 @@ def test_steps_in_backward(monkeypatch: pytest.MonkeyPatch, times: int, dtype: t
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("policy", ["recomputed", "reentrant", "kept"])
 @pytest.mark.parametrize(("times", "together"), [(2, False), (2, True), (1, True)])
+@pytest.mark.covered(times=2)
 def test_several_calls_of_a_block_in_one_backward(times: int, together: bool, policy: str, way: str) -> None:
     loop = {"together": together, "micro": 3, "max_norm": 0.1}
     wanted = resident(lambda: Model(torch.bfloat16, times), loop=loop, **WAYS[way])
@@ -229,6 +232,7 @@ def test_several_calls_of_a_block_step_in_backward() -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("moves", [False, True], ids=["stays on its device", "moves to another device"])
+@pytest.mark.covered
 def test_attached_and_removed_between_steps(moves: bool, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def all_of(model: nn.Module, optimizer: Any, change: Callable[[int], None]) -> list[Tensor]:
         found = []
@@ -350,7 +354,7 @@ def test_misuse_while_parameters_are_streamed() -> None:
             attach(model, optimizer, session)
 
 
-@pytest.mark.parametrize("budget", range(260, 420, 40))
+@pytest.mark.parametrize("budget", range(210, 330, 30))
 def test_too_little_memory_for_states_leaves_all_as_it_was(budget: int, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted = resident(Model, loop={"steps": 2}, step_on="gpu")
     model = Model()
@@ -374,6 +378,7 @@ def test_too_little_memory_for_states_leaves_all_as_it_was(budget: int, monkeypa
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.covered
 def test_parameters_are_read_and_written_between_steps(overlaps: bool, way: str) -> None:
     def all_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
         found, average = [], copy.deepcopy(model).requires_grad_(False)

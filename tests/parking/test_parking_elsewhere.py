@@ -61,6 +61,7 @@ POLICIES = {
 
 @pytest.mark.parametrize("stream", [None, "layers.*"], ids=["resident", "streamed"])
 @pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.covered
 def test_an_attached_model(policy: str, stream: str | None) -> None:
     plain = Model()
     adapters = [each for each in plain.parameters() if each.requires_grad]

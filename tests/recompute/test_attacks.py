@@ -1338,6 +1338,7 @@ def _aborting(barrier: threading.Barrier) -> Iterator[None]:
 @few_places
 @pytest.mark.parametrize("order", ["first-in-first-out", "last-in-first-out", "one-forward-one-backward", "mixed"])
 @choices
+@pytest.mark.covered(times=2)
 def test_many_regions_are_alive_in_any_order(regions: Regions, order: str, how: Options) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         stages, count = [Block(), Block()], 6

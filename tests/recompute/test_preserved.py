@@ -416,6 +416,7 @@ SAVES: list[Options] = [
 
 @pytest.mark.parametrize("how", SAVES, ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS.values(), ids=FUNCTIONS)
+@pytest.mark.covered(times=2)
 def test_functions_of_all_kinds(regions: Regions, function: Callable[[Tensor], Tensor], how: Options) -> None:
     regions.compare_often(function, **how)
 
