@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import os
 from collections import Counter
@@ -18,7 +17,6 @@ import hypothesis  # noqa: F401
 import pytest
 import torch
 
-import spillway.testing
 from integrations.ranks import World
 from support import FAILED, Way
 
@@ -28,8 +26,6 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     # Nothing that is collected is garbage: 25,000 tests would be gone through again and again.
     gc.disable()
-    # The adversary writes all of its CPU memory at once. With large pages that takes a fifth of the time.
-    spillway.testing.anonymous_pages = functools.partial(spillway.testing.anonymous_pages, huge=True)
     if not torch.accelerator.is_available():
         # Of devices that are not there, torch writes down where each seed came from: three stacks for a manual_seed.
         for absent in (torch.cuda, torch.mtia, torch.xpu):

@@ -381,7 +381,8 @@ class AdversaryBackend(Backend):
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         self._check_captures("new host memory")
-        return anonymous_pages(nbytes).fill_(POISON)
+        # All of it is written now.
+        return anonymous_pages(nbytes, huge=True).fill_(POISON)
 
     def host_access(self, block: Bytes, *, write: bool) -> None:
         with self._lock:

@@ -789,11 +789,12 @@ def test_quantized_weights(layer: str, session: spillway.Session) -> None:
 # Lifetimes.
 
 
-def test_many_cycles_leave_nothing(session: spillway.Session) -> None:
+@pytest.mark.parametrize("cycles", [200, pytest.param(1000, marks=pytest.mark.long)])
+def test_many_cycles_leave_nothing(cycles: int, session: spillway.Session) -> None:
     model, optimizer = trained()
     wanted = copied(tensors_of(model, optimizer))
     counts, objects = set(), []
-    for number in range(200):
+    for number in range(cycles):
         with spillway.parked(model, optimizer=optimizer, reuse=number % 2 == 0, session=session):
             pass
         if number % 3 == 0:
