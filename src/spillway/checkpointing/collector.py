@@ -228,7 +228,8 @@ class Collector:
     def pop_values(self) -> dict[int, tuple[torch.Tensor, int]]:
         """The wanted tensors, by numbers. They are not held here any more."""
         values, self._values, self._there = self._values, {}, ()
-        return values
+        # A constant may have joined the graph since, and a streamed parameter is about to get other data.
+        return {number: (alias_of(tensor), version) for number, (tensor, version) in values.items()}
 
     def is_same(self) -> bool:
         """Whether metadata, and values that are compared, are equal."""
