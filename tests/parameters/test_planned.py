@@ -247,7 +247,6 @@ def test_the_optimizer_is_not_divided() -> None:
         loop.search(attached)
         assert attached.plan is not None and attached.plan.optimizer_fraction is None
         assert attached.profile is not None and attached.profile.optimizer is None
-        assert attached.profile.lead_seconds == 0
 
 
 def test_a_profile_names_the_streamed_parameters_and_counts_them_nowhere() -> None:

@@ -220,16 +220,6 @@ class Ticking(Lagging):
         self.readings.append(Reading(3600.0 * self.hours + len(self.readings), 0, 0, 0))
 
 
-def test_a_host_that_is_given_a_lead_has_it_from_the_begin_on() -> None:
-    watch = StepTracer(torch.device("cpu"), lambda: 0, Lagging(), times_host=True, lead=1.0)
-    watched = passed(watch, [nn.Linear(1, 1)], torch.ones(1, 1))
-    assert watched.order[:2] == [("ahead", 0), ("begin", 0)]
-    assert watched.lead(("ahead", 0)) == 0
-    assert all(3599 < watched.lead(place) <= 3600 for place in watched.order[1:])
-    # It is no part of the step.
-    assert watched.seconds(("begin", 0), ("done", 0)) == 0
-
-
 def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:
     watch = StepTracer(torch.device("cpu"), lambda: 0, Ticking(), lag=1.0)
     watched = passed(watch, [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)], torch.ones(1, 1))

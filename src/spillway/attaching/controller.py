@@ -58,8 +58,6 @@ if TYPE_CHECKING:
 _MOST_GROWTH = 2
 """Inputs that are larger than so many times the profiled ones need a profile of their own."""
 _MOST_IDLE = 16
-_MOST_LEAD = 0.5
-"""Seconds of the CPU's lead that a step is validated with, at most."""
 
 
 class PlanController:
@@ -150,9 +148,7 @@ class PlanController:
         if not was_judged or self.applied.count == count:
             self._check_level()
         if self.stage is not Stage.ACTIVE:
-            profile = search.profile
-            lead = profile.lead_seconds if self.stage is Stage.VALIDATING and profile is not None else 0.0
-            collector.begin_step(self.stage, nbytes, min(lead, _MOST_LEAD))
+            collector.begin_step(self.stage, nbytes)
 
     def evaluates(self) -> None:
         if self.stage is not Stage.ACTIVE:

@@ -152,7 +152,6 @@ def shared_profile(profiles: Sequence[Profile]) -> Profile:
         middle=_fullest(largest.middle, [each.middle for each in profiles]),
         late=None if largest.late is None else _fullest(largest.late, [each.late for each in profiles if each.late]),
         after=_fullest(largest.after, [each.after for each in profiles]),
-        lead_seconds=min(each.lead_seconds for each in profiles),
     )
 
 

@@ -168,8 +168,6 @@ class Bounds:
     """The least seconds and peak bytes of each choice."""
 
     seconds: Numbers
-    compute_seconds: Numbers
-    """Without the time for which the end of the step waits for the CPU."""
     peak_bytes: Numbers
     host_bytes: Numbers
     disk_bytes: Numbers
@@ -241,9 +239,9 @@ class CostModel:
         parts = []
         for at in range(0, max(len(choices), 1), _AT_ONCE):
             walk = _Recurrence(self, choices[at : at + _AT_ONCE], slower)
-            times, most = walk.end(), walk.most
+            seconds, most = walk.end(), walk.most
             tiers = (numpy.maximum(0.0, most[tier] - self.window) for tier in ("host", "disk"))
-            parts.append((*times, most["device"], *tiers))
+            parts.append((seconds, most["device"], *tiers))
         return Bounds(*(numpy.concatenate(each) for each in zip(*parts, strict=True)))
 
 
@@ -254,20 +252,19 @@ class _Recurrence:
         problem, rates = model.problem, model.problem.rates
         self._model, self._problem, self._window, self._choices = model, problem, model.window, choices
         self._out, self._back, self._write, self._read = rates.out, rates.back, rates.disk_write, rates.disk_read
-        self._lead, self._slower = problem.lead, slower
+        self._slower = slower
         zeros = numpy.zeros(len(choices))
         self.most = dict.fromkeys(("device", "host", "disk"), zeros)
         """Most bytes of each tier so far."""
-        # The clocks of compute and of each stream.
-        self._clock = self._out_free = self._disk_free = self._back_free = self._read_free = zeros
-        self._queued = zeros - self._lead
+        # The clocks of compute, of the CPU, and of each stream.
+        self._clock = self._queued = self._out_free = self._disk_free = self._back_free = self._read_free = zeros
         self._level = zeros + problem.static_bytes
         self._on_host = self._on_disk = zeros
         self._shared: dict[int, Numbers] = {}
         self._has_fetched = False
 
-    def end(self) -> tuple[Numbers, Numbers]:
-        """The clock at the end of the step, and that of compute alone."""
+    def end(self) -> Numbers:
+        """The clock at the end of the step."""
         had_backward: set[int] = set()
         was_backward = False
         for turn in self._problem.turns:
@@ -280,9 +277,7 @@ class _Recurrence:
                 had_backward.add(turn.part)
             was_backward = turn.is_backward
         self._reach("device", self._level)
-        if self._model.has_host and self._problem.lead:
-            return numpy.maximum(self._clock, self._queued + self._lead), self._clock
-        return self._clock, self._clock
+        return self._clock
 
     def _forward(self, rows: Sequence[_Row], part: _Part, is_between: bool) -> None:
         window, out, write = self._window, self._out, self._write

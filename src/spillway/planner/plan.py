@@ -267,7 +267,6 @@ def problem_with(
         budget=budget,
         extra_bytes=tuple(call.backward_extra_bytes for call in profile.calls),
         streamed=tuple(call.streamed for call in profile.calls),
-        lead=profile.lead_seconds,
     )
 
 

@@ -30,7 +30,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes, format_html, format_seconds
 
-SCHEMA = 12
+SCHEMA = 13
 
 
 class ReplayRule(enum.Enum):
@@ -281,8 +281,6 @@ class Profile(FileRecord):
     late: Outside | None = None
     """Bytes of head and loss after casts of blocks were freed; their time is in ``middle``. ``None``: there are none,
     or no casts are freed."""
-    lead_seconds: Seconds = 0.0
-    """Lead of the CPU when the step begins: 0 where the loop waits for the GPU in between."""
     schema: int = SCHEMA
 
     @property

@@ -18,9 +18,6 @@ The fastest plan for the measured CPU times has no spare CPU time, and stalls as
 choices are ranked by the mean of two steps, one of them with a CPU that takes a fifth more. A plan predicts the step
 with the measured CPU times. By simulation of profiles of an earlier engine (2026-11-25), the step is 2 % longer on the
 measured CPU, and 4 to 5 % shorter on one that takes a tenth more: see ``late-hosts`` in ``benchmarks/results``.
-
-If the CPU may run ahead, no step takes less than its CPU time, and many choices may take just that. So the seconds
-without CPU stalls count, too, a little.
 """
 
 from __future__ import annotations
@@ -46,8 +43,6 @@ Rank: TypeAlias = tuple[float, float, float, float, Chosen]
 """Less is better."""
 Correction: TypeAlias = tuple[float, float]
 """Seconds and peak bytes that are added to a bound."""
-TIE = 1e-3
-"""If the CPU may run ahead, seconds without CPU stalls count this much beside seconds."""
 LATE = 1.2
 """See NOTE [ A slower CPU ]."""
 DIGITS = 9
@@ -185,13 +180,13 @@ class _Search:
 
     def _seconds(self, chosen: Chosen) -> float:
         """The seconds that a choice is ranked by. See NOTE [ A slower CPU ]."""
-        timeline, seconds = self._timeline(chosen), self._timeline(chosen).seconds
+        seconds = self._timeline(chosen).seconds
         if self._slower != self._problem.rates:
             late = self._late.get(chosen)
             if late is None:
                 late = self._late[chosen] = self._simulate(chosen, self._slower).seconds
-            seconds = (seconds + late) / 2
-        return seconds + (TIE * (timeline.seconds - timeline.host_wait_seconds) if self._problem.lead else 0.0)
+            return (seconds + late) / 2
+        return seconds
 
     def _spent(self) -> bool:
         return self._work > self._most_work
@@ -265,8 +260,7 @@ class _Search:
     def _ranked(self, rows: Choices) -> Bounds:
         """Bounds with the seconds that choices are ranked by. See NOTE [ A slower CPU ]."""
         # The mean of two steps is about a step with the mean of two CPUs.
-        found = self._model.bounds(rows, slower=(self._problem.late - 1) / 2)
-        return replace(found, seconds=found.seconds + TIE * found.compute_seconds) if self._problem.lead else found
+        return self._model.bounds(rows, slower=(self._problem.late - 1) / 2)
 
     def _neighbours(self, chosen: Chosen) -> Choices:
         """A run of blocks of one kind with equal options changed: all of it, a half, or one block."""

@@ -29,10 +29,10 @@ dropped may be sent again, and is another storage then.
 
 NOTE [ The host ]
 
-The CPU queues tasks in program order, and never waits. It begins when the step does, or earlier by its lead, which is
-its lead at the end of the step before: so a step takes no less than the CPU needs to queue all of it. A task is
-modelled as one kernel. If the CPU is late, the task is delayed until it ends when the CPU has queued it. That delay is
-no stall, since no stream causes it. Copies cost the CPU nothing beyond the ``host_seconds`` of tasks.
+The CPU queues tasks in program order, and never waits. It begins when the step does: a CPU that is ahead of the GPU
+then makes a step shorter than simulated. A task is modelled as one kernel. If the CPU is late, the task is delayed
+until it ends when the CPU has queued it. That delay is no stall, since no stream causes it. Copies cost the CPU nothing
+beyond the ``host_seconds`` of tasks.
 
 NOTE [ Holders of bytes ]
 
@@ -242,7 +242,7 @@ class _Walk:
     """One walk through a program. See NOTE [ The simulated step ]."""
 
     def __init__(self, program: Program, rates: Rates, spans: bool) -> None:
-        self._program, self._rates = program, rates
+        self._rates = rates
         sent, self._taken = storages_of(program, rates.window)
         self._to_send = iter(sent)
         self._ahead = rates.window if rates.ahead is None else rates.ahead
@@ -250,7 +250,7 @@ class _Walk:
         self._free = {"out": 0.0, "back": 0.0, "disk": 0.0}
         """When each stream of copies is free."""
         self._now = 0.0
-        self._queued = -program.lead
+        self._queued = 0.0
         """When the CPU has queued all tasks up to this place of the program."""
         self._stall = self._host_wait = 0.0
         self._device = self._peak = program.static_bytes
@@ -300,12 +300,7 @@ class _Walk:
                 self._drop(self._by_key.pop(key))
 
     def ended(self) -> Timeline:
-        """The timeline, after the last task. See NOTE [ The host ]."""
-        last = self._program.tasks[-1].name if self._program.tasks else ""
-        waited = self._wait(self._queued + self._program.lead, "host", last)
-        self._host_wait += waited
-        if waited:
-            self._note_level()
+        """The timeline, after the last task."""
         return Timeline(
             seconds=self._now,
             stall_seconds=self._stall,

@@ -28,8 +28,7 @@ NOTE [ The device's clock ]
 If the CPU is the slower of the two, the time between two instants on the device is the CPU's. To be timed, the device
 is made to lag at the start of the first block, in forward and in backward, so that it has a queue to work off. A call
 counts if the device was behind the CPU at its begin and its end. Before the first block nothing lags: a model that
-reads a number from the device there makes the CPU wait, and would be timed too long. In a step that times neither, the
-device may lag from the start on, as it does in a step whose CPU has a lead.
+reads a number from the device there makes the CPU wait, and would be timed too long.
 """
 
 from __future__ import annotations
@@ -160,7 +159,7 @@ class StepTrace:
     @property
     def step_peak(self) -> int:
         """Most bytes in the step. The peaks at its begin were before it."""
-        return max(reading.peak for place, reading in self.readings.items() if place[0] not in ("ahead", "begin"))
+        return max(reading.peak for place, reading in self.readings.items() if place[0] != "begin")
 
     def tasks(self) -> tuple[TaskBytes, ...]:
         """The bytes in each task, in order, with those in flight."""
@@ -188,13 +187,11 @@ class StepTrace:
         """Time from the start of the step to the end of the blocks' backward."""
         return self.seconds(("begin", 0), ("first", 0) if ("first", 0) in self.readings else ("back", 0))
 
-    def lead(self, place: Place) -> float:
-        """Seconds by which the CPU was ahead of the device at an instant, beyond the first one; below 0: behind."""
-        return self.readings[place].seconds - self.queued[place]
-
     def is_behind(self, *places: Place) -> bool:
         """Whether the device was behind the CPU at these instants. See NOTE [ The device's clock ]."""
-        return self.has_host and all(place in self.queued and self.lead(place) > _BEHIND for place in places)
+        return self.has_host and all(
+            place in self.queued and self.readings[place].seconds - self.queued[place] > _BEHIND for place in places
+        )
 
     def host_seconds(self, since: Place, until: Place) -> float:
         """The CPU's time between two instants. See NOTE [ The CPU's clock ]."""
@@ -210,7 +207,6 @@ class StepTracer:
         meter: that reads the instants. ``None``: the device's.
         times_host: whether the CPU is timed: see NOTE [ The CPU's clock ].
         lag: seconds by which the device is made to lag at the blocks: see NOTE [ The device's clock ].
-        lead: seconds by which it is made to lag at the start of the step, so that the CPU is ahead by that.
         weighs: whether bytes are counted, so that copies of streamed parameters are held in backward.
     """
 
@@ -222,7 +218,6 @@ class StepTracer:
         *,
         times_host: bool = False,
         lag: float = 0.0,
-        lead: float = 0.0,
         weighs: bool = False,
     ) -> None:
         self._meter = meter_of(device) if meter is None else meter
@@ -252,9 +247,6 @@ class StepTracer:
         self._closed = False
         self.thread = threading.current_thread()
         """The thread whose steps are traced."""
-        if lead:
-            self._mark("ahead", 0)
-            self._meter.lag(lead)
         self._mark("begin", 0)
 
     @property
