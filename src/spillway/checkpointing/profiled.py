@@ -38,8 +38,8 @@ class CallListener(Protocol):
     def casts(self, storage: torch.UntypedStorage) -> None:
         """Take memory of a cast of a leaf in forward, which is still alive."""
 
-    def asked(self, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """Backward unpacks a tensor that was saved after so many operators, by a handle that autograd holds."""
+    def asked(self, place: int) -> None:
+        """Backward unpacks a tensor that was saved after so many operators."""
 
 
 class ProfiledCall(CheckpointedCall):
@@ -96,7 +96,7 @@ class ProfiledCall(CheckpointedCall):
             seen = None if slot.seen is None else slot.seen()
             value, program = super().value_of(slot), self._program
             if value is not seen and program is not None and slot.number < len(program.saved):
-                self._listener.asked(program.saved[slot.number].place, value, slot)
+                self._listener.asked(program.saved[slot.number].place)
             return value
 
 

@@ -118,9 +118,6 @@ class BackwardPart(Record):
     """Most bytes in it, beyond those before the backward, and beyond saved storages that are still needed."""
     begin_bytes: Count
     """Bytes at its begin, counted alike: gradients on their way through the block."""
-    late_bytes: Count = 0
-    """Most bytes after an operator's own code has released its arguments, counted alike. Kept storages come on top,
-    since autograd holds them longer: until the gradient of a broadcast parameter is summed up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,7 +320,7 @@ def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple
     level = weighed.level(asked[0][0])
     runs = next((since for since, _ in weighed.replays_of(number)), asked[0][0])
     before = max(weighed.peak(begin, weighed.first_move(begin, runs)) - weighed.level(begin), 0)
-    parts = [BackwardPart(count, before, 0, 0)]
+    parts = [BackwardPart(count, before, 0)]
     for (since, place), (following, _) in zip(asked, [*asked[1:], (until, 0)], strict=True):
         # The place nearer to the block's begin counts: both places needed what was saved later.
         lowest = min(place + 1, parts[-1].place, count)
@@ -329,8 +329,7 @@ def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple
             for value in probe.values
             if value.maker is not None and value.saved_at is not None and min(value.saved_at + 1, count) > lowest
         )
-        late = weighed.late_peak(since, following)
-        most = (weighed.peak(since, following), weighed.level(since), level - gone if late is None else late)
+        most = (weighed.peak(since, following), weighed.level(since))
         parts.append(BackwardPart(lowest, *(max(nbytes - level + gone, 0) for nbytes in most)))
     return tuple(parts)
 

@@ -212,12 +212,12 @@ class Probe(OperatorMode):
 class ProfilerListener:
     """A :class:`~spillway.checkpointing.profiled.CallListener` of one call, with a probe if its operators are measured.
 
-    ``asked`` is called when backward is given a tensor that was saved after so many operators, with it and its handle.
+    ``asked`` is called when backward is given a tensor that was saved after so many operators.
     ``casts`` is called with each storage that a leaf was cast to.
     """
 
     probe: Probe | None
-    asked: Callable[[int, torch.Tensor, object], None]
+    asked: Callable[[int], None]
     casts: Callable[[torch.UntypedStorage], None]
 
     @property

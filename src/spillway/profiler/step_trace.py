@@ -41,12 +41,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
 import torch
 
 from spillway._torch import tree_leaves
-from spillway.checkpointing.tensors import is_strided
 from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, TaskBytes
 from spillway.profiler.meter import Meter, Reading, meter_of
 
@@ -91,8 +89,6 @@ class StepTrace:
     """Numbers of the calls that were replayed between the instants ``("again", n)`` and ``("ran", n)``."""
     asked: list[tuple[int, int]] = field(default_factory=list)
     """At ``("asked", n)``, the number of a call, and how many of its operators had run when it saved what is given."""
-    freed: list[int] = field(default_factory=list)
-    """Bytes that a backward was given, and its own code released at the instant ``("let go", n)``."""
     uncast: list[int] = field(default_factory=list)
     """Bytes of a block's cast that was released at the instant ``("uncast", n)``. They are still counted there."""
     queued: dict[Place, float] = field(default_factory=dict)
@@ -113,32 +109,6 @@ class StepTrace:
         start, end = self.order.index(since), self.order.index(until)
         between = [place for place in self.order[start + 1 : end + 1] if place[0] != "moved"]
         return max((self.readings[place].peak - self.carried[place] for place in between), default=self.level(since))
-
-    def late_peak(self, since: Place, until: Place) -> int | None:
-        """As :meth:`peak`, but only while an operator's backward has released what it was given, and without that.
-
-        ``None`` if it holds it to its end. An operator may have gradients summed up when its own code has returned.
-        """
-        start, end = self.order.index(since), self.order.index(until)
-        places = self.order[start : end + 1]
-        while places and places[-1][0] != "released":
-            places.pop()
-        left = sum(self.freed[number] for what, number in places if what == "let go")
-        most = None
-        freed = 0
-        for before, place in pairwise(places):
-            here, last = self.readings[place], self.readings[before]
-            if before[0] == "let go":
-                freed = self.freed[before[1]]
-                left -= freed
-            elif most is None:
-                continue
-            if place[0] != "moved":
-                # The peak says nothing of bytes taken back at the interval's begin, unless it was passed again.
-                peak = here.peak if here.peak > last.level or not freed else last.level - max(freed - here.made, 0)
-                most = max(most or 0, peak - self.carried[place] - left)
-            freed = 0
-        return most
 
     def first_move(self, since: Place, until: Place) -> Place:
         """When the bytes in flight first change between two instants; the second instant, if they do not."""
@@ -239,8 +209,6 @@ class StepTracer:
         """Casts of leaves that are alive."""
         self._cast_last: dict[int, int] = {}
         """Bytes that the block which ended last has cast."""
-        self._given: dict[int, weakref.ref[object]] = {}
-        """Storages that backward was given and has not released yet, and their handles."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that blocks were given."""
@@ -306,17 +274,12 @@ class StepTracer:
     def come_back(self) -> None:
         self._mark("back again", 0)
 
-    def asked(self, number: int, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """A block's backward is given what it saved after so many operators, by a handle that autograd holds."""
+    def asked(self, number: int, place: int) -> None:
+        """A block's backward is given what it saved after so many operators."""
         if self._closed:
             return
         self._trace.asked.append((number, place))
         self._mark("asked", len(self._trace.asked) - 1)
-        # These are forgotten before there can be another object of the same number.
-        if is_strided(tensor):
-            storage = tensor.untyped_storage()
-            self._given[id(storage)] = weakref.ref(storage, partial(self._let_go, id(storage), storage.nbytes()))
-        self._given[id(handle)] = weakref.ref(handle, partial(self._released, id(handle)))
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
@@ -375,20 +338,6 @@ class StepTracer:
             hook.remove()
         self._hooks.clear()
         self._inputs.clear()
-
-    def _released(self, key: int, _: weakref.ref[object]) -> None:
-        """An operator's backward has ended: autograd releases what it has saved for it."""
-        del self._given[key]
-        if not self._closed:
-            self._mark("released", self._counts["releases"])
-            self._counts["releases"] += 1
-
-    def _let_go(self, key: int, nbytes: int, _: weakref.ref[object]) -> None:
-        """A backward's own code has released what it was given. It is still counted: it is about to be freed."""
-        del self._given[key]
-        if not self._closed:
-            self._mark("let go", len(self._trace.freed))
-            self._trace.freed.append(nbytes)
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._casts[key]
