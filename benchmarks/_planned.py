@@ -159,8 +159,6 @@ def planned(training: Training, row: Row, static: int, keep: Callable[[Any], Non
             "predicted_seconds": plan.predicted_seconds,
             "predicted_peak_bytes": plan.predicted_peak - static,
             "predicted_stall_seconds": plan.stall_seconds,
-            "bound_seconds": plan.bound_seconds,
-            "found_by": plan.method,
             "window_bytes": plan.window,
             "ahead_bytes": plan.ahead,
             "plain_blocks": sum(block.plain for block in plan.blocks),

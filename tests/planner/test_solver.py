@@ -92,37 +92,40 @@ def check_against_all(
         ),
     )
     found = smallest(problem)
-    assert (found.chosen, found.method) == (least, "exact")
+    assert found.timeline == timelines[found.chosen]
+    assert excess(problem, found.timeline) == excess(problem, timelines[least])
+    assert found.timeline.peak_bytes <= 1.05 * timelines[least].peak_bytes
     fitting = {chosen: timeline for chosen, timeline in timelines.items() if fits(problem, timeline)}
     if not fitting:
         with pytest.raises(BudgetError) as raised:
             solve(problem)
-        assert (raised.value.budget, raised.value.least) == (problem.budget, timelines[least].peak_bytes)
+        assert raised.value.budget == problem.budget
+        assert timelines[least].peak_bytes <= raised.value.least <= 1.05 * timelines[least].peak_bytes
         return "none fits"
     best = min(fitting, key=lambda each: (round(seconds[each], 9), fitting[each].peak_bytes, each))
     solution = solve(problem)
-    bound = solution.bound_seconds
-    assert bound is not None
-    assert solution == Solution(best, timelines[best], "exact", seconds[best], bound, problem)
-    least_seconds = min(timeline.seconds for timeline in fitting.values())
-    assert bound <= least_seconds + 1e-9 if late > 1 else bound == pytest.approx(least_seconds, abs=1e-9)
-    return "one choice" if len(timelines) == 1 else "several"
+    assert solution == Solution(solution.chosen, fitting[solution.chosen], seconds[solution.chosen], problem)
+    if len(timelines) == 1:
+        return "one choice"
+    # It may find a neighbour of the best one.
+    assert solution.seconds <= 1.04 * seconds[best]
+    return "the best" if solution.chosen == best else "another"
 
 
 def test_sixty_random_problems_are_solved_as_by_trying_all_choices() -> None:
     # Of the last ones the best is larger, for sure, than one that seems as fast and stalls.
     kinds = [check_against_all(seed, most=200 if seed > 60 else 300) for seed in [*range(60), 78, 152, 181]]
-    assert kinds.count("several") > 30 and kinds.count("none fits") >= 3
+    assert kinds.count("the best") > 30 > 10 * kinds.count("another") and kinds.count("none fits") >= 3
 
 
 def test_problems_with_a_host_that_takes_time_are_solved_as_by_trying_all_choices() -> None:
     kinds = [check_against_all(seed, most=200, host=True, late=1 + seed % 3 / 4) for seed in range(400, 440)]
-    assert kinds.count("several") > 20 and kinds.count("none fits") >= 2
+    assert kinds.count("the best") > 20 and kinds.count("none fits") >= 2
 
 
 def test_problems_of_several_chunks_are_solved_as_by_trying_all_choices() -> None:
     kinds = [check_against_all(seed, most=200, host=seed % 3 == 0, chunks=True) for seed in range(500, 540)]
-    assert kinds.count("several") > 20 and kinds.count("none fits") >= 2
+    assert kinds.count("the best") > 20 and kinds.count("none fits") >= 2
 
 
 @pytest.mark.long
@@ -234,7 +237,6 @@ LARGEST = [(128, 90_000, 50e9, 2.48283), (128, 80_000, 20e9, 2.64092), (128, 110
 def check_large(blocks: int, budget: int, rate: float) -> Solution:
     problem = large_problem(blocks, 20, budget * MIB, rate=rate)
     solution = solve(problem)
-    assert solution.method == "search"
     assert solution.timeline == simulate(problem.program(solution.chosen), problem.rates)
     assert fits(problem, solution.timeline)
     for number in range(20):
@@ -265,7 +267,6 @@ def test_a_large_problem_of_a_slow_host_comes_within_three_percent_of_its_bound(
 def test_a_search_may_go_on_from_its_solution_and_is_never_worse_for_it(budget: int, host: int) -> None:
     problem = replace(hosted(large_problem(16, 20, budget * MIB), host), late=1.2)
     solution = solve(problem, seconds=0.2)
-    assert solution.method == "search"
     found = solve(problem, near=solution)
     assert fits(problem, found.timeline)
     assert found.timeline == simulate(problem.program(found.chosen), problem.rates)
@@ -353,7 +354,7 @@ def test_a_host_that_is_ahead_changes_no_choice() -> None:
 def test_a_step_without_blocks_is_solved() -> None:
     problem = replace(large_problem(1, 3, 60_000 * MIB), parts=(Part(0, middle=HEAD),), names=(), options=())
     solution = solve(problem)
-    assert (solution.chosen, solution.method) == ((), "exact")
+    assert solution.chosen == ()
 
 
 def test_a_budget_that_nothing_fits_names_what_is_needed() -> None:
@@ -363,7 +364,7 @@ def test_a_budget_that_nothing_fits_names_what_is_needed() -> None:
     needed = min(timeline.peak_bytes for timeline in all_timelines(problem).values())
     assert (raised.value.budget, raised.value.least) == (100 * MIB, needed)
     message = str(raised.value)
-    assert message.startswith("No plan fits 100.0 MiB. The smallest feasible budget is ")
+    assert message.startswith("No plan fits 100.0 MiB. The smallest feasible budget that was found is ")
     assert (
         f"({needed} bytes): 15.6 GiB in use when the step begins" in message
         and "the backward of embedding's. Raise the budget" in message
@@ -396,16 +397,6 @@ def test_a_search_may_be_cut_short_and_is_still_no_worse_than_its_starts() -> No
     assert fits(problem, solution.timeline)
     recomputed = simulate(problem.program([2] * 32), problem.rates)
     assert solution.timeline.seconds <= recomputed.seconds
-
-
-def test_an_exact_search_that_has_no_time_says_that_it_searched() -> None:
-    problem = random_problem(7, most=3000)
-    timelines = all_timelines(problem)
-    problem = replace(problem, **budgets(1, timelines))
-    solution = solve(problem, seconds=1e-9)
-    best = min(timeline.seconds for timeline in timelines.values() if fits(problem, timeline))
-    assert solution.method == "search" and solution.bound_seconds is None
-    assert best <= solution.timeline.seconds + 1e-11
 
 
 def test_the_same_problem_has_the_same_answer_again() -> None:

@@ -252,7 +252,6 @@ def test_another_machine_is_said_to_be_one(facts: Made) -> None:
     assert "machine that it was made for" not in dict(facts().figures)["step"]
     slow = dict(facts(slow=True).figures)
     assert "on a slow link; " in slow["step"] and "machine that it was made for" in slow["step"]
-    assert "no plan takes less" not in slow["found by"]
 
 
 @pytest.mark.parametrize(

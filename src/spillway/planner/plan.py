@@ -19,7 +19,7 @@ from spillway.units import format_bytes, format_html, format_seconds
 if TYPE_CHECKING:
     from spillway.planner.solve import Solution
 
-SCHEMA = 5
+SCHEMA = 6
 ALL = frozenset({"keep", "host", "disk", "recompute"})
 """All that ``allow=`` may name."""
 ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
@@ -93,10 +93,6 @@ class Plan(FileRecord):
     disk_bytes: Count
     blocks: tuple[BlockPlan, ...]
     """In the order of the forward."""
-    method: str
-    """``"exact"``: there is no better plan. ``"search"``: no better one was found."""
-    bound_seconds: Seconds | None = None
-    """No plan can be faster. ``None``: no bound is known."""
     ahead: Annotated[int, Field(ge=1)] | None = None
     """The in-flight limit for prefetching; ``None``: the same as for offloading."""
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -183,8 +179,6 @@ def plan_of(profile: Profile, solution: Solution, *, part: int = 0) -> Plan:
             planned_block(call.name, profile.kinds[call.kind], option)
             for call, option in zip(profile.calls, options, strict=True)
         ),
-        method=solution.method,
-        bound_seconds=solution.bound_seconds,
     )
 
 

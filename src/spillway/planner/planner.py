@@ -151,9 +151,6 @@ def make_plan(
         chosen = [best.problem.rates.window]
         names, best = _placed(profile, best, lambda part: best_of(problem_for(part), chosen))
     plan = plan_of(with_weights(divided(profile, fraction, hardware), names), refined(best))
-    if places_weights and any(call.streamed for call in profile.calls):
-        # It may be the best for these weights, and others may be better.
-        plan = replace(plan, method="search", bound_seconds=None)
     return replace(plan, resident=names, optimizer_fraction=None if profile.optimizer is None else fraction)
 
 
@@ -501,7 +498,6 @@ def make_stage_plans(
             plan,
             predicted_seconds=plan.predicted_seconds * times,
             stall_seconds=plan.stall_seconds * times,
-            bound_seconds=plan.bound_seconds if len(few) == len(turns) else None,
         )
         for plan in plans
     ]

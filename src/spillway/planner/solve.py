@@ -7,8 +7,7 @@ search goes on from the first that is better. A bound is corrected by the differ
 current choice and its own bound.
 
 The simulation decides. Each pure way (one option for all blocks) is simulated, unless its bound is worse than the best
-choice: no solution is slower than a pure way that fits. Small numbers of choices are simulated in the order of their
-bounds, until no bound is better: that solution is exact.
+choice: no solution is slower than a pure way that fits.
 
 The answer is the same on every rank: work is counted, no clock is read, and seconds are compared to a nanosecond.
 
@@ -23,7 +22,6 @@ measured CPU, and 4 to 5 % shorter on one that takes a tenth more: see ``late-ho
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -51,8 +49,6 @@ _TASKS_A_SECOND = 150_000
 """Tasks that are simulated in about a second."""
 _CELLS_A_TASK = 150
 """Choices times blocks whose bounds take as long as the simulation of a task."""
-_COUNTABLE = 20_000
-"""More choices are not simulated one by one."""
 _SLACK = 1e-11
 """Sums of seconds in another order differ by less."""
 _TRIED = 16
@@ -69,12 +65,8 @@ class Solution:
 
     chosen: Chosen
     timeline: Timeline
-    method: str
-    """``"exact"``: there is no better choice. ``"search"``: no better one was found."""
     seconds: float
     """The seconds that it was ranked by. See NOTE [ A slower CPU ]."""
-    bound_seconds: float | None
-    """No choice that fits takes less. ``None``: it is not known."""
     problem: Problem = field(repr=False, compare=False)
 
     @property
@@ -134,22 +126,12 @@ class _Search:
         self._kinds = [id(options) for options in problem.options]
 
     def run(self, near: Solution | None) -> Solution:
-        counts = [len(options) for options in self._problem.options]
-        if math.prod(counts) <= _COUNTABLE:
-            choices = numpy.array(list(itertools.product(*map(range, counts))), dtype=numpy.int64)
-            if self._try(choices, most_work=self._most_work):
-                # With a slower CPU, another choice may be the fastest.
-                fitting = (each.seconds for each in self._known.values() if within(self._problem, each))
-                return self._solution("exact", min(fitting, default=None))
         for start in self._starts(near):
             self._polish(start)
-        self._try(self._pure_ways(), most_work=math.inf)
+        self._try_pure_ways()
         self._polish(self._best())
-        return self._solution("search", None)
-
-    def _solution(self, method: str, bound: float | None) -> Solution:
         best = self._best()
-        return Solution(best, self._known[best], method, self._seconds(best), bound, self._problem)
+        return Solution(best, self._known[best], self._seconds(best), self._problem)
 
     # Simulations and their ranks.
 
@@ -197,16 +179,14 @@ class _Search:
         over = excess(self._problem, found.host_bytes, found.disk_bytes) + numpy.zeros(len(peak))
         return over, numpy.maximum(0.0, peak - self._problem.budget), seconds, peak
 
-    def _try(self, choices: Choices, *, most_work: float) -> bool:
-        """Simulate all choices whose bounds are not worse than the best; whether there was time for that."""
-        keys = self._keys(self._model.bounds(choices), (-_SLACK, 0.0))
+    def _try_pure_ways(self) -> None:
+        """Simulate those whose bounds are not worse than the best choice."""
+        ways = self._pure_ways()
+        keys = self._keys(self._model.bounds(ways), (-_SLACK, 0.0))
         for index in numpy.lexsort(keys[::-1]):
             if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:4]:
-                return True
-            if self._work > most_work:
-                return False
-            self._timeline(_numbers(choices[index]))
-        return True
+                return
+            self._timeline(_numbers(ways[index]))
 
     # Starts.
 
@@ -224,7 +204,7 @@ class _Search:
         is_first = (blocks + 1) * _EIGHTHS // 8 > blocks * _EIGHTHS // 8
         pairs = numpy.array(list(itertools.combinations(range(len(pure)), 2)), dtype=numpy.int64).reshape(-1, 2)
         mixed = numpy.where(is_first[:, None], pure[pairs[:, 0]], pure[pairs[:, 1]])
-        return numpy.concatenate([pure, mixed.reshape(-1, pure.shape[1])])
+        return numpy.concatenate([pure, mixed.reshape(len(pairs) * len(_EIGHTHS), pure.shape[1])])
 
     def _pure_ways(self) -> Choices:
         """For every block the same option's number, or its last one."""
@@ -288,11 +268,11 @@ def _too_small(problem: Problem, least: Solution) -> BudgetError:
         limits += [] if budget is None else [f"{format_bytes(budget)} of {tier}"]
     text = f"No plan fits {' and '.join(limits)}. "
     if peak > problem.budget:
-        known = "feasible budget" if least.method == "exact" else "budget that was found"
         text += (
-            f"The smallest {known} is {format_bytes(peak)} ({peak} bytes): {format_bytes(problem.static_bytes)} in use "
-            f"when the step begins (weights, optimizer state; on a CPU, the whole process), and "
-            f"{format_bytes(peak - problem.static_bytes)} more at the peak, in {in_words(timeline.peak_task)}. "
+            f"The smallest feasible budget that was found is {format_bytes(peak)} ({peak} bytes): "
+            f"{format_bytes(problem.static_bytes)} in use when the step begins (weights, optimizer state; on a CPU, the "
+            f"whole process), and {format_bytes(peak - problem.static_bytes)} more at the peak, in "
+            f"{in_words(timeline.peak_task)}. "
         )
     if len(limits) > 1:
         text += (

@@ -304,9 +304,6 @@ class Facts:
         # A plan may be simulated with the bandwidths of another machine.
         elsewhere = not math.isclose(timeline.seconds, plan.predicted_seconds, rel_tol=1e-6)
         then = f"; {format_seconds(plan.predicted_seconds)} on the machine that it was made for" if elsewhere else ""
-        known = plan.bound_seconds and not elsewhere
-        bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
-        found = {"exact": "exhaustive search: no plan is better", "search": "local search: no better plan was found"}
         ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
         recomputing, stalled = plan.recompute_seconds, timeline.wait_seconds
         here, away = len(plan.resident), len({call.name for call in self.profile.calls if call.streamed})
@@ -322,7 +319,6 @@ class Facts:
             ("CPU memory", format_bytes(timeline.host_bytes)),
             ("disk", format_bytes(timeline.disk_bytes)),
             ("in flight", f"at most {format_bytes(plan.window)}{ahead}"),
-            ("found by", f"{found.get(plan.method, plan.method)}{bound}"),
         )
 
     @property
