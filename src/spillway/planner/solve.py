@@ -270,8 +270,8 @@ def _too_small(problem: Problem, least: Solution) -> BudgetError:
     if peak > problem.budget:
         text += (
             f"The smallest feasible budget that was found is {format_bytes(peak)} ({peak} bytes): "
-            f"{format_bytes(problem.static_bytes)} in use when the step begins (weights, optimizer state; on a CPU, the "
-            f"whole process), and {format_bytes(peak - problem.static_bytes)} more at the peak, in "
+            f"{format_bytes(problem.static_bytes)} in use when the step begins (weights, optimizer state; on a CPU, "
+            f"the whole process), and {format_bytes(peak - problem.static_bytes)} more at the peak, in "
             f"{in_words(timeline.peak_task)}. "
         )
     if len(limits) > 1:
