@@ -153,10 +153,6 @@ class StepTrace:
             found.append(TaskBytes(AFTER, peak, peak))
         return tuple(found)
 
-    def blocks_seconds(self) -> float:
-        """Time from the start of the step to the end of the blocks' backward."""
-        return self.seconds(("begin", 0), ("first", 0) if ("first", 0) in self.readings else ("back", 0))
-
     def is_behind(self, *places: Place) -> bool:
         """Whether the device was behind the CPU at these instants. See NOTE [ The device's clock ]."""
         return self.has_host and all(
