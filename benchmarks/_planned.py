@@ -160,7 +160,6 @@ def planned(training: Training, row: Row, static: int, keep: Callable[[Any], Non
             "predicted_peak_bytes": plan.predicted_peak - static,
             "predicted_stall_seconds": plan.stall_seconds,
             "window_bytes": plan.window,
-            "ahead_bytes": plan.ahead,
             "plain_blocks": sum(block.plain for block in plan.blocks),
             "steps_until_holding": steps,
             "seconds_until_holding": until,

@@ -22,7 +22,7 @@ from spillway.attaching.model import ModelCall
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import aim_at, make_plan, profile_for, rates_of
+from spillway.planner.planner import aim_at, make_plan, planning_rates, profile_for
 from spillway.planner.profile import Profile
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.profiler.machine import known_hardware
@@ -208,7 +208,7 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
     """
     found, _ = _planned_with(profile, hardware, None, None)
-    rates = rates_of(plan, found)
+    rates = planning_rates(found, plan.window)
     return simulate_program(program_of(profile_for(profile, plan, found), plan), rates, spans=True)
 
 

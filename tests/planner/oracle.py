@@ -175,13 +175,12 @@ class Host:
     def look_ahead(self, number: int, place: int) -> None:
         """From this take on, read what the program will take, and fetch it as long as there is room."""
         over: set[int] = set()
-        ahead = self.rates.window if self.rates.ahead is None else self.rates.ahead
         for task in self.program.tasks[number:]:
             for key in task.takes[place:]:
                 storage = self.live(key)
                 if key in over or storage is None or storage.state != "AWAY":
                     continue
-                if self.total("RETURNING") + storage.sent.nbytes > ahead:
+                if self.total("RETURNING") + storage.sent.nbytes > self.rates.window:
                     return
                 self.fetch(storage)
             over.update(task.drops)

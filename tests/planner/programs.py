@@ -19,7 +19,6 @@ KEPT = -1
 
 _seconds = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Eighths are exact, and so are their sums."""
-"""Of the host, where a step begins."""
 _powers = st.sampled_from((0.25, 0.5, 1.0, 2.0, 4.0))
 
 
@@ -33,9 +32,7 @@ def task(name: str, seconds: float, *sends: Sent, peak: int = 0, change: int | N
 def rates(draw: st.DrawFn, *, exact: bool = True) -> Rates:
     """Rates that whole bytes can be divided by with no rounding, or any."""
     rate = _powers if exact else st.floats(0.1, 10)
-    return Rates(
-        draw(rate), draw(rate), draw(rate), draw(rate), draw(st.integers(1, 12)), draw(st.none() | st.integers(1, 12))
-    )
+    return Rates(draw(rate), draw(rate), draw(rate), draw(rate), draw(st.integers(1, 12)))
 
 
 @st.composite

@@ -183,8 +183,7 @@ def test_no_step_of_several_chunks_goes_below_its_bounds(seed: int) -> None:
     problem = in_turns(casting(random_problem(seed, most=60), seed), seed)
     window = random_.choice([8, 20, 60, 200]) * MIB
     out, back = random_.choice([3e8, 1e9, 3e9]), random_.choice([3e8, 1e9, 3e9])
-    ahead = random_.choice([None, window // 2, window // 4])
-    problem = replace(problem, rates=replace(problem.rates, out=out, back=back, window=window, ahead=ahead))
+    problem = replace(problem, rates=replace(problem.rates, out=out, back=back, window=window))
     check_bounds(problem)
 
 

@@ -257,7 +257,7 @@ class AppliedPlan:
         self._place(plan.resident)
         self.plan = plan
         self.count += 1
-        self._tracing.mover.claim(self, plan.window, plan.ahead)
+        self._tracing.mover.claim(self, plan.window)
         if self.optimizer is not None and plan.optimizer_fraction is not None:
             self.optimizer.divide(plan.optimizer_fraction)
 

@@ -37,7 +37,7 @@ _CLOSE = 1.01
 
 def is_same(plan: Plan, other: Plan) -> bool:
     """Whether two plans of one model do the same, whatever they predict."""
-    names = ("blocks", "window", "ahead", "optimizer_fraction", "resident")
+    names = ("blocks", "window", "optimizer_fraction", "resident")
     return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 

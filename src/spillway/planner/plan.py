@@ -81,7 +81,7 @@ class Plan(FileRecord):
     budget: Count
     """Most bytes that may be allocated on the GPU."""
     window: Annotated[int, Field(ge=1)]
-    """The in-flight limit for offloading, in bytes."""
+    """The in-flight limit in bytes, for offloading and for prefetching."""
     predicted_peak: Count
     """Most bytes on the GPU at once."""
     predicted_seconds: Seconds
@@ -93,8 +93,6 @@ class Plan(FileRecord):
     disk_bytes: Count
     blocks: tuple[BlockPlan, ...]
     """In the order of the forward."""
-    ahead: Annotated[int, Field(ge=1)] | None = None
-    """The in-flight limit for prefetching; ``None``: the same as for offloading."""
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """The fraction of an ``OffloadedOptimizer`` that is stepped on the CPU; ``None``: this plan does not set it."""
     resident: tuple[str, ...] = ()
@@ -168,7 +166,6 @@ def plan_of(profile: Profile, solution: Solution, *, part: int = 0) -> Plan:
         device=profile.device,
         budget=problem.budget,
         window=problem.rates.window,
-        ahead=problem.rates.ahead,
         predicted_peak=timeline.peak_bytes,
         predicted_seconds=timeline.seconds,
         stall_seconds=timeline.stall_seconds,

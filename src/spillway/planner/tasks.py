@@ -250,16 +250,14 @@ def counted_twice(output_bytes: int, input_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bandwidths in bytes a second, ``out`` to CPU memory and ``back`` from it, and in-flight limits in bytes."""
+    """Bandwidths in bytes a second, ``out`` to CPU memory and ``back`` from it, and the in-flight limit in bytes."""
 
     out: float
     back: float
     disk_write: float
     disk_read: float
     window: int
-    """The in-flight limit for offloading."""
-    ahead: int | None = None
-    """The in-flight limit for prefetching; ``None``: the same."""
+    """For offloading, and for prefetching."""
     host: float = 1.0
     """CPU time, relative to the ``host_seconds`` of tasks."""
 

@@ -245,7 +245,6 @@ class _Walk:
         self._rates = rates
         sent, self._taken = storages_of(program, rates.window)
         self._to_send = iter(sent)
-        self._ahead = rates.window if rates.ahead is None else rates.ahead
         self._spans: list[Span] | None = [] if spans else None
         self._free = {"out": 0.0, "back": 0.0, "disk": 0.0}
         """When each stream of copies is free."""
@@ -329,7 +328,7 @@ class _Walk:
         wanted = self._wanted
         while wanted:
             ahead = self._taken[wanted[0]]
-            if self._returning + ahead.sent.nbytes > self._ahead:
+            if self._returning + ahead.sent.nbytes > self._rates.window:
                 break
             heapq.heappop(wanted)
             self._fetch(ahead)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
-from spillway.planner.planner import Curve, Point, profile_for, rates_of
+from spillway.planner.planner import Curve, Point, planning_rates, profile_for
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
@@ -304,7 +304,6 @@ class Facts:
         # A plan may be simulated with the bandwidths of another machine.
         elsewhere = not math.isclose(timeline.seconds, plan.predicted_seconds, rel_tol=1e-6)
         then = f"; {format_seconds(plan.predicted_seconds)} on the machine that it was made for" if elsewhere else ""
-        ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
         recomputing, stalled = plan.recompute_seconds, timeline.wait_seconds
         here, away = len(plan.resident), len({call.name for call in self.profile.calls if call.streamed})
         weights = (("weights", f"{away} blocks streamed, {here} on the GPU by the plan"),) if here or away else ()
@@ -318,7 +317,7 @@ class Facts:
             ("offloaded", format_bytes(plan.sent_bytes)),
             ("CPU memory", format_bytes(timeline.host_bytes)),
             ("disk", format_bytes(timeline.disk_bytes)),
-            ("in flight", f"at most {format_bytes(plan.window)}{ahead}"),
+            ("in flight", f"at most {format_bytes(plan.window)}"),
         )
 
     @property
@@ -362,7 +361,7 @@ def facts_of(
         UsageError: for a plan of another model.
     """
     profile = profile_for(profile, plan, hardware)
-    program, rates = program_of(profile, plan), rates_of(plan, hardware)
+    program, rates = program_of(profile, plan), planning_rates(hardware, plan.window)
     timeline = simulate_program(program, rates, spans=True)
     keep, checkpoint = (
         Point(step.peak_bytes, step.seconds)
