@@ -2,12 +2,12 @@
 
 NOTE [ How a choice is found ]
 
-A few choices are polished: neighbours are ranked by their bounds (``bounds.py``), the first ones are simulated, and the
-search goes on from the first that is better. A bound is corrected by the difference between the simulation of the
-current choice and its own bound.
+A few choices are polished: neighbours are ranked by estimates (``estimates.py``), the first ones are simulated, and the
+search goes on from the first that is better. An estimate is corrected by the difference between the simulation of the
+current choice and its own estimate.
 
-The simulation decides. Each pure way (one option for all blocks) is simulated, unless its bound is worse than the best
-choice: no solution is slower than a pure way that fits.
+The simulation decides. Each pure way (one option for all blocks) is simulated, unless its estimate is far worse than
+the best choice: so no solution is slower than a pure way that fits.
 
 The answer is the same on every rank: work is counted, no clock is read, and seconds are compared to a nanosecond.
 
@@ -30,7 +30,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.errors import BudgetError
-from spillway.planner.bounds import Bounds, Choices, CostModel, excess
+from spillway.planner.estimates import Choices, CostModel, Estimates, excess
 from spillway.planner.tasks import Option, Problem, Rates, in_words
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.units import format_bytes
@@ -40,7 +40,7 @@ Chosen: TypeAlias = tuple[int, ...]
 Rank: TypeAlias = tuple[float, float, float, float, Chosen]
 """Less is better."""
 Correction: TypeAlias = tuple[float, float]
-"""Seconds and peak bytes that are added to a bound."""
+"""Seconds and peak bytes that are added to an estimate."""
 LATE = 1.2
 """See NOTE [ A slower CPU ]."""
 DIGITS = 9
@@ -48,9 +48,9 @@ DIGITS = 9
 _TASKS_A_SECOND = 150_000
 """Tasks that are simulated in about a second."""
 _CELLS_A_TASK = 150
-"""Choices times blocks whose bounds take as long as the simulation of a task."""
-_SLACK = 1e-11
-"""Sums of seconds in another order differ by less."""
+"""Choices times blocks whose estimates take as long as the simulation of a task."""
+_MARGIN = 0.9
+"""A step whose estimate is less than that of another one is hardly the slower one."""
 _TRIED = 16
 """Neighbours that are simulated before a choice counts as polished."""
 _STARTS = 8
@@ -173,16 +173,17 @@ class _Search:
     def _spent(self) -> bool:
         return self._work > self._most_work
 
-    def _keys(self, found: Bounds, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
+    def _keys(self, found: Estimates, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
         """The numbers of ranks."""
         seconds, peak = numpy.round(found.seconds + correction[0], DIGITS), found.peak_bytes + correction[1]
         over = excess(self._problem, found.host_bytes, found.disk_bytes) + numpy.zeros(len(peak))
         return over, numpy.maximum(0.0, peak - self._problem.budget), seconds, peak
 
     def _try_pure_ways(self) -> None:
-        """Simulate those whose bounds are not worse than the best choice."""
+        """Simulate those whose estimates are not far worse than the best choice."""
         ways = self._pure_ways()
-        keys = self._keys(self._model.bounds(ways), (-_SLACK, 0.0))
+        found = self._model.estimates(ways)
+        keys = self._keys(replace(found, seconds=_MARGIN * found.seconds), (0.0, 0.0))
         for index in numpy.lexsort(keys[::-1]):
             if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:4]:
                 return
@@ -191,7 +192,7 @@ class _Search:
     # Starts.
 
     def _starts(self, near: Solution | None) -> list[Chosen]:
-        """The given solution, and the mixtures of two options with the best bounds; the best first."""
+        """The given solution, and the mixtures of two options with the best estimates; the best first."""
         mixtures = self._mixtures()
         nearest = _numbers(mixtures[self._order(mixtures, (0.0, 0.0))[0]])
         starts = {_numbers(mixtures[index]) for index in self._order(mixtures, self._correction(nearest))[:_STARTS]}
@@ -228,7 +229,7 @@ class _Search:
                     return
 
     def _correction(self, chosen: Chosen) -> Correction:
-        """How far the simulation of a choice is from its bound."""
+        """How far the simulation of a choice is from its estimate."""
         found = self._ranked(numpy.array([chosen], dtype=numpy.int64))
         peak = self._timeline(chosen).peak_bytes
         return self._seconds(chosen) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
@@ -237,10 +238,10 @@ class _Search:
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
         return numpy.lexsort(self._keys(self._ranked(rows), correction)[::-1])
 
-    def _ranked(self, rows: Choices) -> Bounds:
-        """Bounds with the seconds that choices are ranked by. See NOTE [ A slower CPU ]."""
+    def _ranked(self, rows: Choices) -> Estimates:
+        """Estimates with the seconds that choices are ranked by. See NOTE [ A slower CPU ]."""
         # The mean of two steps is about a step with the mean of two CPUs.
-        return self._model.bounds(rows, slower=(self._problem.late - 1) / 2)
+        return self._model.estimates(rows, slower=(self._problem.late - 1) / 2)
 
     def _neighbours(self, chosen: Chosen) -> Choices:
         """A run of blocks of one kind with equal options changed: all of it, a half, or one block."""
