@@ -294,11 +294,6 @@ def how_of(block: BlockPlan) -> Recompute | None:
     return Recompute(policy=Planned(decisions, inputs, block.recomputes))
 
 
-def kinds_of(trace: StepTrace) -> list[Hashable]:
-    """The kinds of blocks that were called in a step, in order."""
-    return [call.kind for call in trace.calls]
-
-
 def tensors_of(*values: object) -> list[torch.Tensor]:
     """All tensors among arguments or outputs."""
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway.attaching.blocks import AppliedPlan, BlockTracing, DividedOptimizer, kinds_of, tensor_bytes
+from spillway.attaching.blocks import AppliedPlan, BlockTracing, DividedOptimizer, tensor_bytes
 from spillway.attaching.ranks import ALONE, RankGroup, shared_profile
 from spillway.attaching.stages import PROFILING, Notes, Stage
 from spillway.checkpointing.losses import own_losses
@@ -240,7 +240,7 @@ class ProfileCollector:
 
     def _is_as_weighed(self, trace: StepTrace) -> bool:
         assert self._weighed is not None
-        return kinds_of(self._weighed) == kinds_of(trace)
+        return [call.kind for call in self._weighed.calls] == [call.kind for call in trace.calls]
 
 
 def device_of(model: Module) -> torch.device:

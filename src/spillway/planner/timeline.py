@@ -49,10 +49,9 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
 
 from spillway.planner.tasks import Phase, Program, Rates, Sent, Task, Weights
 
@@ -153,11 +152,6 @@ class Timeline:
     def wait_seconds(self) -> float:
         """Seconds for which compute stalls for copies or for the CPU."""
         return self.stall_seconds + self.host_wait_seconds
-
-    def to_dict(self) -> dict[str, Any]:
-        """Its numbers, without spans and levels."""
-        names = [field.name for field in fields(self) if field.name not in ("spans", "levels")]
-        return {name: getattr(self, name) for name in names}
 
 
 def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> Timeline:
