@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """All calls of one kind of block. Its figures are their sums."""
+    """All calls of one kind of block."""
 
     rows: tuple[Row, ...]
 
@@ -72,26 +72,6 @@ class KindRow:
         if len(counts) == 1:
             return self.rows[0].decision
         return ", ".join(f"{decision} x {count}" for decision, count in counts.items())
-
-    @property
-    def kept_bytes(self) -> int:
-        """As :attr:`Row.kept_bytes`."""
-        return sum(row.kept_bytes for row in self.rows)
-
-    @property
-    def sent_bytes(self) -> int:
-        """As :attr:`Row.sent_bytes`."""
-        return sum(row.sent_bytes for row in self.rows)
-
-    @property
-    def recomputed_bytes(self) -> int:
-        """As :attr:`Row.recomputed_bytes`."""
-        return sum(row.recomputed_bytes for row in self.rows)
-
-    @property
-    def recompute_seconds(self) -> float:
-        """As :attr:`Row.recompute_seconds`."""
-        return sum(row.recompute_seconds for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
