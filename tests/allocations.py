@@ -140,13 +140,12 @@ class ExactMeter(Meter):
         readings: list[Reading] = []
         level, place = self._resident, 0
         for number, seconds in self._instants:
-            end, peak, made = places[number], level, 0
+            end, peak = places[number], level
             for nbytes in changes[place:end]:
                 level += nbytes
                 peak = max(peak, level)
-                made += max(nbytes, 0)
             place = end
-            readings.append(Reading(seconds - self._instants[0][1], level, peak, made))
+            readings.append(Reading(seconds - self._instants[0][1], level, peak))
         return readings
 
     def close(self) -> None:

@@ -22,10 +22,9 @@ from spillway.attaching.model import ModelCall
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import aim_at, make_plan, profile_for, rates_of
+from spillway.planner.planner import aim_at, make_plan, planning_rates, profile_for
 from spillway.planner.profile import Profile
 from spillway.planner.timeline import Timeline, simulate_program
-from spillway.profiler.compile import without_lead
 from spillway.profiler.machine import known_hardware
 from spillway.profiler.meta_device import OptimizerOf
 from spillway.profiler.meter import allocated
@@ -144,8 +143,7 @@ def profile(
             model.zero_grad(set_to_none=True)
             collector.finish()
             if collector.profile is not None:
-                # This loop does not show whether the training loop waits for the GPU.
-                return without_lead(collector.profile)
+                return collector.profile
     raise _without_backward(model)
 
 
@@ -210,7 +208,7 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
     """
     found, _ = _planned_with(profile, hardware, None, None)
-    rates = rates_of(plan, found)
+    rates = planning_rates(found, plan.window)
     return simulate_program(program_of(profile_for(profile, plan, found), plan), rates, spans=True)
 
 

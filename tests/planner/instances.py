@@ -174,7 +174,7 @@ def streaming(problem: Problem, seed: int) -> Problem:
 
 
 def hosted(problem: Problem, seed: int) -> Problem:
-    """The problem with a host that takes time, for one option much, for another one nothing; it may have a lead."""
+    """The problem with a host that takes time, for one option much, for another one nothing."""
     random_ = random.Random(seed)
     pace = random_.choice([0.4, 1.0, 1.6])
 
@@ -196,7 +196,6 @@ def hosted(problem: Problem, seed: int) -> Problem:
             Part(part.blocks, *map(queued, (part.before, part.middle, part.after)), part.late) for part in problem.parts
         ),
         options=tuple(known[id(each)] for each in problem.options),
-        lead=random_.choice([0.0, 1e-3, 5e-3]),
     )
 
 

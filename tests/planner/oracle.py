@@ -6,8 +6,7 @@ other, and a job begins when those it comes after have ended. As in the engine, 
 window lets go of them is learned in a first step, and the copies of these are left out in a second one.
 
 The time of the host depends on no stream: it has queued a task when it has done so with all before it. A clock
-of the task's own rings so long before that as the task takes, and compute waits for it. When the step begins the
-host may have a lead, and when it ends it has as much again, or compute waits for that.
+of the task's own rings so long before that as the task takes, and compute waits for it.
 
 Seconds are fractions, and so exact.
 """
@@ -126,9 +125,7 @@ class Host:
         self.most_disk = max(self.most_disk, self.stored(True))
 
     def read(self) -> None:
-        name, lead = "", Fraction(self.program.lead)
         for number, task in enumerate(self.program.tasks):
-            name = task.name
             for place, key in enumerate(task.takes):
                 storage = self.live(key)
                 if storage is None:
@@ -138,7 +135,7 @@ class Host:
                 self.look(task.name)
             self.look(task.name, task.peak_bytes)
             self.queued += Fraction(task.host_seconds) * Fraction(self.rates.host)
-            early = max(Fraction(0), self.queued - lead - Fraction(task.seconds))
+            early = max(Fraction(0), self.queued - Fraction(task.seconds))
             clock = self.streams.add(f"clock of task {number}", "", early)
             self.streams.add("compute", task.name, Fraction(0), (clock,), "host")
             work = self.streams.add("compute", task.name, Fraction(task.seconds))
@@ -152,9 +149,6 @@ class Host:
                 if (storage := self.live(key)) is not None:
                     storage.state = "DROPPED"
                 self.look(task.name)
-        # Only then is the host as far ahead of the next step as it was of this one.
-        clock = self.streams.add("clock of the end", "", self.queued)
-        self.streams.add("compute", name, Fraction(0), (clock,), "host")
 
     def take(self, storage: Storage, name: str) -> None:
         if storage.state == "LEAVING":
@@ -181,13 +175,12 @@ class Host:
     def look_ahead(self, number: int, place: int) -> None:
         """From this take on, read what the program will take, and fetch it as long as there is room."""
         over: set[int] = set()
-        ahead = self.rates.window if self.rates.ahead is None else self.rates.ahead
         for task in self.program.tasks[number:]:
             for key in task.takes[place:]:
                 storage = self.live(key)
                 if key in over or storage is None or storage.state != "AWAY":
                     continue
-                if self.total("RETURNING") + storage.sent.nbytes > ahead:
+                if self.total("RETURNING") + storage.sent.nbytes > self.rates.window:
                     return
                 self.fetch(storage)
             over.update(task.drops)

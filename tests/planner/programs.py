@@ -19,8 +19,6 @@ KEPT = -1
 
 _seconds = st.integers(0, 24).map(lambda eighths: eighths / 8)
 """Eighths are exact, and so are their sums."""
-leads = st.just(0.0) | _seconds
-"""Of the host, where a step begins."""
 _powers = st.sampled_from((0.25, 0.5, 1.0, 2.0, 4.0))
 
 
@@ -34,9 +32,7 @@ def task(name: str, seconds: float, *sends: Sent, peak: int = 0, change: int | N
 def rates(draw: st.DrawFn, *, exact: bool = True) -> Rates:
     """Rates that whole bytes can be divided by with no rounding, or any."""
     rate = _powers if exact else st.floats(0.1, 10)
-    return Rates(
-        draw(rate), draw(rate), draw(rate), draw(rate), draw(st.integers(1, 12)), draw(st.none() | st.integers(1, 12))
-    )
+    return Rates(draw(rate), draw(rate), draw(rate), draw(rate), draw(st.integers(1, 12)))
 
 
 @st.composite
@@ -60,7 +56,7 @@ def programs(draw: st.DrawFn) -> Program:
                 live.remove(key)
                 free.append(key)
         tasks.append(_task(draw, f"t{number}", Phase.OUTSIDE, tuple(sends), tuple(takes), tuple(drops)))
-    return Program(draw(st.integers(0, 20)), tuple(tasks), draw(leads))
+    return Program(draw(st.integers(0, 20)), tuple(tasks))
 
 
 @st.composite
@@ -80,7 +76,7 @@ def steps(draw: st.DrawFn) -> Program:
         takes = order if left == 1 else order[: draw(st.integers(0, len(order)))]
         order = order[len(takes) :]
         backward.append(_task(draw, name, Phase.BACKWARD, takes=tuple(takes), drops=tuple(takes)))
-    return Program(draw(st.integers(0, 20)), (*forward, *backward), draw(leads))
+    return Program(draw(st.integers(0, 20)), (*forward, *backward))
 
 
 def _task(

@@ -394,17 +394,6 @@ def test_what_is_saved_twice_is_asked_for_where_it_was_saved_last_and_is_gone_wh
     assert make_option(BY_HAND, [KEEP, KEEP, AGAIN, KEEP, KEEP, KEEP], min_bytes=0).backward[1].phase is Phase.RECOMPUTE
 
 
-def test_what_is_kept_is_there_until_gradients_are_summed_up_and_what_comes_back_is_not() -> None:
-    parts = (*PARTS[:2], replace(PARTS[2], late_bytes=119), *PARTS[3:])
-    block = replace(BY_HAND, backward_parts=tuple(replace(part, peak_bytes=120) for part in parts))
-    (_, plain) = figures(make_option(block, [KEEP] * 6, min_bytes=0))
-    # In the third part the product's 80 are kept, and the 60 of act's output, which were there at the begin, are gone.
-    assert plain[2] == 119 + 80 - 60
-    block = replace(BY_HAND, backward_parts=parts)
-    option = make_option(block, [HOST, KEEP, AGAIN, DISK, AGAIN, AGAIN], min_bytes=0)
-    assert [task.peak_bytes for task in option.backward] == [110, 150, 120, 90]
-
-
 @pytest.mark.parametrize(
     ("saves_at", "at"),
     [((), (1, 2, 3, 4)), ((0, 1, 2, 3), (1, 2, 3, 4)), ((0, 1, 3), (1, 3, 3, 4)), ((0,), (4, 4, 4, 4))],

@@ -10,7 +10,7 @@ import pytest
 from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import divided, make_plan, rates_of
+from spillway.planner.planner import divided, make_plan, planning_rates
 from spillway.planner.profile import OptimizerProfile, Profile
 from spillway.planner.timeline import simulate_program
 
@@ -55,7 +55,7 @@ def test_between_a_part_of_it_is_and_the_peak_is_within_the_budget() -> None:
         assert plan.optimizer_fraction is not None
         fractions.append(plan.optimizer_fraction)
         part = divided(PROFILE, plan.optimizer_fraction, H200)
-        simulated = simulate_program(program_of(part, plan), rates_of(plan, H200))
+        simulated = simulate_program(program_of(part, plan), planning_rates(H200, plan.window))
         assert simulated.peak_bytes == plan.predicted_peak
         assert simulated.seconds == pytest.approx(plan.predicted_seconds, rel=1e-12)
     assert fractions == sorted(fractions, reverse=True)

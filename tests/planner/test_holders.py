@@ -62,11 +62,12 @@ def test_what_is_dropped_on_its_way_out_is_held_by_nobody() -> None:
 @given(st.one_of(programs(), steps()), rates())
 def test_holders_add_up_to_what_the_device_has_at_every_level(program: Program, rates: Rates) -> None:
     timeline = simulate_program(program, rates, spans=True)
+    sizes = [sent.nbytes for each in program.tasks for sent in each.sends]
     # The peak is counted without holders, and in tasks alone.
     assert max(level.device for level in timeline.levels) >= timeline.peak_bytes
     for held in timeline.holders:
         assert min(held.leaving, held.returning, held.returned, held.working) >= 0
-        assert held.returning <= max(rates.window, *(sent.nbytes for each in program.tasks for sent in each.sends), 0)
+        assert held.returning <= max(rates.window, *sizes, 0)
 
 
 @cache

@@ -182,17 +182,6 @@ def test_steps_of_the_same_block_share_options_and_others_have_their_own(block: 
         assert again.options[0] is problem.options[0]
 
 
-def test_where_nothing_is_computed_again_the_largest_may_leave_alone() -> None:
-    values = (Value(1 << 20, 0, saved_at=1, dies_at=3), Value(8 << 20, 1, saved_at=2, dies_at=3))
-    operators = (OperatorProfile("exp", 1.0, (), (0,)), OperatorProfile("mm", 9.0, (0,), (1,)))
-    block = BlockProfile("block", operators, values, 10.0, 20.0, 0, 1.0, 0)
-    sent = {
-        tuple(sorted(each.key for task in option.forward for each in task.sends))
-        for option in block_options(block, min_bytes=0, allow={"keep", "host"})
-    }
-    assert {(), (0,), (1,), (0, 1)} == sent
-
-
 def test_a_name_that_is_none_is_refused() -> None:
     block = BlockProfile("block", (), (), 1.0, 1.0, 0, 1.0, 0)
     for allow in ({"keep", "gone"}, set()):

@@ -20,7 +20,7 @@ from spillway import BudgetError
 from spillway.planner.block_tasks import make_option
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, planned_block, program_of
-from spillway.planner.planner import MIN_WINDOW, make_plan, rates_of, windows_of
+from spillway.planner.planner import MIN_WINDOW, make_plan, planning_rates, windows_of
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.planning import simulate
@@ -86,13 +86,13 @@ def test_no_plan_is_slower_than_a_simple_one_that_fits(gib: int, way: str) -> No
     plan = planned(gib)
     for share in (1, 2, 3, 4, 8):
         window = max(WINDOW // share, MIN_WINDOW)
-        simple = came_to(LLAMA, replace(WAYS[way](plan, LLAMA), window=window, ahead=None))
+        simple = came_to(LLAMA, replace(WAYS[way](plan, LLAMA), window=window))
         if simple.peak_bytes <= plan.budget:
             assert plan.predicted_seconds <= simple.seconds * (1 + 1e-9)
 
 
 def came_to(profile: Profile, plan: Plan) -> Timeline:
-    return simulate_program(program_of(profile, plan), rates_of(plan, H200))
+    return simulate_program(program_of(profile, plan), planning_rates(H200, plan.window))
 
 
 def test_with_room_for_all_nothing_is_done() -> None:
@@ -162,7 +162,7 @@ def test_plans_of_any_block_fit_their_budget_and_are_no_slower_than_simple_ones(
     assert came_to(profile, plan).peak_bytes == plan.predicted_peak
     assert came_to(profile, plan).seconds == pytest.approx(plan.predicted_seconds)
     for way in WAYS.values():
-        simple = came_to(profile, replace(way(plan, profile), window=window, ahead=None))
+        simple = came_to(profile, replace(way(plan, profile), window=window))
         if simple.peak_bytes <= budget:
             assert plan.predicted_seconds <= simple.seconds * (1 + 1e-6) + 2e-9
 
@@ -219,19 +219,3 @@ def test_of_little_room_smaller_windows_are_tried() -> None:
     for size in (64 << 20, MIN_WINDOW):
         other = make_plan(profile, H200, budget=budget, window=size, allow=allow)
         assert plan.predicted_seconds <= 1.01 * other.predicted_seconds
-
-
-def test_less_is_fetched_ahead_where_the_memory_does_more_good_elsewhere() -> None:
-    profile, allow = longer(LLAMA, 4), {"keep", "host", "recompute"}
-    profile = replace(profile, calls=profile.calls[:8])
-    plans = (
-        make_plan(profile, H200, budget=gib << 30, window=WINDOW, may_grow=True, allow=allow) for gib in (23, 24, 26)
-    )
-    plan = next(each for each in plans if each.ahead is not None)
-    assert plan.ahead is not None
-    assert plan.ahead < plan.window
-    ours = came_to(profile, plan)
-    assert (ours.peak_bytes, ours.seconds) == (plan.predicted_peak, pytest.approx(plan.predicted_seconds))
-    more = came_to(profile, replace(plan, ahead=None))
-    assert more.peak_bytes >= ours.peak_bytes
-    assert Plan.from_json(plan.to_json()) == plan

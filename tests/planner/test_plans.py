@@ -48,7 +48,6 @@ PLAN = Plan(
         )
         for call in PROFILE.calls
     ),
-    method="exact",
 )
 RECORDS = [pytest.param(PROFILE, id="profile"), pytest.param(PLAN, id="plan")]
 
@@ -193,7 +192,7 @@ def stack(names: tuple[str, ...] = ("layers.0", "layers.1")) -> tuple[torch.nn.M
     model.layers = torch.nn.Sequential(MLP(), MLP())
     model.forward = model.layers.forward  # type: ignore[method-assign]
     blocks = tuple(BlockPlan(name, False, Decision.KEEP, (), 0, 0, 0.0) for name in names)
-    return model, Plan("Sequential", "cpu", 1 << 30, 1 << 20, 0, 0.0, 0.0, "", 0, 0, blocks, "exact")
+    return model, Plan("Sequential", "cpu", 1 << 30, 1 << 20, 0, 0.0, 0.0, "", 0, 0, blocks)
 
 
 @pytest.mark.parametrize("names", [(), ("layers.0",), ("layers.0", "other.1"), ("layers.0", "layers.1", "layers.2")])
@@ -213,6 +212,6 @@ def test_a_plan_for_blocks_of_other_names_is_refused_before_anything_is_taken_ov
 def test_a_plan_that_names_other_operators_is_refused_where_a_profile_shows_them() -> None:
     operator = OperatorPlan(0, "mm", Decision.KEEP, 40, "")
     blocks = tuple(BlockPlan(call.name, False, Decision.KEEP, (operator,), 0, 0, 0.0) for call in PROFILE.calls)
-    plan = Plan("Model", "cpu", 1 << 30, 1 << 20, 0, 0.0, 0.0, "", 0, 0, blocks, "exact")
+    plan = Plan("Model", "cpu", 1 << 30, 1 << 20, 0, 0.0, 0.0, "", 0, 0, blocks)
     with pytest.raises(UsageError, match=r"The plan names mm as operator 0 of 'layers.0'.*Make a plan from"):
         program_of(PROFILE, plan)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import random
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -31,8 +30,8 @@ from planner.instances import (
     streaming,
 )
 from spillway import BudgetError
-from spillway.planner.bounds import CostModel
-from spillway.planner.solve import TIE, Solution, smallest, solve
+from spillway.planner.estimates import CostModel
+from spillway.planner.solve import Solution, smallest, solve
 from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates, Task, counted_twice
 from spillway.planner.timeline import Timeline
 from spillway.planner.timeline import simulate_program as simulate
@@ -81,11 +80,7 @@ def check_against_all(
     timelines = all_timelines(problem)
     late_ones = all_timelines(replace(problem, rates=replace(problem.rates, host=late)))
     problem = replace(problem, **budgets(seed, timelines))
-    tie = TIE if problem.lead else 0.0
-    seconds = {
-        each: (timeline.seconds + late_ones[each].seconds) / 2 + tie * (timeline.seconds - timeline.host_wait_seconds)
-        for each, timeline in timelines.items()
-    }
+    seconds = {each: (timeline.seconds + late_ones[each].seconds) / 2 for each, timeline in timelines.items()}
     least = min(
         timelines,
         key=lambda each: (
@@ -96,37 +91,40 @@ def check_against_all(
         ),
     )
     found = smallest(problem)
-    assert (found.chosen, found.method) == (least, "exact")
+    assert found.timeline == timelines[found.chosen]
+    assert excess(problem, found.timeline) == excess(problem, timelines[least])
+    assert found.timeline.peak_bytes <= 1.05 * timelines[least].peak_bytes
     fitting = {chosen: timeline for chosen, timeline in timelines.items() if fits(problem, timeline)}
     if not fitting:
         with pytest.raises(BudgetError) as raised:
             solve(problem)
-        assert (raised.value.budget, raised.value.least) == (problem.budget, timelines[least].peak_bytes)
+        assert raised.value.budget == problem.budget
+        assert timelines[least].peak_bytes <= raised.value.least <= 1.05 * timelines[least].peak_bytes
         return "none fits"
     best = min(fitting, key=lambda each: (round(seconds[each], 9), fitting[each].peak_bytes, each))
     solution = solve(problem)
-    bound = solution.bound_seconds
-    assert bound is not None
-    assert solution == Solution(best, timelines[best], "exact", seconds[best], bound, problem)
-    least_seconds = min(timeline.seconds for timeline in fitting.values())
-    assert bound <= least_seconds + 1e-9 if late > 1 else bound == pytest.approx(least_seconds, abs=1e-9)
-    return "one choice" if len(timelines) == 1 else "several"
+    assert solution == Solution(solution.chosen, fitting[solution.chosen], seconds[solution.chosen], problem)
+    if len(timelines) == 1:
+        return "one choice"
+    # It may find a neighbour of the best one.
+    assert solution.seconds <= 1.04 * seconds[best]
+    return "the best" if solution.chosen == best else "another"
 
 
 def test_sixty_random_problems_are_solved_as_by_trying_all_choices() -> None:
     # Of the last ones the best is larger, for sure, than one that seems as fast and stalls.
     kinds = [check_against_all(seed, most=200 if seed > 60 else 300) for seed in [*range(60), 78, 152, 181]]
-    assert kinds.count("several") > 30 and kinds.count("none fits") >= 3
+    assert kinds.count("the best") > 30 > 10 * kinds.count("another") and kinds.count("none fits") >= 3
 
 
 def test_problems_with_a_host_that_takes_time_are_solved_as_by_trying_all_choices() -> None:
     kinds = [check_against_all(seed, most=200, host=True, late=1 + seed % 3 / 4) for seed in range(400, 440)]
-    assert kinds.count("several") > 20 and kinds.count("none fits") >= 2
+    assert kinds.count("the best") > 20 and kinds.count("none fits") >= 2
 
 
 def test_problems_of_several_chunks_are_solved_as_by_trying_all_choices() -> None:
     kinds = [check_against_all(seed, most=200, host=seed % 3 == 0, chunks=True) for seed in range(500, 540)]
-    assert kinds.count("several") > 20 and kinds.count("none fits") >= 2
+    assert kinds.count("the best") > 20 and kinds.count("none fits") >= 2
 
 
 @pytest.mark.long
@@ -139,28 +137,6 @@ def test_random_problems_of_up_to_ten_blocks_are_solved_as_by_trying_all_choices
         check_against_all(seed, most=1000, host=seed % 2 == 1, chunks=True)
 
 
-def check_bounds(problem: Problem) -> None:
-    """No choice's simulation goes below its bound."""
-    rows = numpy.array(list(choices(problem)), dtype=numpy.int64)
-    bounds = CostModel(problem).bounds(rows)
-    timelines = {chosen: simulate(problem.program(chosen), problem.rates) for chosen in choices(problem)}
-    for at, row in enumerate(rows):
-        timeline = timelines[tuple(row.tolist())]
-        assert bounds.seconds[at] <= timeline.seconds + 1e-11
-        assert bounds.peak_bytes[at] <= timeline.peak_bytes
-        assert bounds.host_bytes[at] <= timeline.host_bytes
-        assert bounds.disk_bytes[at] <= timeline.disk_bytes
-
-
-@pytest.mark.parametrize("streams", [False, True])
-@pytest.mark.parametrize("host", [False, True])
-def test_no_simulation_goes_below_its_bound(host: bool, streams: bool) -> None:
-    for seed in range(100, 120):
-        # Odd seeds have casts.
-        if seed % 4 // 2 == host:
-            check_bounds(drawn(seed, 300, host, streams=streams))
-
-
 @pytest.mark.parametrize("seed", range(6))
 def test_problems_with_streamed_parameters_are_solved_as_by_trying_all_choices(seed: int) -> None:
     check_against_all(seed, most=400, host=seed % 3 == 1, streams=True)
@@ -171,22 +147,10 @@ def test_a_block_that_frees_more_than_others_of_its_kind_has_their_peak() -> Non
     only = Option((), (Task("forward", Phase.FORWARD, 1.0),), (task,))
     rates = Rates(1.0, 1.0, 1.0, 1.0, 1)
     problem = Problem(10, (Part(2),), ("a", "b"), ((only,), (only,)), rates, 0, extra_bytes=(-8, 3))
-    check_bounds(problem)
     timeline = simulate(problem.program((0, 0)), rates, spans=True)
     assert [level.device for level in timeline.levels][-1] == 10 + (5 + 3) + (5 - 8)
     assert timeline.peak_bytes == 10 + (5 + 3) + 5
-
-
-# Of these, bounds are wrong by each credit that runs of backwards are not given, and by what is fetched ahead.
-@pytest.mark.parametrize("seed", [23, 28, 30, 33, 47, 55, 73, 78, 90, 109, 184, 615])
-def test_no_step_of_several_chunks_goes_below_its_bounds(seed: int) -> None:
-    random_ = random.Random(seed)
-    problem = in_turns(casting(random_problem(seed, most=60), seed), seed)
-    window = random_.choice([8, 20, 60, 200]) * MIB
-    out, back = random_.choice([3e8, 1e9, 3e9]), random_.choice([3e8, 1e9, 3e9])
-    ahead = random_.choice([None, window // 2, window // 4])
-    problem = replace(problem, rates=replace(problem.rates, out=out, back=back, window=window, ahead=ahead))
-    check_bounds(problem)
+    assert CostModel(problem).estimates(numpy.zeros((1, 2), dtype=numpy.int64)).peak_bytes[0] == timeline.peak_bytes
 
 
 def test_bytes_of_choices_that_send_nothing_are_foreseen_exactly() -> None:
@@ -203,7 +167,7 @@ def test_bytes_of_choices_that_send_nothing_are_foreseen_exactly() -> None:
         ][:20]
         if not kept:
             continue
-        peaks = CostModel(problem).bounds(numpy.array(kept, dtype=numpy.int64)).peak_bytes
+        peaks = CostModel(problem).estimates(numpy.array(kept, dtype=numpy.int64)).peak_bytes
         for chosen, peak in zip(kept, peaks.tolist(), strict=True):
             assert simulate(problem.program(chosen), problem.rates).peak_bytes == peak
             pairs = pairwise(each[number] for each, number in zip(problem.options, chosen, strict=True))
@@ -212,11 +176,11 @@ def test_bytes_of_choices_that_send_nothing_are_foreseen_exactly() -> None:
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_a_bound_is_near_where_nothing_stalls(host: bool) -> None:
+def test_an_estimate_is_near_where_nothing_stalls(host: bool) -> None:
     problem = large_problem(32, 20, 60_000 * MIB)
     problem = hosted(problem, 5) if host else problem
     everywhere_kept = simulate(problem.program([0] * 32), problem.rates)
-    found = CostModel(problem).bounds(numpy.zeros((1, 32), dtype=numpy.int64))
+    found = CostModel(problem).estimates(numpy.zeros((1, 32), dtype=numpy.int64))
     assert (everywhere_kept.host_wait_seconds > 0) == host
     assert found.seconds[0] == pytest.approx(everywhere_kept.seconds)
     assert found.peak_bytes[0] == everywhere_kept.peak_bytes
@@ -238,7 +202,6 @@ LARGEST = [(128, 90_000, 50e9, 2.48283), (128, 80_000, 20e9, 2.64092), (128, 110
 def check_large(blocks: int, budget: int, rate: float) -> Solution:
     problem = large_problem(blocks, 20, budget * MIB, rate=rate)
     solution = solve(problem)
-    assert solution.method == "search"
     assert solution.timeline == simulate(problem.program(solution.chosen), problem.rates)
     assert fits(problem, solution.timeline)
     for number in range(20):
@@ -269,26 +232,12 @@ def test_a_large_problem_of_a_slow_host_comes_within_three_percent_of_its_bound(
 def test_a_search_may_go_on_from_its_solution_and_is_never_worse_for_it(budget: int, host: int) -> None:
     problem = replace(hosted(large_problem(16, 20, budget * MIB), host), late=1.2)
     solution = solve(problem, seconds=0.2)
-    assert solution.method == "search"
     found = solve(problem, near=solution)
     assert fits(problem, found.timeline)
     assert found.timeline == simulate(problem.program(found.chosen), problem.rates)
     assert found.seconds <= solution.seconds
     # Every rank finds the same.
     assert solve(problem, near=solution) == found
-
-
-@pytest.mark.parametrize("blocks", [2, 16])
-def test_where_all_choices_wait_for_the_host_the_one_that_needs_the_device_least_is_taken(blocks: int) -> None:
-    problem = large_problem(blocks, 20, 26_000 * MIB)
-    free = solve(problem)
-    (part,) = problem.parts
-    slow = replace(part, after=tuple(replace(task, host_seconds=5.0) for task in part.after))
-    solution = solve(replace(problem, parts=(slow,), lead=4.9))
-    assert solution.timeline.seconds == 5.0
-    needed = simulate(problem.program(solution.chosen), problem.rates)
-    assert fits(problem, needed)
-    assert needed.seconds <= 1.01 * free.timeline.seconds
 
 
 @pytest.mark.long
@@ -370,7 +319,7 @@ def test_a_host_that_is_ahead_changes_no_choice() -> None:
 def test_a_step_without_blocks_is_solved() -> None:
     problem = replace(large_problem(1, 3, 60_000 * MIB), parts=(Part(0, middle=HEAD),), names=(), options=())
     solution = solve(problem)
-    assert (solution.chosen, solution.method) == ((), "exact")
+    assert solution.chosen == ()
 
 
 def test_a_budget_that_nothing_fits_names_what_is_needed() -> None:
@@ -380,7 +329,7 @@ def test_a_budget_that_nothing_fits_names_what_is_needed() -> None:
     needed = min(timeline.peak_bytes for timeline in all_timelines(problem).values())
     assert (raised.value.budget, raised.value.least) == (100 * MIB, needed)
     message = str(raised.value)
-    assert message.startswith("No plan fits 100.0 MiB. The smallest feasible budget is ")
+    assert message.startswith("No plan fits 100.0 MiB. The smallest feasible budget that was found is ")
     assert (
         f"({needed} bytes): 15.6 GiB in use when the step begins" in message
         and "the backward of embedding's. Raise the budget" in message
@@ -413,16 +362,6 @@ def test_a_search_may_be_cut_short_and_is_still_no_worse_than_its_starts() -> No
     assert fits(problem, solution.timeline)
     recomputed = simulate(problem.program([2] * 32), problem.rates)
     assert solution.timeline.seconds <= recomputed.seconds
-
-
-def test_an_exact_search_that_has_no_time_says_that_it_searched() -> None:
-    problem = random_problem(7, most=3000)
-    timelines = all_timelines(problem)
-    problem = replace(problem, **budgets(1, timelines))
-    solution = solve(problem, seconds=1e-9)
-    best = min(timeline.seconds for timeline in timelines.values() if fits(problem, timeline))
-    assert solution.method == "search" and solution.bound_seconds is None
-    assert best <= solution.timeline.seconds + 1e-11
 
 
 def test_the_same_problem_has_the_same_answer_again() -> None:

@@ -29,7 +29,8 @@ def check_every_figure_and_every_span_is_what_the_oracle_says(program: Program, 
     got = simulate_program(program, rates, spans=True)
     for reason in {span.reason for span in got.spans}:
         event(f"waits for {reason or 'nothing'}")
-    assert got.to_dict() == {name: getattr(expected, name) for name in got.to_dict()}
+    figures = ("seconds", "stall_seconds", "host_wait_seconds", "peak_bytes", "peak_task", "host_bytes", "disk_bytes")
+    assert [getattr(got, name) for name in figures] == [getattr(expected, name) for name in figures]
     assert by_stream(got) == expected.spans
     assert got.levels[-1].device == expected.end_bytes
 
@@ -116,22 +117,10 @@ def check_no_task_ends_before_the_host_has_queued_it_and_a_host_that_is_ahead_ch
     timeline = simulate_program(program, rates, spans=True)
     queued = list(accumulate(task.host_seconds for task in program.tasks))
     runs = [span for span in timeline.spans if span.stream == "compute" and not span.reason]
-    assert all(span.end >= each - program.lead for span, each in zip(runs, queued, strict=True))
+    assert all(span.end >= each for span, each in zip(runs, queued, strict=True))
     assert timeline.seconds >= max(queued, default=0.0)
     if not timeline.host_wait_seconds:
         assert timeline == simulate_program(with_host(program, 0), rates, spans=True)
-
-
-def check_a_larger_lead_never_makes_a_step_longer_and_one_of_all_that_is_queued_leaves_nothing_but_its_whole(
-    program: Program, rates: Rates, more: int
-) -> None:
-    less = simulate_program(program, rates)
-    lead = simulate_program(replace(program, lead=program.lead + more), rates)
-    assert lead.seconds <= less.seconds
-    assert untimed(lead) == untimed(less)
-    whole = sum(task.host_seconds for task in program.tasks)
-    ahead = simulate_program(replace(program, lead=whole), rates)
-    assert ahead.seconds == max(whole, simulate_program(with_host(program, 0), rates).seconds)
 
 
 def check_a_larger_window_never_sends_more_out(program: Program, rates: Rates, more: int) -> None:
@@ -175,10 +164,7 @@ def test_a_step_is_what_the_oracle_says_and_consistent(program: Program, rates: 
 
 @SETTINGS
 @given(any_program, rates(), st.integers(1, 12))
-def test_a_larger_lead_or_window_never_hurts(program: Program, rates: Rates, more: int) -> None:
-    check_a_larger_lead_never_makes_a_step_longer_and_one_of_all_that_is_queued_leaves_nothing_but_its_whole(
-        program, rates, more
-    )
+def test_a_larger_window_never_sends_more_out(program: Program, rates: Rates, more: int) -> None:
     check_a_larger_window_never_sends_more_out(program, rates, more)
 
 

@@ -257,11 +257,11 @@ def test_a_profile_for_the_cpu_is_the_one_that_is_measured_there(
     for each in (plan, spillway.plan(there, budget="1TiB", hardware="h200")):
         peaks = [spillway.simulate(profile, each, hardware="h200").peak_bytes for profile in (ours, there)]
         assert peaks[0] == pytest.approx(peaks[1], rel=LOOSE.get(kind.name, 0.001))
-    # What is measured of a whole plain step, to the byte.
+    # What is measured of a whole plain step, but for the small sums that backward makes beside saved tensors.
     plain = plain_peak(model, batch)
     for profile, loose in ((theirs, 0.001), (ours, LOOSE["convolution"])):
         keep = spillway.plan(profile, budget="1TiB", hardware="h200").predicted_peak - profile.static_bytes
-        assert keep == pytest.approx(plain, rel=loose if kind.name == "convolution" else 0)
+        assert keep == pytest.approx(plain, rel=loose if kind.name == "convolution" else 1e-4)
 
 
 class Writes(nn.Module):

@@ -17,12 +17,12 @@ class Counter(Meter):
     """Reads a level that is set by hand."""
 
     def __init__(self) -> None:
-        self.level = self.peak = self.made = 0
+        self.level = self.peak = 0
         self.readings: list[Reading] = []
 
     def mark(self) -> None:
-        self.readings.append(Reading(float(len(self.readings)), self.level, self.peak, self.made))
-        self.peak, self.made = self.level, 0
+        self.readings.append(Reading(float(len(self.readings)), self.level, self.peak))
+        self.peak = self.level
 
     def finish(self) -> list[Reading]:
         return self.readings
@@ -30,7 +30,6 @@ class Counter(Meter):
     def take(self, nbytes: int) -> None:
         self.level += nbytes
         self.peak = max(self.peak, self.level)
-        self.made += max(nbytes, 0)
 
 
 class Lanes:
@@ -83,70 +82,12 @@ def test_the_first_move_between_two_instants_is_found() -> None:
     output = x * 2
     watch.block_ended(number, output)
     output.sum().backward()
-    watch.asked(number, 7, x, counter)
+    watch.asked(number, 7)
     watched = watch.finish()
     assert watched is not None
     assert watched.first_move(("forward", 0), ("end", 0)) == ("moving", 0)
     assert watched.first_move(("end", 0), ("done", 0)) == ("done", 0)
     assert watched.asked == [(0, 7)] and ("asked", 0) in watched.readings
-
-
-class Given:
-    """Stands for a handle of autograd's."""
-
-
-@pytest.mark.parametrize(
-    ("summed", "late"), [(0, 0), (70, 70), (100, 100), (150, 150)], ids=["nothing", "less", "as much", "more"]
-)
-@pytest.mark.parametrize("held", [False, True], ids=["let go of", "held"])
-def test_what_comes_when_a_backward_has_let_go_of_what_it_was_given_is_told_beyond_that(
-    summed: int, late: int, held: bool
-) -> None:
-    counter = Counter()
-    watch = StepTracer(torch.device("cpu"), lambda: 0, counter)
-    x = torch.ones(1, requires_grad=True)
-    number = watch.block_begins("a", "kind", (x,))
-    counter.take(1000)
-    given, handle = torch.empty(100, dtype=torch.uint8), Given()
-    counter.take(100)
-    watch.asked(number, 3, given, handle)
-    counter.take(30)
-    counter.take(-30)
-    if held:
-        del handle
-        counter.take(summed)
-    del given
-    counter.take(-100)
-    if not held:
-        counter.take(summed)
-        del handle
-    # Of another operator.
-    counter.take(500)
-    watched = watch.finish()
-    assert watched is not None
-    assert watched.freed == [100]
-    assert watched.late_peak(("asked", 0), ("done", 0)) == (None if held else 1000 + late)
-
-
-def test_of_two_things_that_a_backward_lets_go_of_one_after_the_other_neither_counts() -> None:
-    counter = Counter()
-    watch = StepTracer(torch.device("cpu"), lambda: 0, counter)
-    given = [torch.empty(100, dtype=torch.uint8), torch.empty(40, dtype=torch.uint8)]
-    handles = [Given(), Given()]
-    counter.take(1140)
-    for tensor, handle in zip(given, handles, strict=True):
-        watch.asked(0, 3, tensor, handle)
-    del tensor, handle
-    given.pop()
-    counter.take(-40)
-    counter.take(10)
-    given.pop()
-    counter.take(-100)
-    counter.take(25)
-    handles.clear()
-    watched = watch.finish()
-    assert watched is not None
-    assert watched.late_peak(("asked", 1), ("done", 0)) == 1035
 
 
 def test_the_host_is_timed_without_what_the_watch_takes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,7 +121,7 @@ class Lagging(Counter):
         self.hours = 0
 
     def mark(self) -> None:
-        self.readings.append(Reading(3600.0 * self.hours, 0, 0, 0))
+        self.readings.append(Reading(3600.0 * self.hours, 0, 0))
 
     def lag(self, seconds: float) -> None:
         self.hours += 1
@@ -217,17 +158,7 @@ class Ticking(Lagging):
     """One on which a second goes by from instant to instant, besides."""
 
     def mark(self) -> None:
-        self.readings.append(Reading(3600.0 * self.hours + len(self.readings), 0, 0, 0))
-
-
-def test_a_host_that_is_given_a_lead_has_it_from_the_begin_on() -> None:
-    watch = StepTracer(torch.device("cpu"), lambda: 0, Lagging(), times_host=True, lead=1.0)
-    watched = passed(watch, [nn.Linear(1, 1)], torch.ones(1, 1))
-    assert watched.order[:2] == [("ahead", 0), ("begin", 0)]
-    assert watched.lead(("ahead", 0)) == 0
-    assert all(3599 < watched.lead(place) <= 3600 for place in watched.order[1:])
-    # It is no part of the step.
-    assert watched.seconds(("begin", 0), ("done", 0)) == 0
+        self.readings.append(Reading(3600.0 * self.hours + len(self.readings), 0, 0))
 
 
 def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:

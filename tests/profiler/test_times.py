@@ -11,7 +11,7 @@ from spillway.profiler.step_trace import Place, StepTrace
 
 def watched(device: list[float], host: list[float]) -> tuple[StepTrace, list[list[tuple[Place, Place]]]]:
     places: list[Place] = [("forward", number) for number in range(len(device))]
-    readings = {place: Reading(seconds, 0, 0, 0) for place, seconds in zip(places, device, strict=True)}
+    readings = {place: Reading(seconds, 0, 0) for place, seconds in zip(places, device, strict=True)}
     queued = dict(zip(places, host, strict=True))
     spans = [[(before, after)] for before, after in pairwise(places)]
     return StepTrace([], readings, {}, {}, places, queued=queued), spans

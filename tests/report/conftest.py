@@ -11,7 +11,7 @@ import pytest
 
 from spillway.planner.hardware import Bandwidth, Hardware
 from spillway.planner.plan import program_of
-from spillway.planner.planner import Curve, Point, make_plan, rates_of
+from spillway.planner.planner import Curve, Point, make_plan, planning_rates
 from spillway.planner.profile import Profile, Static
 from spillway.planner.report.facts import Facts, facts_of
 from spillway.planner.tasks import TaskBytes
@@ -55,7 +55,7 @@ def with_host(found: Facts) -> Facts:
     program = program_of(found.profile, found.plan)
     first, *others = program.tasks
     tasks = (replace(first, host_seconds=first.seconds + 0.1 * found.timeline.seconds), *others)
-    rates = rates_of(found.plan, SLOW if found.hardware == SLOW.name else H200)
+    rates = planning_rates(SLOW if found.hardware == SLOW.name else H200, found.plan.window)
     timeline = simulate_program(replace(program, tasks=tasks), rates, spans=True)
     return replace(found, timeline=timeline)
 

@@ -14,7 +14,7 @@ from spillway import UsageError
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, options_of, program_of, uniform_program
-from spillway.planner.planner import Point, divided, rates_of
+from spillway.planner.planner import Point, divided, planning_rates
 from spillway.planner.profile import OptimizerProfile, Profile
 from spillway.planner.report.facts import Facts, Row, facts_of
 from spillway.planner.report.text import grouped, names_of
@@ -84,7 +84,7 @@ def test_the_peak_is_told_in_words_that_add_up(facts: Made) -> None:
 @pytest.mark.parametrize("gib", [15, 200])
 def test_the_plan_stands_between_keeping_everything_and_full_checkpointing(facts: Made, gib: int) -> None:
     found = facts(gib=gib)
-    rates = rates_of(found.plan, Hardware.named("h200"))
+    rates = planning_rates(Hardware.named("h200"), found.plan.window)
     steps = [
         simulate_program(uniform_program(found.profile, Decision.KEEP), rates),
         found.timeline,
@@ -128,7 +128,9 @@ def test_all_steps_have_the_part_of_the_optimizer_that_the_plan_has(facts: Made)
     peaks = {fraction: facts_of(profile, plan, h200).keep.peak_bytes for fraction, plan in plans.items()}
     assert peaks[0.0] > peaks[0.5] > peaks[1.0] == found.keep.peak_bytes
     half = facts_of(profile, plans[0.5], h200)
-    expected = simulate_program(program_of(divided(profile, 0.5, h200), found.plan), rates_of(found.plan, h200))
+    expected = simulate_program(
+        program_of(divided(profile, 0.5, h200), found.plan), planning_rates(h200, found.plan.window)
+    )
     assert half.timeline.peak_bytes == expected.peak_bytes > found.timeline.peak_bytes
 
 
@@ -252,7 +254,6 @@ def test_another_machine_is_said_to_be_one(facts: Made) -> None:
     assert "machine that it was made for" not in dict(facts().figures)["step"]
     slow = dict(facts(slow=True).figures)
     assert "on a slow link; " in slow["step"] and "machine that it was made for" in slow["step"]
-    assert "no plan takes less" not in slow["found by"]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from report.conftest import with_tasks
 from spillway.planner.hardware import Hardware
-from spillway.planner.planner import make_plan, rates_of
+from spillway.planner.planner import make_plan, planning_rates
 from spillway.planner.report.facts import Facts, facts_of
 from spillway.planner.report.page import to_trace
 from spillway.planner.timeline import STREAMS
@@ -66,7 +66,7 @@ def on_disk(found: Facts) -> Facts:
 
 def test_each_copy_has_the_bytes_that_its_time_is_for(facts: Made) -> None:
     for found in (facts(), on_disk(facts())):
-        rates = rates_of(found.plan, H200)
+        rates = planning_rates(H200, found.plan.window)
         spans = found.timeline.spans
         seen = [number for each in found.copies for number in each.spans]
         assert sorted(seen) == [number for number, span in enumerate(spans) if span.stream != "compute"]

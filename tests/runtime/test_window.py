@@ -79,11 +79,3 @@ def test_a_smaller_window_is_kept_to_from_then_on() -> None:
             events.events.clear()
             assert torch.equal(step(), wanted)
         assert 2 * MIB < most_on_their_way(events)[1] <= 5 * MIB
-        plan = Owner()
-        mover.claim(plan, 5 * MIB, 3 * MIB)
-        for _ in range(3):
-            events.events.clear()
-            assert torch.equal(step(), wanted)
-        out, back = most_on_their_way(events)
-        assert 0 < out <= 5 * MIB
-        assert 2 * MIB < back <= 3 * MIB

@@ -301,8 +301,7 @@ def _controller(
 
     # Its class was checked. With streamed parameters, all of its state is in CPU memory: there is nothing to divide.
     divided = cast("DividedOptimizer | None", optimizer) if where is None else None
-    # An offloaded optimizer stalls for gradients.
-    collector = ProfileCollector(model, session, min_bytes, optimizer=divided, has_lead=optimizer is None, device=where)
+    collector = ProfileCollector(model, session, min_bytes, optimizer=divided, device=where)
     nbytes = None if budget is None else read_budget(budget)
     planner = Planner(collector.device, session, **limits)
     return PlanController([collector], PlanSearch(planner, collector.notes, budget=nbytes, plan=plan))

@@ -19,7 +19,6 @@ from spillway.checkpointing.selectors import Planned
 from spillway.errors import UsageError
 from spillway.planner.plan import BlockPlan, Plan
 from spillway.planner.profile import OptimizerProfile
-from spillway.profiler.compile import queues
 from spillway.profiler.probe import Probe, ProfilerListener
 from spillway.profiler.step_trace import StepTrace, StepTracer
 from spillway.recomputing import Recompute
@@ -36,25 +35,20 @@ LEAST = Recompute(offload="inputs")
 _MOST_PROBES = 256
 _LAG = 0.1
 """Seconds by which the device is made to lag behind the CPU to be timed."""
-_SHORT_LAG = 0.03
-"""Seconds of lag in the step whose memory is measured: the CPU does not fill the device's queue meanwhile."""
 
 
 class BlockTracing:
     """Traces one step at a time, and one thread.
 
-    Calls in other threads are ignored. So is the replay of an earlier step, whose tracer is closed. ``has_lead`` is
-    whether the CPU can be ahead of the device when a step begins.
+    Calls in other threads are ignored. So is the replay of an earlier step, whose tracer is closed.
     """
 
-    def __init__(self, device: torch.device, session: Session | None, *, has_lead: bool) -> None:
+    def __init__(self, device: torch.device, session: Session | None) -> None:
         self.device = device
         self.probes: dict[Hashable, Probe] = {}
         """Operators of each kind of block."""
         self.has_probed = False
         """Whether a block of the step is measured operator by operator."""
-        self.is_cut = False
-        """Whether the last step ended before the next one began."""
         self.is_paused = False
         """Whether blocks that are called now are not traced, though a step is."""
         self.idle_steps = 0
@@ -64,7 +58,6 @@ class BlockTracing:
         self._streamed: dict[str, list[StreamedBlock]] = {}
         """The streamed blocks that each block consists of."""
         self._session = session
-        self._has_lead = has_lead
         self._stage: Stage | None = None
         """The stage of the traced step."""
         self._cut: StepTrace | None = None
@@ -90,14 +83,12 @@ class BlockTracing:
             for name in blocks
         }
 
-    def begin(self, stage: Stage, lead: float = 0.0) -> None:
-        """Trace a step, with the CPU so many seconds ahead of the device."""
+    def begin(self, stage: Stage) -> None:
+        """Trace a step."""
         self._stage, self.has_probed = stage, False
         is_timed, is_weighed = stage is Stage.PROFILING_TIME, stage is Stage.PROFILING_MEMORY
-        if is_weighed:
-            lead = _SHORT_LAG if self._has_lead and queues(self.device) else lead
         lag = _LAG if is_timed else 0.0
-        self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, lead=lead, weighs=is_weighed)
+        self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, weighs=is_weighed)
         for each in self._copied:
             each.listener = self.tracer
         if is_weighed:
@@ -115,7 +106,6 @@ class BlockTracing:
     def end(self) -> StepTrace | None:
         """The measurements of the step; ``None`` if it had no backward."""
         trace, cut, self._cut = self._finish(), self._cut, None
-        self.is_cut = trace is None and cut is not None
         return cut if trace is None else trace
 
     def drop(self) -> None:
@@ -267,7 +257,7 @@ class AppliedPlan:
         self._place(plan.resident)
         self.plan = plan
         self.count += 1
-        self._tracing.mover.claim(self, plan.window, plan.ahead)
+        self._tracing.mover.claim(self, plan.window)
         if self.optimizer is not None and plan.optimizer_fraction is not None:
             self.optimizer.divide(plan.optimizer_fraction)
 
@@ -302,11 +292,6 @@ def how_of(block: BlockPlan) -> Recompute | None:
     decisions = {each.place: (each.operator, each.decision) for each in block.operators}
     inputs = Decision.KEEP if block.inputs is Decision.RECOMPUTE else block.inputs
     return Recompute(policy=Planned(decisions, inputs, block.recomputes))
-
-
-def kinds_of(trace: StepTrace) -> list[Hashable]:
-    """The kinds of blocks that were called in a step, in order."""
-    return [call.kind for call in trace.calls]
 
 
 def tensors_of(*values: object) -> list[torch.Tensor]:

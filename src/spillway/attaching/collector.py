@@ -10,9 +10,8 @@ less memory.
 ``PROFILING_MEMORY``
     Memory is measured at the ends of blocks, and in a block's backward wherever it receives a saved tensor.
 ``PROFILING_TIME``
-    Times are measured at the ends of blocks only, because each reading takes CPU time. The CPU's lead over the device
-    at the end of the step is measured, too (``compile.py``). Inputs of another size have other times. After four such
-    steps, the times of the step before are taken.
+    Times are measured at the ends of blocks only, because each reading takes CPU time. Inputs of another size have
+    other times. After four such steps, the times of the step before are taken.
 
 An optimizer whose state is offloaded steps on the CPU meanwhile. ``PROFILING_TIME`` lasts until it has stepped twice.
 Frozen blocks before all others save nothing, and are left alone.
@@ -28,13 +27,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import Module
 
-from spillway.attaching.blocks import AppliedPlan, BlockTracing, DividedOptimizer, kinds_of, tensor_bytes
+from spillway.attaching.blocks import AppliedPlan, BlockTracing, DividedOptimizer, tensor_bytes
 from spillway.attaching.ranks import ALONE, RankGroup, shared_profile
 from spillway.attaching.stages import PROFILING, Notes, Stage
 from spillway.checkpointing.losses import own_losses
 from spillway.errors import UsageError
 from spillway.planner.profile import Profile, Static, enlarged, risen
-from spillway.profiler.compile import compile_profile, without_lead
+from spillway.profiler.compile import compile_profile
 from spillway.profiler.meter import known_bytes
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes
@@ -61,7 +60,6 @@ class ProfileCollector:
         min_bytes: smaller tensors are not offloaded. ``None``: 1 MiB.
         optimizer: the one whose state is offloaded, if there is one.
         stepped: an optimizer whose state the profile tells apart.
-        has_lead: whether the CPU can be ahead of the device when a step begins.
         device: where the model computes. ``None``: where it is.
     """
 
@@ -76,12 +74,11 @@ class ProfileCollector:
         *,
         optimizer: DividedOptimizer | None = None,
         stepped: torch.optim.Optimizer | None = None,
-        has_lead: bool = True,
         device: torch.device | None = None,
     ) -> None:
         self.model = type(model).__name__
         self.device = device_of(model) if device is None else device
-        self.tracing = BlockTracing(self.device, session, has_lead=has_lead)
+        self.tracing = BlockTracing(self.device, session)
         self.applied = AppliedPlan(self.tracing, optimizer)
         self.min_bytes = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
         self.stage = Stage.PROFILING_OPERATORS
@@ -143,12 +140,12 @@ class ProfileCollector:
         self.tracing.drop()
         self.applied.drop()
 
-    def begin_step(self, stage: Stage, inputs: int, lead: float = 0.0) -> None:
-        """Trace a step, with so many bytes of inputs, and the CPU so many seconds ahead of the device."""
+    def begin_step(self, stage: Stage, inputs: int) -> None:
+        """Trace a step, with so many bytes of inputs."""
         self._inputs = inputs
         if stage is Stage.PROFILING_MEMORY:
             self._statics = self._known()
-        self.tracing.begin(stage, lead)
+        self.tracing.begin(stage)
 
     def advance(self, trace: StepTrace | None, ranks: RankGroup = ALONE) -> bool:
         """A profiling step has ended; whether there is a profile. Ranks go through the stages in step."""
@@ -238,16 +235,12 @@ class ProfileCollector:
             min_bytes=self.min_bytes,
             known=self._statics,
         )
-        # An evaluation hides the end of the step, and an offloaded optimizer stalls for gradients.
-        if self.tracing.is_cut or self.applied.optimizer is not None:
-            profile = without_lead(profile)
-        return (
-            profile if self.applied.optimizer is None else replace(profile, optimizer=self.applied.optimizer.profile())
-        )
+        optimizer = self.applied.optimizer
+        return profile if optimizer is None else replace(profile, optimizer=optimizer.profile())
 
     def _is_as_weighed(self, trace: StepTrace) -> bool:
         assert self._weighed is not None
-        return kinds_of(self._weighed) == kinds_of(trace)
+        return [call.kind for call in self._weighed.calls] == [call.kind for call in trace.calls]
 
 
 def device_of(model: Module) -> torch.device:

@@ -10,9 +10,8 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
 ``WARMING_UP``
     New replays are compared, and the order of backward is learned.
 ``VALIDATING``
-    The peak of the step is measured. On an accelerator, the next step then times torch's own checkpointing, if that is
-    within the budget: predictions of CPU overhead are rough, and so is one step of a CPU that others use. The plan with
-    the smaller product of predicted and measured seconds becomes active. Checkpointing offloads nothing,
+    The peak of the step is measured. On an accelerator, the next step then has torch's own checkpointing, if that is
+    within the budget: it is timed later, since predictions of CPU overhead are rough. Checkpointing offloads nothing,
     and its replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole
     budget, and other plans leave some. It is tried even if it is predicted to take 1 % more. It is also the plan after
     two others that were above the budget.
@@ -26,7 +25,7 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
     the budget and there is no plan for less, it is noted; a second one soon after it is an error. One of several ranks
     only notes it. Larger inputs take the least memory once, and then have a plan for the profile, enlarged.
 
-So a search takes five steps, and six if checkpointing is timed or the plan is corrected once. Each stage is a line
+So a search takes five steps, and six if checkpointing is tried or the plan is corrected once. Each stage is a line
 in the log ``spillway.attach``.
 
 Ranks that share a model go through the stages in step: NOTE [ One plan for many ranks ] in ``ranks.py``. The stages of
@@ -58,8 +57,6 @@ if TYPE_CHECKING:
 _MOST_GROWTH = 2
 """Inputs that are larger than so many times the profiled ones need a profile of their own."""
 _MOST_IDLE = 16
-_MOST_LEAD = 0.5
-"""Seconds of the CPU's lead that a step is validated with, at most."""
 
 
 class PlanController:
@@ -150,9 +147,7 @@ class PlanController:
         if not was_judged or self.applied.count == count:
             self._check_level()
         if self.stage is not Stage.ACTIVE:
-            profile = search.profile
-            lead = profile.lead_seconds if self.stage is Stage.VALIDATING and profile is not None else 0.0
-            collector.begin_step(self.stage, nbytes, min(lead, _MOST_LEAD))
+            collector.begin_step(self.stage, nbytes)
 
     def evaluates(self) -> None:
         if self.stage is not Stage.ACTIVE:

@@ -317,9 +317,7 @@ class _Released:
 
     __slots__ = ("__weakref__", "_call", "_form", "_nbytes", "_number", "_original", "_storage", "_tell")
 
-    def __init__(
-        self, call: _BlockCall, tensor: torch.Tensor, number: int, tell: Callable[[torch.Tensor, object], None] | None
-    ) -> None:
+    def __init__(self, call: _BlockCall, tensor: torch.Tensor, number: int, tell: Callable[[], None] | None) -> None:
         storage = tensor.untyped_storage()
         self._call = call
         self._tell = tell
@@ -345,10 +343,9 @@ class _Released:
             # Backward has come by another of the block's outputs.
             self._call.reload()
         assert self._storage is not None
-        tensor = over(self._storage, *self._form)
         if self._tell is not None:
-            self._tell(tensor, self)
-        return tensor
+            self._tell()
+        return over(self._storage, *self._form)
 
 
 def _unpack(packed: torch.Tensor | _Released) -> torch.Tensor:

@@ -152,9 +152,7 @@ class ModelCall(ModuleCall):
         has_caches = self._recomputes and stack.enter_context(self._caches.off())
         if controller is not None:
             if has_caches:
-                controller.notes.once(
-                    "config.use_cache is switched off in training: gradients are those without a cache"
-                )
+                controller.notes.once(_CACHES_OFF)
             for loss in controller.losses:
                 stack.enter_context(loss.in_rows(controller.spare_bytes))
         self._here.inside = True

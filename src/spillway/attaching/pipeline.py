@@ -50,7 +50,7 @@ class StageCollector(ProfileCollector):
     """
 
     def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
-        super().__init__(module, session, min_bytes, has_lead=False)
+        super().__init__(module, session, min_bytes)
         if not ranks_of(module).alone:
             raise UnsupportedError(
                 f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), expected "

@@ -9,7 +9,8 @@ model's parameters find one plan, and go through the stages of the search in ste
 - A stage ends when it has ended on each rank.
 - The profile is that of the rank that saves most, with the largest static bytes of all.
 - Hardware is the first rank's, and free CPU memory the least of all. The first rank's plan counts.
-- The highest peak is validated. Once the plan is active, ranks do not communicate; one above the budget notes it.
+- The highest peak is validated. Once a plan is active and timed, ranks do not communicate; one above the budget notes
+  it.
 
 Ranks communicate in calls of the model that all of them make. Under DDP these are the calls in which it reduces
 gradients. A rank may call the model under ``no_sync``, or without the wrapper, as often as it likes. A rank that waits
@@ -152,7 +153,6 @@ def shared_profile(profiles: Sequence[Profile]) -> Profile:
         middle=_fullest(largest.middle, [each.middle for each in profiles]),
         late=None if largest.late is None else _fullest(largest.late, [each.late for each in profiles if each.late]),
         after=_fullest(largest.after, [each.after for each in profiles]),
-        lead_seconds=min(each.lead_seconds for each in profiles),
     )
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from spillway.attaching.blocks import kinds_of
 from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.ranks import ALONE
 from spillway.attaching.stages import Notes, Stage
@@ -37,21 +35,9 @@ _CLOSE = 1.01
 """If predicted times are this close, the plan of torch's own checkpointing is taken."""
 
 
-@dataclass(frozen=True, slots=True)
-class Rival:
-    """A validated plan, while torch's own checkpointing is timed beside it."""
-
-    plan: Plan
-    measured: Point
-    kinds: list[Hashable]
-    """Kinds of the called blocks."""
-    seconds: float
-    """From the start of the step to the end of the first block's backward."""
-
-
 def is_same(plan: Plan, other: Plan) -> bool:
     """Whether two plans of one model do the same, whatever they predict."""
-    names = ("blocks", "window", "ahead", "optimizer_fraction", "resident")
+    names = ("blocks", "window", "optimizer_fraction", "resident")
     return all(getattr(plan, name) == getattr(other, name) for name in names)
 
 
@@ -83,9 +69,10 @@ class PlanSearch:
         self._profiled: Profile | None = None
         """The profile before it was made to begin with more bytes."""
         self._unjudged = 0
-        self._rival: Rival | None = None
+        self._rival: tuple[Plan, Point] | None = None
+        """A validated plan and its step, while torch's own checkpointing is validated beside it."""
         self.timer: PlanTimer | None = None
-        """Compares the active plan with another one."""
+        """Compares the active plan with torch's own checkpointing."""
         self._has_tried_checkpointing = False
         self._is_checkpointing_over = False
         """Whether a step of torch's own checkpointing was above the budget."""
@@ -193,7 +180,7 @@ class PlanSearch:
 
         Returns the stage of the next step; ``None``: that is judged instead. Raises as :meth:`correct`.
         """
-        ranks, target, rival = self.ranks, self.known_target, self._rival
+        ranks, target = self.ranks, self.known_target
         self.measured = (
             Point(peak, 0.0) if trace is None else Point(peak, trace.seconds(("begin", 0), ("done", 0)), trace.tasks())
         )
@@ -201,39 +188,28 @@ class PlanSearch:
         is_close = ranks.alone and 0 < peak - target.budget <= target.budget // _ROUNDING
         if is_close and self._is_latest(self._checkpointing(self._profiled)):
             is_over = not self.memory.free_cached()
-        checkpointing = None if rival is not None or trace is None else self._checkpointing_beside()
-        if rival is not None and trace is not None:
-            kinds = kinds_of(trace)
-            learned = any(ranks.share("other", lambda: kinds != rival.kinds)) or learned
-        is_judged = is_over or checkpointing is not None or rival is not None
-        stage = Stage.ACTIVE
-        if learned and is_judged and self._unjudged < _MOST_UNJUDGED:
+        if learned and is_over and self._unjudged < _MOST_UNJUDGED:
             self._unjudged += 1
-            if is_over:
-                self.notes.once(_LEARNED)
+            self.notes.once(_LEARNED)
             return None
-        if rival is not None and (is_over or (not learned and self._is_slower(self._seconds_of(trace), rival))):
-            if not is_over:
-                self._time_in_turn((rival.plan, rival.measured), (self.plan, self.measured))
-            self._rival, self.measured, self._is_checkpointing_over = None, rival.measured, is_over
-            why = "took more than the budget" if is_over else "was no faster"
-            self.notes.append(f"torch's own checkpointing {why}: the plan before is active")
-            self.plan = rival.plan
+        self._unjudged = 0
+        if self._rival is not None and self.plan is not None:
+            rival, checkpointing, self._rival = self._rival, (self.plan, self.measured), None
+            self.plan, self.measured = rival
+            self._is_checkpointing_over = is_over
+            if is_over:
+                self.notes.append("torch's own checkpointing took more than the budget: the plan before is active")
+            else:
+                self.timer = PlanTimer((rival, checkpointing), self.planner.device, ranks)
         elif is_over:
             self.correct(peak)
             # Ranks judge no step once a plan is active. So they judge one that is warm.
-            stage = Stage.VALIDATING if ranks.alone else Stage.WARMING_UP
-        elif checkpointing is not None:
-            assert self.plan is not None and trace is not None
+            return Stage.VALIDATING if ranks.alone else Stage.WARMING_UP
+        elif self.plan is not None and (beside := self._checkpointing_beside()) is not None:
             self._has_tried_checkpointing = True
-            self._rival = Rival(self.plan, self.measured, kinds_of(trace), self._seconds_of(trace))
-            self.plan, stage = checkpointing, Stage.VALIDATING
-        else:
-            if rival is not None:
-                self._time_in_turn((self.plan, self.measured), (rival.plan, rival.measured))
-            self._rival = None
-        self._unjudged = 0
-        return stage
+            self._rival, self.plan = (self.plan, self.measured), beside
+            return Stage.VALIDATING
+        return Stage.ACTIVE
 
     def correct(self, peak: int) -> None:
         """Choose another plan, since a step was above the budget: after two such plans, torch's own checkpointing.
@@ -276,16 +252,6 @@ class PlanSearch:
         self.plan, self.measured = timer.chosen
         return self.plan is not before
 
-    def _time_in_turn(self, active: tuple[Plan | None, Point], other: tuple[Plan | None, Point]) -> None:
-        """Time both plans from the next step on. Ranks would have to agree on each turn: they do not."""
-        if self.ranks.alone and active[0] is not None and other[0] is not None:
-            self.timer = PlanTimer(((active[0], active[1]), (other[0], other[1])), self.planner.device)
-
-    def _is_slower(self, seconds: float, rival: Rival) -> bool:
-        """Whether the validated plan is slower than the one before: by one step of each, and by what they predict."""
-        assert self.plan is not None
-        return seconds * self.plan.predicted_seconds > rival.seconds * rival.plan.predicted_seconds
-
     def _checkpointing_beside(self) -> Plan | None:
         """The plan of torch's own checkpointing, if it is to be timed beside the plan."""
         profile, plan = self.profile, self.plan
@@ -308,11 +274,6 @@ class PlanSearch:
     def _is_latest(self, plan: Plan | None) -> bool:
         """Whether steps already run by this plan."""
         return plan is not None and self.plan is not None and is_same(plan, self.plan)
-
-    def _seconds_of(self, trace: StepTrace | None) -> float:
-        """Seconds of the step's blocks on the slowest rank."""
-        assert trace is not None
-        return max(self.ranks.share("seconds", trace.blocks_seconds))
 
     def _forget_rival(self) -> None:
         """The next plan is another one, and may be compared again."""

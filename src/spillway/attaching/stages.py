@@ -12,10 +12,10 @@ Each call of the model in training begins a step, and each step has a stage. A s
 | ``PROFILING_MEMORY`` | had known kinds | ``PROFILING_TIME`` |
 | ``PROFILING_TIME`` | had the kinds of the step before | ``WARMING_UP`` with the first plan |
 | ``WARMING_UP`` | | ``VALIDATING`` |
-| ``VALIDATING`` | recorded or compared replays, and would change the plan | the same, four times at most |
+| ``VALIDATING`` | recorded or compared replays, and was above the budget | the same, four times at most |
 | ``VALIDATING`` | was within the budget | ``ACTIVE``, or once ``VALIDATING`` with torch's checkpointing |
 | ``VALIDATING`` | was above the budget | ``VALIDATING`` with another plan; on several ranks ``WARMING_UP`` |
-| ``VALIDATING`` | had torch's checkpointing, which was slower or above the budget | ``ACTIVE`` with the plan before |
+| ``VALIDATING`` | had torch's checkpointing beside a plan | ``ACTIVE`` with the plan before |
 | ``ACTIVE`` | was above the budget | ``WARMING_UP`` with another plan |
 
 A step may also begin otherwise than those before, once a plan is applied. If it begins with more bytes than planned

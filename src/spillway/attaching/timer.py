@@ -2,11 +2,10 @@
 
 NOTE [ Two plans in turn ]
 
-Two plans within the budget, one of them torch's own checkpointing, are compared by one step of each before one of them
-becomes active. If kernels are short, the CPU sets the time of a step, and other programs use the CPU, too: one step of
-each says little then. So both go on in turn while the plan is active: some steps by one plan, some by the other, twice.
-Each plan counts with the faster of its two runs. All of these are steps of training within the budget, with the same
-bits.
+Two plans within the budget, one of them torch's own checkpointing, are compared while the plan is active: some steps by
+one plan, some by the other, twice. If kernels are short, the CPU sets the time of a step, and other programs use the
+CPU, too: one step of each would say little. Each plan counts with the faster of its two runs, and a run takes as long
+as on the slowest rank. All of these are steps of training within the budget, with the same bits.
 
 The first step of a run learns the order of tensors, and is not timed. A run begins and ends with a synchronisation, so
 that the CPU's lead does not count. A run in which inputs have another size, or replays are compared, begins again.
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from spillway.attaching.ranks import RankGroup
     from spillway.planner.plan import Plan
     from spillway.planner.planner import Point
 
@@ -36,11 +36,14 @@ class PlanTimer:
     """Gives the plan of the next step. See NOTE [ Two plans in turn ].
 
     Args:
-        plans: each with what was measured of its step; the active one first.
+        plans: each with what was measured of its step; the active one first, which also stays without a result.
         device: where the model is.
+        ranks: those that train the model, and run the same plan.
     """
 
-    def __init__(self, plans: tuple[tuple[Plan, Point], tuple[Plan, Point]], device: torch.device) -> None:
+    def __init__(
+        self, plans: tuple[tuple[Plan, Point], tuple[Plan, Point]], device: torch.device, ranks: RankGroup
+    ) -> None:
         self.chosen = plans[0]
         """The plan of the next step."""
         self.is_done = False
@@ -48,24 +51,30 @@ class PlanTimer:
         """Seconds of a step by each plan, if it is done."""
         self._plans = plans
         self._device = device
+        self._ranks = ranks
         self._runs: list[float] = []
         self._steps = self._of_run = 0
         self._begin = 0.0
-        self._inputs: int | None = None
+        self._inputs: list[int] | None = None
 
     def step_ended(self, inputs: int, *, learned: bool) -> None:
         """A step by the plan is over. ``inputs``: bytes of its inputs."""
         self._steps += 1
-        self.is_done = self._steps == _MOST
-        if learned or self._inputs not in (None, inputs):
+        if self._steps == _MOST:
+            self.is_done, self.chosen = True, self._plans[0]
+            return
+        steps = self._ranks.share("timed step", lambda: (inputs, learned))
+        of_all = [nbytes for nbytes, _ in steps]
+        if any(each for _, each in steps) or self._inputs not in (None, of_all):
             self._of_run = 0
             return
-        self._inputs = inputs
+        self._inputs = of_all
         self._of_run += 1
         if self._of_run == _FIRST:
             self._begin = self._now()
         elif self._of_run == _FIRST + _TIMED:
-            self._runs.append((self._now() - self._begin) / _TIMED)
+            seconds = (self._now() - self._begin) / _TIMED
+            self._runs.append(max(self._ranks.share("seconds", lambda: seconds)))
             self._of_run = 0
             self.chosen = self._plans[len(self._runs) % 2]
             if len(self._runs) == _RUNS:

@@ -245,7 +245,7 @@ def _backward(block: BlockProfile, resolved: ResolvedDecisions) -> tuple[Task, .
                 "backward",
                 Phase.BACKWARD,
                 seconds=block.backward_seconds * share,
-                peak_bytes=_backward_peak(block, resolved, wanted_at, over_at, start, end),
+                peak_bytes=_backward_peak(block, resolved, over_at, start, end),
                 change_bytes=change + gradients,
                 takes=(*takes, *used),
                 drops=(*(number for number in resolved.offloaded if number in over), *used),
@@ -262,19 +262,15 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
     return parts[-1] if parts else BackwardPart(place, block.backward_peak_bytes, 0)
 
 
-def _backward_peak(
-    block: BlockProfile, resolved: ResolvedDecisions, wanted_at: list[int], over_at: list[int], start: int, end: int
-) -> int:
+def _backward_peak(block: BlockProfile, resolved: ResolvedDecisions, over_at: list[int], start: int, end: int) -> int:
     """Most bytes in backward between two places, beyond those at the first."""
     peaks = [_part_at(block, start).peak_bytes]
     there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
-    saved = [number for number in resolved.kept if block.values[number].saved_at is not None]
     for part in block.backward_parts:
         if end < part.place <= start:
             # Storages that are not needed here any more were there at the first place.
             gone = block.nbytes(number for number in there if part.place < over_at[number] <= start)
-            kept = block.nbytes(number for number in saved if wanted_at[number] == part.place)
-            peaks.append(max(part.peak_bytes, part.late_bytes + kept if part.late_bytes else 0) - gone)
+            peaks.append(part.peak_bytes - gone)
     return max(peaks)
 
 

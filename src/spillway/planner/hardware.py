@@ -162,19 +162,15 @@ class Hardware(FileRecord):
         """The hardware of each GPU while ``active`` of them copy: its only bandwidth is that of :meth:`bandwidth`."""
         return replace(self, bandwidths=(replace(self.bandwidth(active), active=1),))
 
-    def rates(self, window: int, *, active: int = 1) -> Rates:
-        """Bandwidths and in-flight limits of a simulation.
-
-        Args:
-            window: the in-flight limit in bytes, for offloading and for prefetching.
-            active: how many GPUs of the node copy at the same time.
+    def rates(self, window: int) -> Rates:
+        """Bandwidths of one GPU that copies alone, and an in-flight limit in bytes, for a simulation.
 
         Raises:
-            UsageError: if either is below 1.
+            UsageError: if that is below 1.
         """
         if window < 1:
             raise UsageError(f"window: got {window}, expected at least 1 byte, as for spillway.Session(window=...)")
-        found = self.bandwidth(active)
+        found = self.bandwidth()
         return Rates(found.out, found.back, self.disk_write or _NO_DISK, self.disk_read or _NO_DISK, window)
 
 

@@ -6,9 +6,8 @@ Given a price in seconds of a preserved byte, the cheapest set of preserved valu
 preserved or recomputed, and a recomputed one needs the values that its operator reads, which are preserved or
 recomputed in turn. The linear program of the cut has an integer solution. All prices together give the lower convex
 hull of seconds over bytes (Lagrange's relaxation; it is found by halving between two neighbours, as in Aneja and Nair
-1979). Mixed blocks give the points above the hull. Any number of the first values of a set may be offloaded, or of the
-largest ones, if nothing is recomputed or the step would be CPU-bound. A plan has one decision for all inputs, so they
-go together.
+1979). Mixed blocks give the points above the hull. Any number of the first values of a set may be offloaded. A plan has
+one decision for all inputs, so they go together.
 
 A value that is written after it was made cannot be preserved: its maker and its writers run in each replay.
 """
@@ -52,12 +51,9 @@ def block_options(block: BlockProfile, *, min_bytes: int, allow: Collection[str]
         sets = [frozenset()]
     found: dict[tuple[Decision, ...], Option] = {}
     for preserved in sets:
-        # The CPU time to offload a tensor does not depend on its size: few large ones cost least.
-        for by_size in (False, True) if preserved == sets[0] else (False,):
-            spread = _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers, by_size=by_size)
-            for decisions in spread:
-                if decisions not in found:
-                    found[decisions] = make_option(block, decisions, min_bytes=min_bytes)
+        for decisions in _spread(block, preserved, tiers, min_bytes, keeps="keep" in allow or not tiers):
+            if decisions not in found:
+                found[decisions] = make_option(block, decisions, min_bytes=min_bytes)
     return _worthwhile(found.values())
 
 
@@ -68,20 +64,17 @@ def _spread(
     min_bytes: int,
     *,
     keeps: bool,
-    by_size: bool,
 ) -> Iterable[tuple[Decision, ...]]:
-    """The set, with no value, the inputs, or ever more of the first or of the largest values offloaded."""
+    """The set, with no value, the inputs, or ever more of the first values offloaded."""
     inputs = [number for number, value in enumerate(block.values) if value.is_input]
     stays = [
         Decision.KEEP if number in preserved or number in inputs else Decision.RECOMPUTE
         for number in range(len(block.values))
     ]
     candidates = sorted(preserved, key=lambda number: (block.values[number].saved_at or 0, number))
-    if by_size:
-        candidates.sort(key=lambda number: -block.values[number].nbytes)
     offloadable = [_made_with(block, number) for number in candidates if block.values[number].nbytes >= min_bytes]
     if any(block.values[number].nbytes >= min_bytes for number in inputs):
-        offloadable.insert(len(offloadable) if by_size else 0, tuple(inputs))
+        offloadable.insert(0, tuple(inputs))
     if keeps or not offloadable:
         yield tuple(stays)
     sizes = np.cumsum([block.nbytes(numbers) for numbers in offloadable])

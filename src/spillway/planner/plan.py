@@ -19,7 +19,7 @@ from spillway.units import format_bytes, format_html, format_seconds
 if TYPE_CHECKING:
     from spillway.planner.solve import Solution
 
-SCHEMA = 5
+SCHEMA = 6
 ALL = frozenset({"keep", "host", "disk", "recompute"})
 """All that ``allow=`` may name."""
 ANY_RATES = Rates(1.0, 1.0, 1.0, 1.0, 1)
@@ -81,7 +81,7 @@ class Plan(FileRecord):
     budget: Count
     """Most bytes that may be allocated on the GPU."""
     window: Annotated[int, Field(ge=1)]
-    """The in-flight limit for offloading, in bytes."""
+    """The in-flight limit in bytes, for offloading and for prefetching."""
     predicted_peak: Count
     """Most bytes on the GPU at once."""
     predicted_seconds: Seconds
@@ -93,12 +93,6 @@ class Plan(FileRecord):
     disk_bytes: Count
     blocks: tuple[BlockPlan, ...]
     """In the order of the forward."""
-    method: str
-    """``"exact"``: there is no better plan. ``"search"``: no better one was found."""
-    bound_seconds: Seconds | None = None
-    """No plan can be faster. ``None``: no bound is known."""
-    ahead: Annotated[int, Field(ge=1)] | None = None
-    """The in-flight limit for prefetching; ``None``: the same as for offloading."""
     optimizer_fraction: Annotated[float, Field(ge=0, le=1)] | None = None
     """The fraction of an ``OffloadedOptimizer`` that is stepped on the CPU; ``None``: this plan does not set it."""
     resident: tuple[str, ...] = ()
@@ -172,7 +166,6 @@ def plan_of(profile: Profile, solution: Solution, *, part: int = 0) -> Plan:
         device=profile.device,
         budget=problem.budget,
         window=problem.rates.window,
-        ahead=problem.rates.ahead,
         predicted_peak=timeline.peak_bytes,
         predicted_seconds=timeline.seconds,
         stall_seconds=timeline.stall_seconds,
@@ -183,8 +176,6 @@ def plan_of(profile: Profile, solution: Solution, *, part: int = 0) -> Plan:
             planned_block(call.name, profile.kinds[call.kind], option)
             for call, option in zip(profile.calls, options, strict=True)
         ),
-        method=solution.method,
-        bound_seconds=solution.bound_seconds,
     )
 
 
@@ -267,7 +258,6 @@ def problem_with(
         budget=budget,
         extra_bytes=tuple(call.backward_extra_bytes for call in profile.calls),
         streamed=tuple(call.streamed for call in profile.calls),
-        lead=profile.lead_seconds,
     )
 
 

@@ -6,11 +6,11 @@ A window is the in-flight limit of a plan: the bytes that may be under way at on
 for other things, and a larger one shortens stalls. The better one depends on the budget, so several are tried. A tensor
 as large as the window is copied alone; later ones wait. So where a window may grow, windows of one, two and three of
 the largest tensors are tried: a Llama's MLP saves three, one after the other. A window that would take more than a
-sixteenth of the available memory is halved. Prefetched bytes take memory in backward, when it is scarcest. So with the
-best window, three quarters and half of it are tried as the limit for prefetching.
+sixteenth of the available memory is halved.
 
 Simulated steps of Llama-8B on an H200 (2026-11-22) within checkpointing's peak: with three of the largest tensors they
-are 1 % (32768 tokens) and 1.5 % (8192) shorter than with 1 GiB and 2 GiB. Fewer prefetched bytes bring another 1 %.
+are 1 % (32768 tokens) and 1.5 % (8192) shorter than with 1 GiB and 2 GiB. Another limit for prefetching was tried: it
+made steps 0.1 % shorter in the mean, and was removed.
 
 NOTE [ Bandwidth to plan with ]
 
@@ -94,8 +94,6 @@ POINTS = 8
 """Number of plans on a curve, unless given."""
 _SECONDS, _NEAR_SECONDS = 0.35, 0.1
 """Work of solving: for the first window, and for each later one, which begins at the best choice."""
-_AHEAD = (0.75, 0.5)
-"""Limits for prefetching that are tried, relative to the window."""
 _SHARE = 16
 """A window that takes more than this part of the memory is halved."""
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
@@ -150,10 +148,7 @@ def make_plan(
     if places_weights and profile.optimizer is None:
         chosen = [best.problem.rates.window]
         names, best = _placed(profile, best, lambda part: best_of(problem_for(part), chosen))
-    plan = plan_of(with_weights(divided(profile, fraction, hardware), names), refined(best))
-    if places_weights and any(call.streamed for call in profile.calls):
-        # It may be the best for these weights, and others may be better.
-        plan = replace(plan, method="search", bound_seconds=None)
+    plan = plan_of(with_weights(divided(profile, fraction, hardware), names), best)
     return replace(plan, resident=names, optimizer_fraction=None if profile.optimizer is None else fraction)
 
 
@@ -260,7 +255,7 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
     best: Solution | None = None
     refused: BudgetError | None = None
     for window in windows:
-        problem = _with_window(problem, window)
+        problem = replace(problem, rates=replace(problem.rates, window=window))
         try:
             seconds = _SECONDS if best is None else _NEAR_SECONDS
             found = solve(problem, seconds=seconds, near=best)
@@ -277,23 +272,6 @@ def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
     return best
 
 
-def refined(best: Solution) -> Solution:
-    """The best with fewer bytes prefetched, if that is better."""
-    recomputes = any(option.recompute_seconds for option in best.options)
-    if any(option.sent_bytes for option in best.options) and (recomputes or best.timeline.stall_seconds):
-        window = best.problem.rates.window
-        for share in _AHEAD:
-            with contextlib.suppress(BudgetError):
-                problem = _with_window(best.problem, window, int(share * window))
-                found = solve(problem, seconds=_NEAR_SECONDS, near=best)
-                best = min(best, found, key=lambda each: each.seconds)
-    return best
-
-
-def _with_window(problem: Problem, window: int, ahead: int | None = None) -> Problem:
-    return replace(problem, rates=replace(problem.rates, window=window, ahead=ahead))
-
-
 def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, available: int) -> list[int]:
     """The windows to try, in bytes, the given one first. See NOTE [ In-flight limits ].
 
@@ -308,16 +286,11 @@ def windows_of(profiles: Iterable[Profile], window: int, *, may_grow: bool, avai
     return list(dict.fromkeys((*smaller, *larger)))
 
 
-def planning_rates(hardware: Hardware, window: int, *, ahead: int | None = None) -> Rates:
-    """The bandwidths to plan with, and in-flight limits as in a plan. See NOTE [ Bandwidth to plan with ]."""
+def planning_rates(hardware: Hardware, window: int) -> Rates:
+    """The bandwidths to plan with, and an in-flight limit. See NOTE [ Bandwidth to plan with ]."""
     rates = hardware.rates(window)
     names = ("out", "back", "disk_write", "disk_read")
-    return replace(rates, ahead=ahead, **{name: getattr(rates, name) * USABLE for name in names})
-
-
-def rates_of(plan: Plan, hardware: Hardware) -> Rates:
-    """The bandwidths and in-flight limits of a plan."""
-    return planning_rates(hardware, plan.window, ahead=plan.ahead)
+    return replace(rates, **{name: getattr(rates, name) * USABLE for name in names})
 
 
 def divided(profile: Profile, fraction: float, hardware: Hardware) -> Profile:
@@ -492,7 +465,7 @@ def make_stage_plans(
         turns=tuple(few),
     )
     sizes = windows_of(profiles, window, may_grow=may_grow, available=budget - static_bytes)
-    best = refined(best_of(problem, sizes))
+    best = best_of(problem, sizes)
     # The turns that were left out take as long as the others.
     times = len(turns) / len(few)
     plans = [plan_of(profile, best, part=part) for part, profile in enumerate(profiles)]
@@ -501,7 +474,6 @@ def make_stage_plans(
             plan,
             predicted_seconds=plan.predicted_seconds * times,
             stall_seconds=plan.stall_seconds * times,
-            bound_seconds=plan.bound_seconds if len(few) == len(turns) else None,
         )
         for plan in plans
     ]

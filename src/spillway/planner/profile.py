@@ -30,7 +30,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes, format_html, format_seconds
 
-SCHEMA = 12
+SCHEMA = 13
 
 
 class ReplayRule(enum.Enum):
@@ -118,9 +118,6 @@ class BackwardPart(Record):
     """Most bytes in it, beyond those before the backward, and beyond saved storages that are still needed."""
     begin_bytes: Count
     """Bytes at its begin, counted alike: gradients on their way through the block."""
-    late_bytes: Count = 0
-    """Most bytes after an operator's own code has released its arguments, counted alike. Kept storages come on top,
-    since autograd holds them longer: until the gradient of a broadcast parameter is summed up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,8 +278,6 @@ class Profile(FileRecord):
     late: Outside | None = None
     """Bytes of head and loss after casts of blocks were freed; their time is in ``middle``. ``None``: there are none,
     or no casts are freed."""
-    lead_seconds: Seconds = 0.0
-    """Lead of the CPU when the step begins: 0 where the loop waits for the GPU in between."""
     schema: int = SCHEMA
 
     @property

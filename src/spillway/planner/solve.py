@@ -2,13 +2,12 @@
 
 NOTE [ How a choice is found ]
 
-A few choices are polished: neighbours are ranked by their bounds (``bounds.py``), the first ones are simulated, and the
-search goes on from the first that is better. A bound is corrected by the difference between the simulation of the
-current choice and its own bound.
+A few choices are polished: neighbours are ranked by estimates (``estimates.py``), the first ones are simulated, and the
+search goes on from the first that is better. An estimate is corrected by the difference between the simulation of the
+current choice and its own estimate.
 
-The simulation decides. Each pure way (one option for all blocks) is simulated, unless its bound is worse than the best
-choice: no solution is slower than a pure way that fits. Small numbers of choices are simulated in the order of their
-bounds, until no bound is better: that solution is exact.
+The simulation decides. Each pure way (one option for all blocks) is simulated, unless its estimate is far worse than
+the best choice: so no solution is slower than a pure way that fits.
 
 The answer is the same on every rank: work is counted, no clock is read, and seconds are compared to a nanosecond.
 
@@ -18,15 +17,11 @@ The fastest plan for the measured CPU times has no spare CPU time, and stalls as
 choices are ranked by the mean of two steps, one of them with a CPU that takes a fifth more. A plan predicts the step
 with the measured CPU times. By simulation of profiles of an earlier engine (2026-11-25), the step is 2 % longer on the
 measured CPU, and 4 to 5 % shorter on one that takes a tenth more: see ``late-hosts`` in ``benchmarks/results``.
-
-If the CPU may run ahead, no step takes less than its CPU time, and many choices may take just that. So the seconds
-without CPU stalls count, too, a little.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -35,7 +30,7 @@ import numpy
 from numpy.typing import NDArray
 
 from spillway.errors import BudgetError
-from spillway.planner.bounds import Bounds, Choices, CostModel, excess
+from spillway.planner.estimates import Choices, CostModel, Estimates, excess
 from spillway.planner.tasks import Option, Problem, Rates, in_words
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.units import format_bytes
@@ -45,9 +40,7 @@ Chosen: TypeAlias = tuple[int, ...]
 Rank: TypeAlias = tuple[float, float, float, float, Chosen]
 """Less is better."""
 Correction: TypeAlias = tuple[float, float]
-"""Seconds and peak bytes that are added to a bound."""
-TIE = 1e-3
-"""If the CPU may run ahead, seconds without CPU stalls count this much beside seconds."""
+"""Seconds and peak bytes that are added to an estimate."""
 LATE = 1.2
 """See NOTE [ A slower CPU ]."""
 DIGITS = 9
@@ -55,11 +48,9 @@ DIGITS = 9
 _TASKS_A_SECOND = 150_000
 """Tasks that are simulated in about a second."""
 _CELLS_A_TASK = 150
-"""Choices times blocks whose bounds take as long as the simulation of a task."""
-_COUNTABLE = 20_000
-"""More choices are not simulated one by one."""
-_SLACK = 1e-11
-"""Sums of seconds in another order differ by less."""
+"""Choices times blocks whose estimates take as long as the simulation of a task."""
+_MARGIN = 0.9
+"""A step whose estimate is less than that of another one is hardly the slower one."""
 _TRIED = 16
 """Neighbours that are simulated before a choice counts as polished."""
 _STARTS = 8
@@ -74,12 +65,8 @@ class Solution:
 
     chosen: Chosen
     timeline: Timeline
-    method: str
-    """``"exact"``: there is no better choice. ``"search"``: no better one was found."""
     seconds: float
     """The seconds that it was ranked by. See NOTE [ A slower CPU ]."""
-    bound_seconds: float | None
-    """No choice that fits takes less. ``None``: it is not known."""
     problem: Problem = field(repr=False, compare=False)
 
     @property
@@ -139,22 +126,12 @@ class _Search:
         self._kinds = [id(options) for options in problem.options]
 
     def run(self, near: Solution | None) -> Solution:
-        counts = [len(options) for options in self._problem.options]
-        if math.prod(counts) <= _COUNTABLE:
-            choices = numpy.array(list(itertools.product(*map(range, counts))), dtype=numpy.int64)
-            if self._try(choices, most_work=self._most_work):
-                # With a slower CPU, another choice may be the fastest.
-                fitting = (each.seconds for each in self._known.values() if within(self._problem, each))
-                return self._solution("exact", min(fitting, default=None))
         for start in self._starts(near):
             self._polish(start)
-        self._try(self._pure_ways(), most_work=math.inf)
+        self._try_pure_ways()
         self._polish(self._best())
-        return self._solution("search", None)
-
-    def _solution(self, method: str, bound: float | None) -> Solution:
         best = self._best()
-        return Solution(best, self._known[best], method, self._seconds(best), bound, self._problem)
+        return Solution(best, self._known[best], self._seconds(best), self._problem)
 
     # Simulations and their ranks.
 
@@ -185,38 +162,37 @@ class _Search:
 
     def _seconds(self, chosen: Chosen) -> float:
         """The seconds that a choice is ranked by. See NOTE [ A slower CPU ]."""
-        timeline, seconds = self._timeline(chosen), self._timeline(chosen).seconds
+        seconds = self._timeline(chosen).seconds
         if self._slower != self._problem.rates:
             late = self._late.get(chosen)
             if late is None:
                 late = self._late[chosen] = self._simulate(chosen, self._slower).seconds
-            seconds = (seconds + late) / 2
-        return seconds + (TIE * (timeline.seconds - timeline.host_wait_seconds) if self._problem.lead else 0.0)
+            return (seconds + late) / 2
+        return seconds
 
     def _spent(self) -> bool:
         return self._work > self._most_work
 
-    def _keys(self, found: Bounds, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
+    def _keys(self, found: Estimates, correction: Correction) -> tuple[NDArray[numpy.float64], ...]:
         """The numbers of ranks."""
         seconds, peak = numpy.round(found.seconds + correction[0], DIGITS), found.peak_bytes + correction[1]
         over = excess(self._problem, found.host_bytes, found.disk_bytes) + numpy.zeros(len(peak))
         return over, numpy.maximum(0.0, peak - self._problem.budget), seconds, peak
 
-    def _try(self, choices: Choices, *, most_work: float) -> bool:
-        """Simulate all choices whose bounds are not worse than the best; whether there was time for that."""
-        keys = self._keys(self._model.bounds(choices), (-_SLACK, 0.0))
+    def _try_pure_ways(self) -> None:
+        """Simulate those whose estimates are not far worse than the best choice."""
+        ways = self._pure_ways()
+        found = self._model.estimates(ways)
+        keys = self._keys(replace(found, seconds=_MARGIN * found.seconds), (0.0, 0.0))
         for index in numpy.lexsort(keys[::-1]):
             if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:4]:
-                return True
-            if self._work > most_work:
-                return False
-            self._timeline(_numbers(choices[index]))
-        return True
+                return
+            self._timeline(_numbers(ways[index]))
 
     # Starts.
 
     def _starts(self, near: Solution | None) -> list[Chosen]:
-        """The given solution, and the mixtures of two options with the best bounds; the best first."""
+        """The given solution, and the mixtures of two options with the best estimates; the best first."""
         mixtures = self._mixtures()
         nearest = _numbers(mixtures[self._order(mixtures, (0.0, 0.0))[0]])
         starts = {_numbers(mixtures[index]) for index in self._order(mixtures, self._correction(nearest))[:_STARTS]}
@@ -229,7 +205,7 @@ class _Search:
         is_first = (blocks + 1) * _EIGHTHS // 8 > blocks * _EIGHTHS // 8
         pairs = numpy.array(list(itertools.combinations(range(len(pure)), 2)), dtype=numpy.int64).reshape(-1, 2)
         mixed = numpy.where(is_first[:, None], pure[pairs[:, 0]], pure[pairs[:, 1]])
-        return numpy.concatenate([pure, mixed.reshape(-1, pure.shape[1])])
+        return numpy.concatenate([pure, mixed.reshape(len(pairs) * len(_EIGHTHS), pure.shape[1])])
 
     def _pure_ways(self) -> Choices:
         """For every block the same option's number, or its last one."""
@@ -253,7 +229,7 @@ class _Search:
                     return
 
     def _correction(self, chosen: Chosen) -> Correction:
-        """How far the simulation of a choice is from its bound."""
+        """How far the simulation of a choice is from its estimate."""
         found = self._ranked(numpy.array([chosen], dtype=numpy.int64))
         peak = self._timeline(chosen).peak_bytes
         return self._seconds(chosen) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
@@ -262,11 +238,10 @@ class _Search:
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
         return numpy.lexsort(self._keys(self._ranked(rows), correction)[::-1])
 
-    def _ranked(self, rows: Choices) -> Bounds:
-        """Bounds with the seconds that choices are ranked by. See NOTE [ A slower CPU ]."""
+    def _ranked(self, rows: Choices) -> Estimates:
+        """Estimates with the seconds that choices are ranked by. See NOTE [ A slower CPU ]."""
         # The mean of two steps is about a step with the mean of two CPUs.
-        found = self._model.bounds(rows, slower=(self._problem.late - 1) / 2)
-        return replace(found, seconds=found.seconds + TIE * found.compute_seconds) if self._problem.lead else found
+        return self._model.estimates(rows, slower=(self._problem.late - 1) / 2)
 
     def _neighbours(self, chosen: Chosen) -> Choices:
         """A run of blocks of one kind with equal options changed: all of it, a half, or one block."""
@@ -294,11 +269,11 @@ def _too_small(problem: Problem, least: Solution) -> BudgetError:
         limits += [] if budget is None else [f"{format_bytes(budget)} of {tier}"]
     text = f"No plan fits {' and '.join(limits)}. "
     if peak > problem.budget:
-        known = "feasible budget" if least.method == "exact" else "budget that was found"
         text += (
-            f"The smallest {known} is {format_bytes(peak)} ({peak} bytes): {format_bytes(problem.static_bytes)} in use "
-            f"when the step begins (weights, optimizer state; on a CPU, the whole process), and "
-            f"{format_bytes(peak - problem.static_bytes)} more at the peak, in {in_words(timeline.peak_task)}. "
+            f"The smallest feasible budget that was found is {format_bytes(peak)} ({peak} bytes): "
+            f"{format_bytes(problem.static_bytes)} in use when the step begins (weights, optimizer state; on a CPU, "
+            f"the whole process), and {format_bytes(peak - problem.static_bytes)} more at the peak, in "
+            f"{in_words(timeline.peak_task)}. "
         )
     if len(limits) > 1:
         text += (

@@ -13,8 +13,7 @@ The CPU allocates and frees memory, and runs far ahead of the GPU. So in-flight 
 not in time. A storage is freed where a later one would exceed the in-flight limit: compute stalls there for its copy. A
 reload is queued where an earlier storage was taken, and starts when compute has reached that place.
 
-A task takes the CPU its ``host_seconds``. If the loop never waits for the GPU, a step begins with the lead that the CPU
-has from the steps before: see NOTE [ The host ] in ``timeline.py``.
+A task takes the CPU its ``host_seconds``: see NOTE [ The host ] in ``timeline.py``.
 
 NOTE [ Copies of weights ]
 
@@ -251,16 +250,14 @@ def counted_twice(output_bytes: int, input_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bandwidths in bytes a second, ``out`` to CPU memory and ``back`` from it, and in-flight limits in bytes."""
+    """Bandwidths in bytes a second, ``out`` to CPU memory and ``back`` from it, and the in-flight limit in bytes."""
 
     out: float
     back: float
     disk_write: float
     disk_read: float
     window: int
-    """The in-flight limit for offloading."""
-    ahead: int | None = None
-    """The in-flight limit for prefetching; ``None``: the same."""
+    """For offloading, and for prefetching."""
     host: float = 1.0
     """CPU time, relative to the ``host_seconds`` of tasks."""
 
@@ -317,8 +314,6 @@ class Problem:
     disk_budget: int | None = None
     late: float = 1.0
     """CPU time of a slower CPU, relative to the measured one: see NOTE [ A slower CPU ] in ``solve.py``."""
-    lead: float = 0.0
-    """Lead of the CPU in seconds when the step begins."""
     turns: tuple[Turn, ...] = ONE_PASS
     placed: dict[tuple[int, int, int, int], tuple[tuple[Task, ...], tuple[Task, ...]]] = field(
         default_factory=dict, repr=False, compare=False
@@ -357,7 +352,7 @@ class Problem:
             backward = (*part.middle, *casts, *part.late, *blocks_back, *part.after)
             tasks += (task.later() for task in backward) if turn.part in had_backward else backward
             had_backward.add(turn.part)
-        return Program(self.static_bytes, tuple(tasks), self.lead)
+        return Program(self.static_bytes, tuple(tasks))
 
     def extra_of(self, block: int) -> int:
         """The rise of the level in a block's backward, beyond that of its options."""
@@ -379,5 +374,3 @@ class Program:
 
     static_bytes: int
     tasks: tuple[Task, ...]
-    lead: float = 0.0
-    """Lead of the CPU in seconds when it begins."""

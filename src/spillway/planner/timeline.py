@@ -29,10 +29,10 @@ dropped may be sent again, and is another storage then.
 
 NOTE [ The host ]
 
-The CPU queues tasks in program order, and never waits. It begins when the step does, or earlier by its lead, which is
-its lead at the end of the step before: so a step takes no less than the CPU needs to queue all of it. A task is
-modelled as one kernel. If the CPU is late, the task is delayed until it ends when the CPU has queued it. That delay is
-no stall, since no stream causes it. Copies cost the CPU nothing beyond the ``host_seconds`` of tasks.
+The CPU queues tasks in program order, and never waits. It begins when the step does: a CPU that is ahead of the GPU
+then makes a step shorter than simulated. A task is modelled as one kernel. If the CPU is late, the task is delayed
+until it ends when the CPU has queued it. That delay is no stall, since no stream causes it. Copies cost the CPU nothing
+beyond the ``host_seconds`` of tasks.
 
 NOTE [ Holders of bytes ]
 
@@ -49,10 +49,9 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass
 from itertools import groupby
 from operator import attrgetter
-from typing import Any
 
 from spillway.planner.tasks import Phase, Program, Rates, Sent, Task, Weights
 
@@ -154,11 +153,6 @@ class Timeline:
         """Seconds for which compute stalls for copies or for the CPU."""
         return self.stall_seconds + self.host_wait_seconds
 
-    def to_dict(self) -> dict[str, Any]:
-        """Its numbers, without spans and levels."""
-        names = [field.name for field in fields(self) if field.name not in ("spans", "levels")]
-        return {name: getattr(self, name) for name in names}
-
 
 def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> Timeline:
     """Simulate a step.
@@ -242,15 +236,14 @@ class _Walk:
     """One walk through a program. See NOTE [ The simulated step ]."""
 
     def __init__(self, program: Program, rates: Rates, spans: bool) -> None:
-        self._program, self._rates = program, rates
+        self._rates = rates
         sent, self._taken = storages_of(program, rates.window)
         self._to_send = iter(sent)
-        self._ahead = rates.window if rates.ahead is None else rates.ahead
         self._spans: list[Span] | None = [] if spans else None
         self._free = {"out": 0.0, "back": 0.0, "disk": 0.0}
         """When each stream of copies is free."""
         self._now = 0.0
-        self._queued = -program.lead
+        self._queued = 0.0
         """When the CPU has queued all tasks up to this place of the program."""
         self._stall = self._host_wait = 0.0
         self._device = self._peak = program.static_bytes
@@ -300,12 +293,7 @@ class _Walk:
                 self._drop(self._by_key.pop(key))
 
     def ended(self) -> Timeline:
-        """The timeline, after the last task. See NOTE [ The host ]."""
-        last = self._program.tasks[-1].name if self._program.tasks else ""
-        waited = self._wait(self._queued + self._program.lead, "host", last)
-        self._host_wait += waited
-        if waited:
-            self._note_level()
+        """The timeline, after the last task."""
         return Timeline(
             seconds=self._now,
             stall_seconds=self._stall,
@@ -334,7 +322,7 @@ class _Walk:
         wanted = self._wanted
         while wanted:
             ahead = self._taken[wanted[0]]
-            if self._returning + ahead.sent.nbytes > self._ahead:
+            if self._returning + ahead.sent.nbytes > self._rates.window:
                 break
             heapq.heappop(wanted)
             self._fetch(ahead)

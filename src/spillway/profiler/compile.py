@@ -1,18 +1,4 @@
-"""Makes a profile of the traces of two steps: one for times (``timed``), and one for bytes (``weighed``).
-
-NOTE [ The CPU's lead ]
-
-If a loop waits for the device nowhere, its CPU gets further ahead with each step, until the device's queue is full. If
-it waits between steps, for a loss that is printed or inputs that are copied, it has the lead that it gained since.
-Both show if the device is made to lag: the CPU's lead at the end of such a step is the lead that it can have.
-
-A lead that is lost on the way does not count. So the device lags from the start of the weighed step, and from the first
-block of the timed one. The CPU must keep some of that lead up to the first block, and half of it at each instant from
-there to the turn. Otherwise the model or the loop waits there, or the CPU is slower than the device, and the lead is 0.
-
-The CPU's time after the blocks is known only if the CPU waits for nothing there: if the device had not got there at the
-end of the step. The shorter one of both steps counts: a CPU that has filled the device's queue waits for it.
-"""
+"""Makes a profile of the traces of two steps: one for times (``timed``), and one for bytes (``weighed``)."""
 
 from __future__ import annotations
 
@@ -32,12 +18,8 @@ from spillway.types import Decision
 
 _LEAST_GAP = 1e-3
 """Seconds between two blocks that are no more than a call."""
-_LEAST_LAG = 0.01
-"""Seconds. Some devices cannot be made to lag."""
 _LEAST_LEFT = 1 << 16
 """Bytes. A recomputed block leaves less behind: on a CPU, the state of its random number generator."""
-_MOST_PART, _LEAST_PART = 1 / 2, 1 / 6
-"""Parts of a lag that the CPU must keep. The shorter lag may be used up by its work before the blocks."""
 _BEGIN, _FIRST, _DONE, _LEFT = ("begin", 0), ("first", 0), ("done", 0), ("left", 0)
 Interval = tuple[Place, Place]
 
@@ -87,7 +69,6 @@ def compile_profile(
         for number, extra in _extra_changes(weighed, probes[kind], numbers, end, min_bytes):
             call = timed.calls[number]
             calls[number] = BlockCall(call.name, place, extra, call.streamed)
-    lead = host_lead(timed, weighed) if timed.has_host else 0.0
     before = _outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0))
     left = _left_behind(weighed, dict(zip(numbers_of, kinds, strict=True)), probes, min_bytes)
     middle, held_bytes = _middle(timed, weighed, len(calls) - 1)
@@ -100,11 +81,10 @@ def compile_profile(
         before=replace(before, change_bytes=before.change_bytes + left),
         middle=middle,
         # The CPU may wait in it, as for a loss that is printed.
-        after=replace(_outside(timed, weighed, end, _DONE), host_seconds=host_seconds_after(timed, weighed, end, lead)),
+        after=replace(_outside(timed, weighed, end, _DONE), host_seconds=0.0),
         min_bytes=min_bytes,
         static=None if known is None else static_within(known, static_bytes),
         held_bytes=held_bytes,
-        lead_seconds=lead,
     )
     return _with_casts(profile, weighed)
 
@@ -340,7 +320,7 @@ def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple
     level = weighed.level(asked[0][0])
     runs = next((since for since, _ in weighed.replays_of(number)), asked[0][0])
     before = max(weighed.peak(begin, weighed.first_move(begin, runs)) - weighed.level(begin), 0)
-    parts = [BackwardPart(count, before, 0, 0)]
+    parts = [BackwardPart(count, before, 0)]
     for (since, place), (following, _) in zip(asked, [*asked[1:], (until, 0)], strict=True):
         # The place nearer to the block's begin counts: both places needed what was saved later.
         lowest = min(place + 1, parts[-1].place, count)
@@ -349,8 +329,7 @@ def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple
             for value in probe.values
             if value.maker is not None and value.saved_at is not None and min(value.saved_at + 1, count) > lowest
         )
-        late = weighed.late_peak(since, following)
-        most = (weighed.peak(since, following), weighed.level(since), level - gone if late is None else late)
+        most = (weighed.peak(since, following), weighed.level(since))
         parts.append(BackwardPart(lowest, *(max(nbytes - level + gone, 0) for nbytes in most)))
     return tuple(parts)
 
@@ -380,36 +359,3 @@ def _host(traces: tuple[StepTrace, StepTrace], numbers: list[int], end: Place) -
         replay=shortest(lambda trace, number: trace.replays_of(number)),
         backward=shortest(lambda trace, number: _between(*_backward_of(number, end), trace.replays_of(number))),
     )
-
-
-def host_lead(timed: StepTrace, weighed: StepTrace) -> float:
-    """Seconds by which the CPU is ahead of the device at the start of a step. See NOTE [ The CPU's lead ].
-
-    In the timed step the device lagged where the blocks begin, in both directions; in the weighed one, at its begin.
-    """
-    is_kept = _keeps_lead(weighed, ("ahead", 0), ("forward", 0), _LEAST_PART) and _keeps_lead(
-        timed, ("started", 0), ("turned", 0), _MOST_PART
-    )
-    return max(timed.lead(_DONE), 0.0) if is_kept else 0.0
-
-
-def host_seconds_after(timed: StepTrace, weighed: StepTrace, end: Place, lead: float) -> float:
-    """The CPU's seconds after the end of the blocks' backward; 0: not known. See NOTE [ The CPU's lead ]."""
-    if lead <= timed.seconds(end, _DONE):
-        return 0.0
-    return min(each.host_seconds(end, _DONE) for each in (timed, weighed))
-
-
-def without_lead(profile: Profile) -> Profile:
-    """The profile for a loop that may wait for the device anywhere."""
-    return replace(profile, lead_seconds=0.0, after=replace(profile.after, host_seconds=0.0))
-
-
-def _keeps_lead(trace: StepTrace, since: Place, until: Place, part: float) -> bool:
-    """Whether the device was made to lag at an instant, and the CPU was ahead by a part of that until another one."""
-    if since not in trace.readings or until not in trace.readings:
-        return False
-    order = trace.order
-    first = order.index(since) + 1
-    lag = trace.seconds(since, order[first])
-    return lag > _LEAST_LAG and all(trace.lead(place) > part * lag for place in order[first : order.index(until) + 1])

@@ -80,8 +80,6 @@ class MetaDevice(OperatorMode):
         """Bytes allocated in the step, after each change."""
         self.before = 0
         """Bytes that existed before the step."""
-        self.made = 0
-        """Bytes that were ever allocated."""
         self.count = 0
         """The number of the last storage."""
         self.tensors = MetaTensors()
@@ -187,7 +185,6 @@ class MetaDevice(OperatorMode):
     def _count(self, found: _Storage, storage: torch.UntypedStorage) -> None:
         nbytes = self.rounded(storage.nbytes())
         self._change(nbytes - found.counted)
-        self.made += max(nbytes - found.counted, 0)
         found.counted = nbytes
 
     def _change(self, nbytes: int) -> None:
@@ -216,17 +213,17 @@ class MetaMeter(Meter):
 
     def __init__(self, device: MetaDevice) -> None:
         self._device = device
-        self._marks: list[tuple[float, int, int]] = []
+        self._marks: list[tuple[float, int]] = []
 
     def mark(self) -> None:
         device = self._device
-        self._marks.append((device.seconds, len(device.levels) - 1, device.made))
+        self._marks.append((device.seconds, len(device.levels) - 1))
 
     def finish(self) -> list[Reading]:
         levels, base, marks = self._device.levels, self._device.before, self._marks
         return [
-            Reading(seconds - marks[0][0], base + levels[until], base + max(levels[since : until + 1]), made - before)
-            for (_, since, before), (seconds, until, made) in pairwise([*marks[:1], *marks])
+            Reading(seconds - marks[0][0], base + levels[until], base + max(levels[since : until + 1]))
+            for (_, since), (seconds, until) in pairwise([*marks[:1], *marks])
         ]
 
 

@@ -15,7 +15,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -41,8 +40,6 @@ class Reading(NamedTuple):
     """Bytes that are allocated."""
     peak: int
     """Most bytes that were allocated since the instant before."""
-    made: int
-    """Bytes given out since the instant before, also those taken back; on a CPU, without these."""
 
 
 class Meter(ABC):
@@ -66,14 +63,14 @@ class Meter(ABC):
         """Measure nothing any more."""
 
 
-def allocated(device: torch.device) -> tuple[int, int, int]:
-    """Bytes allocated on an accelerator, their peak since it was reset, and all that were ever given out.
+def allocated(device: torch.device) -> tuple[int, int]:
+    """Bytes allocated on an accelerator, and their peak since it was reset.
 
     ``torch.accelerator.memory_allocated`` reads the same, and sorts a hundred other counters for each answer.
     """
     index = device.index if device.index is not None else torch.accelerator.current_device_index()
     bytes_of_all = device_stats(index)["allocated_bytes"]["all"]
-    return bytes_of_all["current"], bytes_of_all["peak"], bytes_of_all["allocated"]
+    return bytes_of_all["current"], bytes_of_all["peak"]
 
 
 class DeviceMemory:
@@ -112,14 +109,14 @@ class AcceleratorMeter(Meter):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._instants: list[tuple[torch.Event, int, int, int]] = []
+        self._instants: list[tuple[torch.Event, int, int]] = []
 
     def mark(self) -> None:
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
-        level, peak, made = allocated(self._device)
+        level, peak = allocated(self._device)
         torch.accelerator.reset_peak_memory_stats(self._device)
-        self._instants.append((event, level, peak, made))
+        self._instants.append((event, level, peak))
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self._device)
@@ -131,10 +128,9 @@ class AcceleratorMeter(Meter):
 
     def finish(self) -> list[Reading]:
         self.wait()
-        instants = self._instants
         return [
-            Reading(instants[0][0].elapsed_time(event) / 1e3 if number else 0.0, level, peak, made - before)
-            for number, ((*_, before), (event, level, peak, made)) in enumerate(pairwise([*instants[:1], *instants]))
+            Reading(self._instants[0][0].elapsed_time(event) / 1e3 if number else 0.0, level, peak)
+            for number, (event, level, peak) in enumerate(self._instants)
         ]
 
 
@@ -149,7 +145,7 @@ class ClockMeter(Meter):
         self._instants.append(time.perf_counter() if self._clock is None else self._clock())
 
     def finish(self) -> list[Reading]:
-        return [Reading(seconds - self._instants[0], 0, 0, 0) for seconds in self._instants]
+        return [Reading(seconds - self._instants[0], 0, 0) for seconds in self._instants]
 
 
 class CpuMeter(Meter):
@@ -163,11 +159,7 @@ class CpuMeter(Meter):
         self._instants.append((time.perf_counter(), self._peak.restart()))
 
     def finish(self) -> list[Reading]:
-        instants = self._instants
-        return [
-            Reading(seconds - instants[0][0], level, peak, max(level - before, 0))
-            for (_, (before, _)), (seconds, (level, peak)) in pairwise([*instants[:1], *instants])
-        ]
+        return [Reading(seconds - self._instants[0][0], *resident) for seconds, resident in self._instants]
 
 
 def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Static:

@@ -213,8 +213,8 @@ class ProfilerListener:
     """Listens to one call, with a probe if its operators are measured. It changes nothing."""
 
     probe: Probe | None
-    asked: Callable[[int, torch.Tensor, object], None]
-    """Called when backward unpacks a tensor that was saved after so many operators, with it and its handle."""
+    asked: Callable[[int], None]
+    """Called when backward unpacks a tensor that was saved after so many operators."""
     casts: Callable[[torch.UntypedStorage], None]
     """Called with memory of a cast of a leaf in forward, which is still alive."""
 

@@ -28,8 +28,7 @@ NOTE [ The device's clock ]
 If the CPU is the slower of the two, the time between two instants on the device is the CPU's. To be timed, the device
 is made to lag at the start of the first block, in forward and in backward, so that it has a queue to work off. A call
 counts if the device was behind the CPU at its begin and its end. Before the first block nothing lags: a model that
-reads a number from the device there makes the CPU wait, and would be timed too long. In a step that times neither, the
-device may lag from the start on, as it does in a step whose CPU has a lead.
+reads a number from the device there makes the CPU wait, and would be timed too long.
 """
 
 from __future__ import annotations
@@ -42,12 +41,10 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 
 import torch
 
 from spillway._torch import tree_leaves
-from spillway.checkpointing.tensors import is_strided
 from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, TaskBytes
 from spillway.profiler.meter import Meter, Reading, meter_of
 
@@ -92,8 +89,6 @@ class StepTrace:
     """Numbers of the calls that were replayed between the instants ``("again", n)`` and ``("ran", n)``."""
     asked: list[tuple[int, int]] = field(default_factory=list)
     """At ``("asked", n)``, the number of a call, and how many of its operators had run when it saved what is given."""
-    freed: list[int] = field(default_factory=list)
-    """Bytes that a backward was given, and its own code released at the instant ``("let go", n)``."""
     uncast: list[int] = field(default_factory=list)
     """Bytes of a block's cast that was released at the instant ``("uncast", n)``. They are still counted there."""
     queued: dict[Place, float] = field(default_factory=dict)
@@ -115,32 +110,6 @@ class StepTrace:
         between = [place for place in self.order[start + 1 : end + 1] if place[0] != "moved"]
         return max((self.readings[place].peak - self.carried[place] for place in between), default=self.level(since))
 
-    def late_peak(self, since: Place, until: Place) -> int | None:
-        """As :meth:`peak`, but only while an operator's backward has released what it was given, and without that.
-
-        ``None`` if it holds it to its end. An operator may have gradients summed up when its own code has returned.
-        """
-        start, end = self.order.index(since), self.order.index(until)
-        places = self.order[start : end + 1]
-        while places and places[-1][0] != "released":
-            places.pop()
-        left = sum(self.freed[number] for what, number in places if what == "let go")
-        most = None
-        freed = 0
-        for before, place in pairwise(places):
-            here, last = self.readings[place], self.readings[before]
-            if before[0] == "let go":
-                freed = self.freed[before[1]]
-                left -= freed
-            elif most is None:
-                continue
-            if place[0] != "moved":
-                # The peak says nothing of bytes taken back at the interval's begin, unless it was passed again.
-                peak = here.peak if here.peak > last.level or not freed else last.level - max(freed - here.made, 0)
-                most = max(most or 0, peak - self.carried[place] - left)
-            freed = 0
-        return most
-
     def first_move(self, since: Place, until: Place) -> Place:
         """When the bytes in flight first change between two instants; the second instant, if they do not."""
         start, end = self.order.index(since), self.order.index(until)
@@ -160,7 +129,7 @@ class StepTrace:
     @property
     def step_peak(self) -> int:
         """Most bytes in the step. The peaks at its begin were before it."""
-        return max(reading.peak for place, reading in self.readings.items() if place[0] not in ("ahead", "begin"))
+        return max(reading.peak for place, reading in self.readings.items() if place[0] != "begin")
 
     def tasks(self) -> tuple[TaskBytes, ...]:
         """The bytes in each task, in order, with those in flight."""
@@ -184,17 +153,11 @@ class StepTrace:
             found.append(TaskBytes(AFTER, peak, peak))
         return tuple(found)
 
-    def blocks_seconds(self) -> float:
-        """Time from the start of the step to the end of the blocks' backward."""
-        return self.seconds(("begin", 0), ("first", 0) if ("first", 0) in self.readings else ("back", 0))
-
-    def lead(self, place: Place) -> float:
-        """Seconds by which the CPU was ahead of the device at an instant, beyond the first one; below 0: behind."""
-        return self.readings[place].seconds - self.queued[place]
-
     def is_behind(self, *places: Place) -> bool:
         """Whether the device was behind the CPU at these instants. See NOTE [ The device's clock ]."""
-        return self.has_host and all(place in self.queued and self.lead(place) > _BEHIND for place in places)
+        return self.has_host and all(
+            place in self.queued and self.readings[place].seconds - self.queued[place] > _BEHIND for place in places
+        )
 
     def host_seconds(self, since: Place, until: Place) -> float:
         """The CPU's time between two instants. See NOTE [ The CPU's clock ]."""
@@ -210,7 +173,6 @@ class StepTracer:
         meter: that reads the instants. ``None``: the device's.
         times_host: whether the CPU is timed: see NOTE [ The CPU's clock ].
         lag: seconds by which the device is made to lag at the blocks: see NOTE [ The device's clock ].
-        lead: seconds by which it is made to lag at the start of the step, so that the CPU is ahead by that.
         weighs: whether bytes are counted, so that copies of streamed parameters are held in backward.
     """
 
@@ -222,7 +184,6 @@ class StepTracer:
         *,
         times_host: bool = False,
         lag: float = 0.0,
-        lead: float = 0.0,
         weighs: bool = False,
     ) -> None:
         self._meter = meter_of(device) if meter is None else meter
@@ -244,17 +205,12 @@ class StepTracer:
         """Casts of leaves that are alive."""
         self._cast_last: dict[int, int] = {}
         """Bytes that the block which ended last has cast."""
-        self._given: dict[int, weakref.ref[object]] = {}
-        """Storages that backward was given and has not released yet, and their handles."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that blocks were given."""
         self._closed = False
         self.thread = threading.current_thread()
         """The thread whose steps are traced."""
-        if lead:
-            self._mark("ahead", 0)
-            self._meter.lag(lead)
         self._mark("begin", 0)
 
     @property
@@ -314,17 +270,12 @@ class StepTracer:
     def come_back(self) -> None:
         self._mark("back again", 0)
 
-    def asked(self, number: int, place: int, tensor: torch.Tensor, handle: object) -> None:
-        """A block's backward is given what it saved after so many operators, by a handle that autograd holds."""
+    def asked(self, number: int, place: int) -> None:
+        """A block's backward is given what it saved after so many operators."""
         if self._closed:
             return
         self._trace.asked.append((number, place))
         self._mark("asked", len(self._trace.asked) - 1)
-        # These are forgotten before there can be another object of the same number.
-        if is_strided(tensor):
-            storage = tensor.untyped_storage()
-            self._given[id(storage)] = weakref.ref(storage, partial(self._let_go, id(storage), storage.nbytes()))
-        self._given[id(handle)] = weakref.ref(handle, partial(self._released, id(handle)))
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
@@ -383,20 +334,6 @@ class StepTracer:
             hook.remove()
         self._hooks.clear()
         self._inputs.clear()
-
-    def _released(self, key: int, _: weakref.ref[object]) -> None:
-        """An operator's backward has ended: autograd releases what it has saved for it."""
-        del self._given[key]
-        if not self._closed:
-            self._mark("released", self._counts["releases"])
-            self._counts["releases"] += 1
-
-    def _let_go(self, key: int, nbytes: int, _: weakref.ref[object]) -> None:
-        """A backward's own code has released what it was given. It is still counted: it is about to be freed."""
-        del self._given[key]
-        if not self._closed:
-            self._mark("let go", len(self._trace.freed))
-            self._trace.freed.append(nbytes)
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._casts[key]

@@ -52,7 +52,7 @@ class Mover:
     def __init__(self, backend: Backend, *, window: int, recorder: Recorder | None = None) -> None:
         self.window = window
         self._own_window = window
-        self._claims: weakref.WeakKeyDictionary[object, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._claims: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         """The limits of each claimant: bytes LEAVING, and bytes prefetched."""
         self.batch = batch_bytes(window)
         self._backend = backend
@@ -124,24 +124,21 @@ class Mover:
             return self.window
         return window if isinstance(window, int) else int(window * self.window)
 
-    def claim(self, owner: object, window: int | None, ahead: int | None = None) -> None:
+    def claim(self, owner: object, window: int | None) -> None:
         """Claim a limit, as plans do; ``None`` ends the claim. The smallest claim applies, or else the mover's own.
 
         Args:
             owner: the claim ends when it dies.
-            window: bytes that may be LEAVING at once.
-            ahead: bytes that may be prefetched; ``None``: the same.
+            window: bytes that may be LEAVING at once, and be prefetched.
         """
         with self._lock:
             if window is None:
                 self._claims.pop(owner, None)
             else:
-                self._claims[owner] = window, window if ahead is None else ahead
-            own = self._own_window, self._own_window
-            windows, aheads = zip(*(list(self._claims.values()) or [own]), strict=True)
-            self.window = min(windows)
+                self._claims[owner] = window
+            self.window = min(self._claims.values(), default=self._own_window)
             self.batch = batch_bytes(self.window)
-            self._prefetches.resize(min(aheads), batch_bytes(min(aheads)))
+            self._prefetches.resize(self.window, self.batch)
 
     def listen(self, listener: Callable[[bool], object]) -> None:
         """Call a method before (with ``True``) and after each call that may change how many bytes are in flight.

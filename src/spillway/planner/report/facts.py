@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
-from spillway.planner.planner import Curve, Point, profile_for, rates_of
+from spillway.planner.planner import Curve, Point, planning_rates, profile_for
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class KindRow:
-    """All calls of one kind of block. Its figures are their sums."""
+    """All calls of one kind of block."""
 
     rows: tuple[Row, ...]
 
@@ -72,26 +72,6 @@ class KindRow:
         if len(counts) == 1:
             return self.rows[0].decision
         return ", ".join(f"{decision} x {count}" for decision, count in counts.items())
-
-    @property
-    def kept_bytes(self) -> int:
-        """As :attr:`Row.kept_bytes`."""
-        return sum(row.kept_bytes for row in self.rows)
-
-    @property
-    def sent_bytes(self) -> int:
-        """As :attr:`Row.sent_bytes`."""
-        return sum(row.sent_bytes for row in self.rows)
-
-    @property
-    def recomputed_bytes(self) -> int:
-        """As :attr:`Row.recomputed_bytes`."""
-        return sum(row.recomputed_bytes for row in self.rows)
-
-    @property
-    def recompute_seconds(self) -> float:
-        """As :attr:`Row.recompute_seconds`."""
-        return sum(row.recompute_seconds for row in self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,10 +284,6 @@ class Facts:
         # A plan may be simulated with the bandwidths of another machine.
         elsewhere = not math.isclose(timeline.seconds, plan.predicted_seconds, rel_tol=1e-6)
         then = f"; {format_seconds(plan.predicted_seconds)} on the machine that it was made for" if elsewhere else ""
-        known = plan.bound_seconds and not elsewhere
-        bound = f"; no plan takes less than {format_seconds(plan.bound_seconds or 0)}" if known else ""
-        found = {"exact": "exhaustive search: no plan is better", "search": "local search: no better plan was found"}
-        ahead = "" if plan.ahead is None else f", {format_bytes(plan.ahead)} of it for prefetching"
         recomputing, stalled = plan.recompute_seconds, timeline.wait_seconds
         here, away = len(plan.resident), len({call.name for call in self.profile.calls if call.streamed})
         weights = (("weights", f"{away} blocks streamed, {here} on the GPU by the plan"),) if here or away else ()
@@ -321,8 +297,7 @@ class Facts:
             ("offloaded", format_bytes(plan.sent_bytes)),
             ("CPU memory", format_bytes(timeline.host_bytes)),
             ("disk", format_bytes(timeline.disk_bytes)),
-            ("in flight", f"at most {format_bytes(plan.window)}{ahead}"),
-            ("found by", f"{found.get(plan.method, plan.method)}{bound}"),
+            ("in flight", f"at most {format_bytes(plan.window)}"),
         )
 
     @property
@@ -366,7 +341,7 @@ def facts_of(
         UsageError: for a plan of another model.
     """
     profile = profile_for(profile, plan, hardware)
-    program, rates = program_of(profile, plan), rates_of(plan, hardware)
+    program, rates = program_of(profile, plan), planning_rates(hardware, plan.window)
     timeline = simulate_program(program, rates, spans=True)
     keep, checkpoint = (
         Point(step.peak_bytes, step.seconds)
