@@ -276,6 +276,7 @@ def test_several_gradients_at_once(reduction: str, cast: torch.dtype | None) -> 
     def gradients(loss: torch.Tensor) -> torch.Tensor:
         many = torch.eye(loss.numel(), dtype=loss.dtype) if loss.dim() else torch.tensor([1.0, 0.7], dtype=loss.dtype)
         (found,) = torch.autograd.grad(loss, logits, many, is_grads_batched=True)
+        assert not found.requires_grad
         return found
 
     expected = functional.cross_entropy(logits if cast is None else logits.to(cast), target, reduction=reduction)

@@ -26,7 +26,6 @@ from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.checkpointing.blocks import Named
 from spillway.errors import RecomputeError
-from spillway.profiler.probe import ProfilerListener
 from spillway.profiler.profiled_call import ProfiledCall
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.decide import Locator
@@ -36,6 +35,7 @@ from spillway.session import Session
 
 if TYPE_CHECKING:
     from spillway.attaching.blocks import BlockTracing
+    from spillway.profiler.probe import ProfilerListener
     from spillway.profiler.step_trace import StepTracer
 
     Traced = tuple[StepTracer, int]

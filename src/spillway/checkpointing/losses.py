@@ -239,10 +239,11 @@ def _differentiable(
     ignore_index: int,
     reduction: str,
 ) -> torch.Tensor:
+    keeps_graph = torch.is_grad_enabled()
     with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
         logarithms = functional.log_softmax(logits.to(dtypes.logarithms), 1).to(dtypes.losses)
         loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
-        (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=True)
+        (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=keeps_graph)
     return found
 
 

@@ -6,7 +6,8 @@ The function's own code runs. A dispatch mode sees its operators, in the order o
 handed in, and operators that the replay does not need are left out. The replay is partial only as long as the function
 follows its program:
 
-* Each operator must be the program's next one.
+* Each operator must be the program's next one. One that is left out must have arguments of the same shapes, strides
+  and dtypes, and the same others but for floats: Python code may ask for the shape of what it would return.
 * No operator that runs may read memory without content.
 * Each preserved tensor that the replay saves must lie in the memory that was handed in. So the replay goes on until
   each handed-in value was saved once.
@@ -30,7 +31,7 @@ import torch
 
 from spillway._torch import disable_dispatch, schema_of, storage_key
 from spillway.checkpointing.ambient import default_generator, device_of
-from spillway.checkpointing.program import Argument, Decisions, Operator, Preserved
+from spillway.checkpointing.program import Argument, Decisions, Operator, Preserved, form_of
 from spillway.checkpointing.recorder import HiddenOperators, advance, is_cast
 from spillway.checkpointing.schema import argument, facts_of
 from spillway.checkpointing.tensors import OperatorMode, strided_parts, tensors_in
@@ -93,6 +94,8 @@ class PartialReplay(OperatorMode):
         if operator.draws and self._draws:
             advance(default_generator(device_of(args, kwargs)), operator.draws)
         with disable_dispatch():
+            if form_of((*args, *kwargs.items())) != operator.form:
+                raise self._other(f"operator {self._place - 1}, {func}, has other arguments")
             return self._hand_out(operator, act, args, kwargs)
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:

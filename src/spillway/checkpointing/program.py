@@ -8,10 +8,13 @@ operators write it. So two saved tensors may be one value, and a value is preser
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+import torch
+
+from spillway.checkpointing.collector import meta_of
 from spillway.checkpointing.schema import OperatorFacts
 from spillway.checkpointing.selectors import Choices
 from spillway.errors import RecomputeError
@@ -41,12 +44,30 @@ class Operator:
     """Whether it depends on inputs of the function, or on tensors that require grad. Others may be cached constants."""
     draws: int | None = 0
     """How far it advances the generator of its device; ``None``: the generator cannot be advanced."""
+    form: tuple[Any, ...] = ()
+    """Its arguments: see :func:`form_of`."""
 
     @property
     def always_runs(self) -> bool:
         """Whether every replay runs it: shapes or Python code may depend on it, or its outputs cannot be replaced."""
         facts = self.facts
         return not (self.is_plain and self.depends) or facts.is_data_dependent or facts.reshapes
+
+
+def form_of(values: Iterable[Any]) -> tuple[Any, ...]:
+    """Arguments of an operator, as far as shapes, strides and dtypes of its outputs may depend on them."""
+    return tuple(
+        [
+            meta_of(each)
+            if isinstance(each, torch.Tensor)
+            else form_of(each)
+            if isinstance(each, list | tuple)
+            else None
+            if isinstance(each, float)
+            else each
+            for each in values
+        ]
+    )
 
 
 @dataclass(frozen=True, slots=True)

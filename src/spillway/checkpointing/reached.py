@@ -162,10 +162,24 @@ def copy_of(tensor: torch.Tensor) -> torch.Tensor:
         return over(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
 
-def share_memory(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
-    """Whether a tensor at one of these places lies in the same memory as another tensor."""
-    keys = [storage_key(each.untyped_storage()) if is_plain(each) and has_bits(each) else 0 for each in tensors]
-    return any(keys[place] and keys.count(keys[place]) > 1 for place in places if place < len(keys))
+def overlap(tensors: Sequence[torch.Tensor], places: Iterable[int]) -> bool:
+    """Whether a tensor at one of these places shares memory with another tensor. Two storages may lie in one memory."""
+    spans = [_span_of(tensor) for tensor in tensors]
+    return any(
+        place != other and spans[place][0] < span[1] and span[0] < spans[place][1]
+        for place in places
+        if place < len(spans)
+        for other, span in enumerate(spans)
+    )
+
+
+def _span_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """Addresses of its first byte, and after its last one."""
+    if not is_plain(tensor) or not has_bits(tensor) or not tensor.numel():
+        return 0, 0
+    start = tensor.data_ptr()
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def copies_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -42,7 +42,7 @@ from spillway._torch import (
     tree_leaves,
 )
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
-from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor
+from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor, form_of
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
 from spillway.checkpointing.selectors import Choices, OperatorCall
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
@@ -170,6 +170,8 @@ class Recorder(OperatorMode):
             self.values.opaque = f"torch may run another kernel than {func} without a dispatch mode"
         node = next_node()
         operator = Operator(func, facts, tuple([self._value(each) for each in tensors_in((*args, *kwargs.values()))]))
+        with disable_dispatch():
+            operator.form = form_of((*args, *kwargs.items()))
         targets = [argument(args, kwargs, key) for key in facts.writes]
         operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
         self.written.update(operator.writes)

@@ -15,7 +15,7 @@ from spillway.checkpointing.ambient import AmbientState, generators_of, put_stat
 from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.python_state import PythonState
-from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, share_memory
+from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import KeptHandle, unpack
@@ -214,7 +214,7 @@ class ReplayableCall:
     def _may_begin(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether the call can be replayed."""
         written = self._learned.written_inputs
-        if not (written and share_memory(tensors, written)):
+        if not (written and overlap(tensors, written)):
             return True
         # Copies of the two would not share memory.
         self._scope.ledger.note(

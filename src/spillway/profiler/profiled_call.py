@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,8 +14,10 @@ from spillway.checkpointing.collector import Collector
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.slots import SavedSlot
 from spillway.checkpointing.tensors import is_strided
-from spillway.profiler.probe import ProfilerListener
 from spillway.saved_tensors.handles import Handle
+
+if TYPE_CHECKING:
+    from spillway.profiler.probe import ProfilerListener
 
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
 """Views of a cast weight that a matrix product may save."""
