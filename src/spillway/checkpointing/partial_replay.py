@@ -7,7 +7,8 @@ handed in, and operators that the replay does not need are left out. The replay 
 follows its program:
 
 * Each operator must be the program's next one. One that is left out must have arguments of the same shapes, strides
-  and dtypes, and the same others but for floats: Python code may ask for the shape of what it would return.
+  and dtypes, and the same others, but for numbers that it computes with: Python code may ask for the shape of what it
+  would return.
 * No operator that runs may read memory without content.
 * Each preserved tensor that the replay saves must lie in the memory that was handed in. So the replay goes on until
   each handed-in value was saved once.
@@ -94,7 +95,7 @@ class PartialReplay(OperatorMode):
         if operator.draws and self._draws:
             advance(default_generator(device_of(args, kwargs)), operator.draws)
         with disable_dispatch():
-            if form_of((*args, *kwargs.items())) != operator.form:
+            if form_of(operator.facts, args, kwargs) != operator.form:
                 raise self._other(f"operator {self._place - 1}, {func}, has other arguments")
             return self._hand_out(operator, act, args, kwargs)
 

@@ -8,7 +8,7 @@ operators write it. So two saved tensors may be one value, and a value is preser
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -21,6 +21,8 @@ from spillway.errors import RecomputeError
 from spillway.planner.needed import Act, needed
 from spillway.saved_tensors.identity import ViewRecipe
 from spillway.types import Decision
+
+_NUMBERS = (int, float, complex)
 
 
 @dataclass(slots=True, eq=False)
@@ -54,20 +56,23 @@ class Operator:
         return not (self.is_plain and self.depends) or facts.is_data_dependent or facts.reshapes
 
 
-def form_of(values: Iterable[Any]) -> tuple[Any, ...]:
+def form_of(facts: OperatorFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """Arguments of an operator, as far as shapes, strides and dtypes of its outputs may depend on them."""
+    # Outputs depend on the type of a number that is computed with, and not on its value.
     return tuple(
         [
-            meta_of(each)
-            if isinstance(each, torch.Tensor)
-            else form_of(each)
-            if isinstance(each, list | tuple)
-            else None
-            if isinstance(each, float)
-            else each
-            for each in values
+            type(each) if key in facts.numbers and isinstance(each, _NUMBERS) else _form_of(each)
+            for key, each in (*enumerate(args), *kwargs.items())
         ]
     )
+
+
+def _form_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return meta_of(value)
+    if isinstance(value, list | tuple):
+        return tuple([_form_of(each) for each in value])
+    return float if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,7 +171,7 @@ class Recorder(OperatorMode):
         node = next_node()
         operator = Operator(func, facts, tuple([self._value(each) for each in tensors_in((*args, *kwargs.values()))]))
         with disable_dispatch():
-            operator.form = form_of((*args, *kwargs.items()))
+            operator.form = form_of(facts, args, kwargs)
         targets = [argument(args, kwargs, key) for key in facts.writes]
         operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
         self.written.update(operator.writes)

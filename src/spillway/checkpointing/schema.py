@@ -23,6 +23,8 @@ class OperatorFacts(NamedTuple):
     """Whether autocast casts weights with it. Its cache makes these casts come and go."""
     writes: tuple[Key, ...] = ()
     """Arguments that it writes."""
+    numbers: frozenset[Key] = frozenset()
+    """Arguments that it computes with, and that may be numbers."""
     returned: tuple[Key | None, ...] | None = None
     """For each output, the argument that is returned, or ``None`` for a new tensor. ``None`` as a whole: unknown."""
     is_view: bool = False
@@ -56,6 +58,8 @@ _SILENT_WRITERS: dict[str, tuple[Key, ...]] = {
 _QUERIES = {"aten::_nested_tensor_size", "aten::_nested_tensor_storage_offsets", "aten::_nested_tensor_strides"}
 
 _KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]", "number", "bool", "int", "float"}
+
+_OPERANDS = {"Tensor", "Optional[Tensor]", "number", "Optional[number]"}
 
 _POOL = torch.ops.aten.max_pool2d_with_indices.default
 _FACTORS = frozenset(
@@ -116,6 +120,11 @@ def _read(operator: Any) -> OperatorFacts:
         is_label=schema.name.startswith("profiler::"),
         casts=operator is torch.ops.aten._to_copy.default,
         writes=tuple(writes),
+        numbers=frozenset(
+            argument.name if argument.kwarg_only else position
+            for position, argument in enumerate(schema.arguments)
+            if str(argument.type) in _OPERANDS
+        ),
         returned=tuple(returned) if all(str(value.type) in _KNOWN_TYPES for value in schema.returns) else None,
         is_view=is_view,
         reshapes=torch.Tag.inplace_view in tags
