@@ -27,10 +27,10 @@ A step during backward reads the gradient as autograd left it, and not the copy 
 gradients stay on the GPU until compute has waited for their steps. Past the in-flight limit it waits for the oldest.
 
 A step's short kernels wait for long kernels of the model, which hold all multiprocessors, whatever the stream's
-priority: 8.8 ms of an attention backward that took 9.1 ms (H100, a trace). So chunks are as large as the in-flight
-limit allows: with twice the elements, a step of 4 x 16,384 tokens took 2,586 ms where it took 2,811 (H200). These were
-no faster: four step streams in turn instead of one; a worker thread that is at most 32 chunks ahead of the GPU; and
-copies of a block's weights that wait for its step where compute does not.
+priority: 8.8 ms of an attention backward that took 9.1 ms (H100, a trace). So chunks are as large as the default
+in-flight limit allows: with twice the elements, a step of 4 x 16,384 tokens took 2,586 ms where it took 2,811 (H200).
+These were no faster: four step streams in turn instead of one; a worker thread that is at most 32 chunks ahead of the
+GPU; and copies of a block's weights that wait for its step where compute does not.
 
 During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
 by hand afterwards, ``step()`` loads the chunk again, after its copy out.
