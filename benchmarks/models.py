@@ -378,6 +378,8 @@ def measure(name: str, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 row["recomputed_blocks"] = sum(block.recomputes for block in plan.blocks)
                 row["offloaded_bytes"] = plan.host_bytes
                 row["notes"] = list(training.attached.notes)
+                if options.profiles is not None and training.attached.profile is not None:
+                    training.attached.profile.save(options.profiles / f"{name}-{way}.json")
             training.times(2)
             row["rounds"] = [training.times(options.steps)]
             peaks[way] = row["peak"] = training.peak()
@@ -441,6 +443,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the script")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--profiles", type=Path, help="a folder for the profiles, to plan from them without the GPU")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.child:
@@ -460,6 +463,7 @@ def main() -> None:
             options.device,
             "--ways",
             *options.ways,
+            *([] if options.profiles is None else ["--profiles", str(options.profiles)]),
         ]
         command = [sys.executable, "-W", "ignore", __file__, *words, *(["--tiny"] if options.tiny else [])]
         environment = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", **os.environ}

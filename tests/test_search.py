@@ -296,6 +296,39 @@ def test_checkpointing_may_be_above_the_budget_by_the_rounding_of_cached_blocks(
         assert any("took more than the budget" in note for note in attached.notes) is not is_taken
 
 
+@pytest.mark.parametrize(
+    ("part", "other_steps", "stays"),
+    [(1001, 20, True), (1001, 3, False), (999, 20, False)],
+    ids=["seldom", "soon again", "by more"],
+)
+def test_an_active_plan_of_checkpointing_may_be_above_the_budget_by_the_rounding_of_cached_blocks(
+    part: int, other_steps: int, stays: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    freed: list[bool] = []
+    monkeypatch.setattr(NoMemory, "free_cached", lambda self: (freed.append(True), True)[1])
+    budget = deep_peak() + 1024
+    model, batch = deep()
+    expected = one_step(deep()[0], batch)
+    with attached_deep(model, budget, session, allow={"keep", "recompute"}) as attached:
+        search(model, batch, attached)
+        plan, above = attached.plan, budget + budget // part
+        assert plan is not None and all(block.recomputes for block in plan.blocks)
+        one_step(model, batch)
+        for peak in (above, *([0] * other_steps), above, 0):
+            monkeypatch.setattr(NoMemory, "peak", lambda self, peak=peak: peak)
+            if stays:
+                assert all(map(torch.equal, one_step(model, batch), expected))
+                continue
+            try:
+                assert all(map(torch.equal, one_step(model, batch), expected))
+            except BudgetError:
+                # No plan takes less.
+                break
+        said = [note for note in attached.notes if "over the budget" in note]
+        assert bool(said) is not stays, said
+        assert len(freed) == (0 if part == 999 else 2 if stays else 1)
+
+
 @pytest.mark.parametrize("over", [False, True], ids=["within the budget", "over the budget"])
 def test_on_an_accelerator_torchs_checkpointing_is_validated_beside_a_plan(
     over: bool, session: Session, monkeypatch: pytest.MonkeyPatch

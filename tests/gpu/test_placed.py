@@ -96,18 +96,23 @@ def test_bits_and_budgets(session: spillway.Session, is_trained: bool) -> None:
         loop = Training(session, is_trained=is_trained)
         budget = level + int(share * most) if share else 1 << 40
         with loop.attach(budget) as attached:
-            found, peak = [], 0
+            found, peak, last, plan = [], 0, 0, None
             for number in range(STEPS):
                 is_active = attached.stage == "active"
+                # Two plans may run in turn. The first step of each learns its order.
+                before, plan = plan, attached.plan
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 found.append(loop.step(number).cpu())
                 torch.cuda.synchronize()
                 if is_active:
-                    peak = max(peak, torch.cuda.max_memory_allocated())
+                    last = torch.cuda.max_memory_allocated()
+                    peak = max(peak, last)
+                    if plan is before:
+                        assert plan is not None
+                        assert abs(plan.predicted_peak / last - 1) < 0.03, (share, plan.predicted_peak, last)
             plan = attached.plan
-            assert plan is not None and peak and peak <= budget, attached.explain()
-            assert abs(plan.predicted_peak / peak - 1) < 0.03, (share, plan.predicted_peak, peak)
+            assert plan is not None and last and peak <= budget, attached.explain()
             assert len(attached.streamed) == BLOCKS - len(plan.resident)
             most = most or peak - level
             counts.append(len(plan.resident))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spillway.checkpointing.checks import _FEW, _SMALL, _rows, sums
+from spillway.checkpointing.checks import _FEW, _SMALL, Fingerprints, _rows, fingerprint_of, sums
 
 _TYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool, torch.complex64)
 
@@ -140,3 +140,14 @@ def test_rows_cover_all_words_and_need_no_counter(count: int) -> None:
     # What is held meanwhile: of 1 MiB and more, about a fiftieth at most.
     assert last <= count * 0.13
     assert last <= count * 0.0206 or count < 1 << 17
+
+
+def test_fingerprints_of_several_tensors_are_those_of_each() -> None:
+    tensors = [torch.arange(count, dtype=torch.float64) for count in (3, 5000, 7, 40000, 1)]
+    several = Fingerprints()
+    for number, tensor in enumerate(tensors):
+        several.add(number, tensor, number)
+    several.compute()
+    for number, tensor in enumerate(tensors):
+        alone = fingerprint_of(tensor)
+        assert alone is not None and torch.equal(several.found[number], alone)

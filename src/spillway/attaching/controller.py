@@ -18,7 +18,7 @@ The first three stages profile the model (NOTE [ Profiling steps ] in ``collecto
 
     An allocator counts a cached block whole, though a tensor takes a little less of it. So checkpointing may take a
     little more than its peak after steps with blocks of other sizes. On one GPU it is not refused for a thousandth of
-    the budget, but cached blocks are freed. Later steps must keep to the budget.
+    the budget, but cached blocks are freed: now, and in ``ACTIVE`` after one step of sixteen.
 ``ACTIVE``
     Only the device's peak and the inputs' sizes are measured. The first steps also time the plan and torch's own
     checkpointing in turn, if both are within the budget: NOTE [ Two plans in turn ] in ``timer.py``. If a step is above

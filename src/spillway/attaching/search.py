@@ -184,10 +184,7 @@ class PlanSearch:
         self.measured = (
             Point(peak, 0.0) if trace is None else Point(peak, trace.seconds(("begin", 0), ("done", 0)), trace.tasks())
         )
-        is_over = peak > target.budget
-        is_close = ranks.alone and 0 < peak - target.budget <= target.budget // _ROUNDING
-        if is_close and self._is_latest(self._checkpointing(self._profiled)):
-            is_over = not self.memory.free_cached()
+        is_over = peak > target.budget and not self.is_rounding(peak)
         if learned and is_over and self._unjudged < _MOST_UNJUDGED:
             self._unjudged += 1
             self.notes.once(_LEARNED)
@@ -210,6 +207,11 @@ class PlanSearch:
             self._rival, self.plan = (self.plan, self.measured), beside
             return Stage.VALIDATING
         return Stage.ACTIVE
+
+    def is_rounding(self, peak: int) -> bool:
+        """Whether a step of torch's own checkpointing is above the budget by cached blocks only. They are freed."""
+        is_close = self.ranks.alone and peak - self.known_target.budget <= self.known_target.budget // _ROUNDING
+        return is_close and self._is_latest(self._checkpointing(self._profiled)) and self.memory.free_cached()
 
     def correct(self, peak: int) -> None:
         """Choose another plan, since a step was above the budget: after two such plans, torch's own checkpointing.
@@ -293,6 +295,8 @@ class PeakMonitor:
         """Steps in which a plan was active."""
         self._over_at: int | None = None
         """The last of them that was above the budget."""
+        self._rounded_at = -MOST_APART
+        """The last of them after which cached blocks were freed."""
 
     def step_ended(self, *, learned: bool) -> bool:
         """A step with an active plan is over; whether the search has another plan, since it was above the budget.
@@ -314,8 +318,11 @@ class PeakMonitor:
                 notes.once(_LEARNED)
         elif peak > budget and not search.ranks.alone:
             notes.once(f"a step of this rank had a peak over the budget of {format_bytes(budget)}")
+        elif peak > budget and self._steps - self._rounded_at >= MOST_APART and search.is_rounding(peak):
+            self._rounded_at = self._steps
+            memory.reset_peak()
         elif peak > budget:
-            notes.append(f"a step had a peak of {format_bytes(peak)}, over the budget of {format_bytes(budget)}")
+            notes.append(f"a step had a peak of {format_bytes(peak)}, {format_bytes(peak - budget)} over the budget")
             before, self._over_at = self._over_at, self._steps
             try:
                 search.correct(peak)

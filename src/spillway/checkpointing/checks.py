@@ -17,6 +17,7 @@ which waits for what is being offloaded.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -71,14 +72,24 @@ def _rows(count: int) -> tuple[tuple[int, int], tuple[int, int]]:
     return (rows, count - (rows - 1) * apart), (apart, 1)
 
 
-def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor | None:
+def odd_numbers(count: int, device: torch.device) -> torch.Tensor:
+    """The odd numbers of the first positions. A shift and a second product mix them (Steele et al. 2014).
+
+    With equal steps between them, some changes of signs would cancel out.
+    """
+    odd = torch.arange(count, dtype=torch.int64, device=device).mul_(_ODD).add_(_SHIFT)
+    return odd.bitwise_xor_(odd >> 32).mul_(_ODD).bitwise_or_(1)
+
+
+def fingerprint_of(
+    tensor: torch.Tensor, odd_of: Callable[[int, torch.device], torch.Tensor] = odd_numbers
+) -> torch.Tensor | None:
     """A hash of 64 bits, on the tensor's device; ``None`` for tensors without strides or content.
 
     ``None``, too, for tensors that may be workspaces or seeds, which kernels leave unwritten in part.
 
     The hash is a sum of 32-bit words, each times an odd number for its position (multiplicative hashing, Dietzfelbinger
-    et al. 1997). A shift and a second product mix the odd numbers (Steele et al. 2014): with equal steps between them,
-    some changes of signs would cancel out.
+    et al. 1997). ``odd_of`` gives as many of these numbers, on that device.
     """
     if tensor.dtype is torch.uint8 or may_be_seed(tensor):
         return None
@@ -90,9 +101,7 @@ def fingerprint_of(tensor: torch.Tensor) -> torch.Tensor | None:
         return None
     # The low half of round 64-bit numbers is zero: as one word, the product would lose their position.
     words = found.view(torch.int32)
-    odd = torch.arange(words.numel(), dtype=torch.int64, device=words.device).mul_(_ODD).add_(_SHIFT)
-    odd.bitwise_xor_(odd >> 32).mul_(_ODD).bitwise_or_(1)
-    return odd.mul_(words).sum()
+    return (odd_of(words.numel(), words.device) * words).sum()
 
 
 def fingerprints_of(output: Any) -> list[torch.Tensor | None]:
@@ -113,6 +122,8 @@ class Fingerprints:
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._nodes: dict[int, int] = {}
         """For each of them, the number that autograd gave next when it was saved."""
+        self._odd: dict[torch.device, torch.Tensor] = {}
+        """The most odd numbers so far: to make them takes seven kernels, and a block saves some thirty tensors."""
 
     def add(self, number: int, tensor: torch.Tensor, node: int) -> None:
         self._pending.append((number, tensor, node))
@@ -121,7 +132,7 @@ class Fingerprints:
         """Compute the fingerprints of tensors that operators before this node have saved; ``None``: of all."""
         while self._pending and (node is None or self._pending[0][2] < node):
             number, tensor, saved_by = self._pending.pop(0)
-            found = fingerprint_of(tensor)
+            found = fingerprint_of(tensor, self._odd_of)
             if found is not None:
                 self.found[number], self._nodes[number] = found, saved_by
 
@@ -131,6 +142,7 @@ class Fingerprints:
         ``ctc_loss`` saves its table of probabilities, and fills the part for the lengths of its inputs.
         """
         self.compute()
+        self._odd.clear()
         unwritten: set[int] = set()
         seen, rest = set[Any](), [leaf.grad_fn for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         while rest:
@@ -142,6 +154,12 @@ class Fingerprints:
                 unwritten.add(node_number(node) + 1)
             rest += [each for each, _ in node.next_functions]
         self.found = {number: each for number, each in self.found.items() if self._nodes[number] not in unwritten}
+
+    def _odd_of(self, count: int, device: torch.device) -> torch.Tensor:
+        odd = self._odd.get(device)
+        if odd is None or len(odd) < count:
+            odd = self._odd[device] = odd_numbers(count, device)
+        return odd[:count]
 
 
 def has_content_of(tensor: torch.Tensor, copy: torch.Tensor) -> bool:
