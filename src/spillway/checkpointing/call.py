@@ -155,13 +155,16 @@ class CheckpointedCall(ReplayableCall):
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope
         leaving, escaping, looks = scope.waiting, self._learned.escaping, self._compares or self._is_observed
+        before, self._learned.metas = self._learned.metas, metas
         preserved = self._preserved
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if leaving.nbytes and leaving.is_batch:
                 scope.advance()
             number = len(metas)
-            metas.append(meta_of(tensor))
+            meta = meta_of(tensor)
+            # Most calls save the same: one object for all.
+            metas.append(before[number] if number < len(before) and before[number] == meta else meta)
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):

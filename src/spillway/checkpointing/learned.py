@@ -61,6 +61,8 @@ class LearnedCalls:
     """Names of other tensors that it writes in place."""
     state: tuple[str, ...] = ()
     """Names of the Python state that the function changes."""
+    metas: Sequence[Meta] = ()
+    """Metadata of the tensors that the latest call saved. Later calls share the objects."""
     _calls: int = 0
     _offset: int = field(default_factory=lambda: next(_numbers))
     _programs: dict[Hashable, Program] = field(default_factory=dict)

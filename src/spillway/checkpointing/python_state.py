@@ -56,7 +56,7 @@ from spillway.checkpointing.python_walk import INTERNAL, MISSING, Walk, are_plai
 from spillway.checkpointing.tensors import below_modes
 from spillway.saved_tensors.identity import is_streamed
 
-_values_of, _requires_grad = methodcaller("values"), attrgetter("requires_grad")
+_values_of, _requires_grad, _data_of = methodcaller("values"), attrgetter("requires_grad"), attrgetter("data")
 # Without an object's own ``__getattribute__``.
 _attribute_of, _DICT = object.__getattribute__, repeat("__dict__")
 
@@ -71,7 +71,7 @@ class PythonState:
         # Function modes must not see this.
         with disable_function():
             walk = Walk((*_roots_of(function), *objects))
-            walk.generators += global_generators()
+            walk.generators = [*walk.generators, *global_generators()]
             parts = [*walk.found_classes], *([each] for each in walk.found_objects)
             self._copies = [_Copy(walk), *[_part_of(each) for each in parts if each]]
 
@@ -84,7 +84,8 @@ class PythonState:
 
         Inference tensors are left out: they have no versions. The names are the same in every call, and not unique.
         """
-        named = [*chain.from_iterable([each.walk.tensors for each in self._copies])]
+        walks = [each.walk for each in self._copies]
+        named = [*chain.from_iterable([zip(each.tensor_names, each.tensors, strict=True) for each in walks])]
         found = {id(pair[1]): pair for pair in reversed(named)}
         return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
 
@@ -342,10 +343,11 @@ class _Rest:
             self._flags = [*map(_requires_grad, walk.parameters)]
             holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
             # A streamed parameter has other memory in each use.
-            self._memory = [(each, each.data) for each in holders if not is_streamed(each)]
+            self._holders = [each for each in holders if not is_streamed(each)]
+            self._aliases = [*map(_data_of, self._holders)]
         self._arrays = [(array, array.copy()) for array in walk.arrays]
         self._generators = [(generator, generator.get()) for generator in walk.generators]
-        self._is_empty = not (self._flags or self._memory or self._arrays or self._generators)
+        self._is_empty = not (self._flags or self._holders or self._arrays or self._generators)
 
     def changes(self) -> list[str]:
         """Descriptions of what has changed."""
@@ -358,7 +360,7 @@ class _Rest:
             found.append("an array")
         with below_modes():
             # The ``.data`` of one got other memory, or another shape, strides or type.
-            if not all(itertools.starmap(_is_set_to, self._memory)):
+            if not all(map(_is_set_to, self._holders, self._aliases)):
                 found.append("the memory of a parameter or buffer")
         if any(generator.get() != state for generator, state in self._generators):
             found.append("the state of a Python or NumPy random generator")
@@ -371,7 +373,7 @@ class _Rest:
         for array, content in self._arrays:
             array[...] = content
         with below_modes():
-            for each, alias in self._memory:
+            for each, alias in zip(self._holders, self._aliases, strict=True):
                 # FSDP frees the memory of a parameter: there is none to put back.
                 if not _is_set_to(each, alias) and alias.untyped_storage().nbytes():
                     each.data = alias

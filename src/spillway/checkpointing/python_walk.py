@@ -55,6 +55,11 @@ _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threadin
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Objects that are read in classes. Classes also have registries of functions and other objects."""
 _values_of, _items_of = methodcaller("values"), methodcaller("items")
+_LISTS = (
+    *("owners", "dictionaries", "own_buffers", "empty", "classes", "items", "globals", "slots", "cells", "buffers"),
+    *("tensors", "tensor_names", "parameters", "arrays", "generators", "found_objects", "_todo"),
+)
+"""Lists of a walk: most stay empty."""
 _ITERATOR = "has an iterator, or a file, whose state cannot be copied for a second run"
 _LAZY = "has a lazy layer, which makes its parameters in this call"
 _WRITES = "has an embedding with max_norm, whose forward writes its weight"
@@ -100,8 +105,9 @@ class Walk:
         """Objects with the names of their slots."""
         self.cells: list[tuple[str, types.CellType]] = []
         """Closures' cells, with their names."""
-        self.tensors: list[tuple[str, torch.Tensor]] = []
-        """All tensors, with their names."""
+        self.tensors: list[torch.Tensor] = []
+        """All tensors."""
+        self.tensor_names: list[str] = []
         self.parameters: list[torch.Tensor] = []
         """Plain parameters of modules."""
         self.buffers: list[torch.Tensor] = []
@@ -125,6 +131,11 @@ class Walk:
         self.maps = *self.dictionaries, *self.own_buffers, *self.own_parameters, *map(vars, self.classes)
         self._seen.clear()
         self._todo.clear()
+        # A collection of garbage would go through the empty lists of all calls.
+        own = vars(self)
+        for name in _LISTS:
+            if not own[name]:
+                own[name] = ()
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
         """Take values with their names, and queue containers among them; ``is_shared``: a class has them."""
@@ -134,7 +145,8 @@ class Walk:
                 continue
             what = (_known.get(id(type(value))) or _facts_of(type(value)))[0]
             if what == "tensor":
-                self.tensors.append((str(name), value))
+                self.tensors.append(value)
+                self.tensor_names.append(str(name))
             elif what == "simple" or id(value) in seen or (is_shared and what not in _SHARED):
                 continue
             elif what == "object" and not self._opens:
@@ -215,14 +227,17 @@ class Walk:
             if any(map(is_lazy, chain.from_iterable(map(_values_of, own)))):
                 self.why_kept = self.why_kept or _LAZY
             self.own_parameters = own = [each for each in own if are_plain(each.values())]
-        found = [pair for pair in chain.from_iterable(map(_items_of, own)) if pair[1] is not None]
-        self.tensors += found
-        self.parameters += [each for _, each in found]
+        for name, each in chain.from_iterable(map(_items_of, own)):
+            if each is not None:
+                self.tensor_names.append(name)
+                self.parameters.append(each)
+        self.tensors += self.parameters
         for name, buffer in chain.from_iterable(map(_items_of, self.own_buffers)):
             if is_lazy(buffer):
                 self.why_kept = self.why_kept or _LAZY
             elif buffer is not None:
-                self.tensors.append((name, buffer))
+                self.tensors.append(buffer)
+                self.tensor_names.append(name)
                 if type(buffer) in (torch.Tensor, Parameter):
                     self.buffers.append(buffer)
 

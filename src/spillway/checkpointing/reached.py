@@ -72,8 +72,9 @@ class ReachedTensors:
         with self._lock:
             self._versions = [version_of(tensor) for _, tensor in named]
             self._before = list(zip(self._copied, copies_of(self._copied), strict=True)) if self._copied else []
-        self._unwritten: Sequence[tuple[torch.Tensor, int]] = ()
-        """Tensors that forward did not write, with their versions after forward."""
+        self._unwritten: list[torch.Tensor] = []
+        """Tensors that forward did not write."""
+        self._versions_after: list[int] = []
         self._lost: list[torch.Tensor] = []
         """Tensors that forward wrote, without a copy."""
 
@@ -94,10 +95,11 @@ class ReachedTensors:
         elif not (self._is_compared or (learned.written and any(name in learned.written for name, _ in named))):
             # A comparison would see writes without a new version. Later calls of batch norm write small tensors so.
             self._before = [pair for pair in self._before if pair[1].nbytes <= _MOST_HELD]
-        self._unwritten = [(named[place][1], version) for place, version in enumerate(after) if place not in wrote]
+        self._unwritten = [tensor for place, (_, tensor) in enumerate(named) if place not in wrote]
+        self._versions_after = [version for place, version in enumerate(after) if place not in wrote]
 
     def tensors(self) -> list[torch.Tensor]:
-        found = {id(tensor): tensor for tensor, _ in (*self._unwritten, *self._before)}
+        found = {id(tensor): tensor for tensor in (*self._unwritten, *(tensor for tensor, _ in self._before))}
         return [*found.values(), *self._lost]
 
     def constants(self) -> list[torch.Tensor]:
@@ -108,7 +110,8 @@ class ReachedTensors:
         """Tensors that cannot be put back to what forward read, with their versions in forward."""
         # A replay in another thread raises versions for a moment, under this lock.
         with replay_lock:
-            changed = [(tensor, version) for tensor, version in self._unwritten if version_of(tensor) != version]
+            now = zip(self._unwritten, self._versions_after, strict=True)
+            changed = [(tensor, version) for tensor, version in now if version_of(tensor) != version]
         return changed if self._is_observed else [*changed, *((tensor, -1) for tensor in self._lost)]
 
     def protected(self) -> list[torch.Tensor]:
