@@ -99,8 +99,6 @@ def test_bits_and_budgets(session: spillway.Session, is_trained: bool) -> None:
             found, peak, last, plan = [], 0, 0, None
             for number in range(STEPS):
                 is_active = attached.stage == "active"
-                # Two plans may run in turn. The first step of each learns its order.
-                before, plan = plan, attached.plan
                 torch.cuda.synchronize()
                 torch.cuda.reset_peak_memory_stats()
                 found.append(loop.step(number).cpu())
@@ -108,6 +106,8 @@ def test_bits_and_budgets(session: spillway.Session, is_trained: bool) -> None:
                 if is_active:
                     last = torch.cuda.max_memory_allocated()
                     peak = max(peak, last)
+                    # Two plans may run in turn. The first step of each learns its order.
+                    before, plan = plan, attached.plan
                     if plan is before:
                         assert plan is not None
                         assert abs(plan.predicted_peak / last - 1) < 0.03, (share, plan.predicted_peak, last)
