@@ -137,15 +137,15 @@ class BlockTracing:
         kind = kind_of(module, tensors_of(args, kwargs))
         # New kinds of blocks are measured operator by operator.
         is_recorded = self._stage in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
-        probe = self._probe_of(kind) if is_recorded else None
+        probe = self._probe_of(kind, call) if is_recorded else None
         streamed = tuple(nbytes for each in self._streamed.get(call.name, ()) for nbytes in each.sizes)
         number = tracer.block_begins(call.name, kind, (args, kwargs), streamed)
         if is_recorded:
             call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.casts)
         return tracer, number
 
-    def _probe_of(self, kind: Hashable) -> Probe | None:
-        """A new probe for a kind of block; ``None`` if one has measured it already."""
+    def _probe_of(self, kind: Hashable, call: BlockCall) -> Probe | None:
+        """A new probe for a call of this kind of block; ``None`` if one has measured it already."""
         known = self.probes.get(kind)
         # A call that failed was not measured to its end.
         if known is not None and known.is_complete:
@@ -153,7 +153,7 @@ class BlockTracing:
         self.has_probed = True
         if len(self.probes) >= _MOST_PROBES:
             self.probes.clear()
-        probe = self.probes[kind] = Probe(self.device, known)
+        probe = self.probes[kind] = Probe(self.device, known, block=call.module())
         return probe
 
     def _finish(self) -> StepTrace | None:

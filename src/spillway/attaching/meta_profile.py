@@ -235,7 +235,7 @@ class MetaProfiler:
             # On a CPU, workspaces are not measured.
             on_cpu = self._device.device.type == "cpu"
             meter = ClockMeter(lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
-            probe = self._probes[kind] = Probe(META, meter=meter)
+            probe = self._probes[kind] = Probe(META, meter=meter, block=block.module)
         call = _BlockCall(self._device, tensors)
         listener = ProfilerListener(probe, partial(self._tracer.asked, number), self._tracer.casts)
         output = call.run(forward, args, kwargs, listener)

@@ -30,7 +30,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes, format_html, format_seconds
 
-SCHEMA = 13
+SCHEMA = 14
 
 
 class ReplayRule(enum.Enum):
@@ -91,6 +91,10 @@ class OperatorProfile(Record):
     replay: ReplayRule = ReplayRule.FREE
     workspace_bytes: Count = 0
     """Allocated while it runs, beyond its outputs."""
+    module: str = ""
+    """The innermost module whose forward runs it, by its name in the block; empty for the block itself."""
+    line: str = ""
+    """The line of the model's code that calls it: ``model.py:12``."""
 
     @property
     def is_view(self) -> bool:

@@ -11,10 +11,13 @@ has ended. The measured times are then the CPU's, and another call is measured.
 
 from __future__ import annotations
 
+import os
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,21 +29,32 @@ from spillway.checkpointing.selectors import full_name
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
 from spillway.planner.profile import OperatorProfile, ReplayRule, SavedParameter, Value
 from spillway.profiler.meter import GRAIN, AcceleratorMeter, ClockMeter, Meter
+from spillway.saved_tensors.locator import Locator
 
 _WIDTH = 4096
 _ODD = 251
 _PRODUCTS = 500
 """About 100 ms on a fast device, and fewer launches than may be queued."""
 _MOST_TRIES = 3
+_PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
+"""Folders of torch and of this package: their lines say nothing about a model."""
 
 
 class Probe(OperatorMode):
-    """Measures the operators of one call. ``before`` is the probe of an earlier call, which was not complete.
+    """Measures the operators of one call of a ``block``.
+
+    ``before`` is the probe of an earlier call, which was not complete.
 
     As a dispatch mode it is above the one that records.
     """
 
-    def __init__(self, device: torch.device, before: Probe | None = None, meter: Meter | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        before: Probe | None = None,
+        meter: Meter | None = None,
+        block: torch.nn.Module | None = None,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._recorder: Recorder | None = None
@@ -67,6 +81,10 @@ class Probe(OperatorMode):
         self.shared_inputs: set[int] = set()
         """Places of tensors that other blocks share, and that may be offloaded."""
         self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
+        self._block: Callable[[], torch.nn.Module | None] = (lambda: None) if block is None else weakref.ref(block)
+        self._locator: Locator | None = None
+        self._found: dict[int, tuple[str, str]] = {}
+        """Module and line of each operator, by places."""
 
     @property
     def is_complete(self) -> bool:
@@ -82,10 +100,10 @@ class Probe(OperatorMode):
             self._busy.record(torch.accelerator.current_stream(self._device))
         self._recorder = recorder
         try:
-            with self:
+            with Locator(modules=True, operators=False, root=self._block()) as self._locator, self:
                 yield
         finally:
-            self._recorder = None
+            self._recorder = self._locator = None
 
     def ended(self, recorder: Recorder) -> None:
         count = len(recorder.operators)
@@ -155,6 +173,7 @@ class Probe(OperatorMode):
                 begin, end = readings[mark], readings[mark + 1]
                 seconds = end.seconds - begin.seconds
                 workspace = max(end.peak - max(begin.level, end.level), 0)
+            module, line = self._found.get(place, ("", ""))
             always = self._opaque or (call.always_runs and not call.is_view)
             operators.append(
                 OperatorProfile(
@@ -165,6 +184,8 @@ class Probe(OperatorMode):
                     writes=call.writes,
                     replay=ReplayRule.ALWAYS if always else ReplayRule.VIEW if call.is_view else ReplayRule.FREE,
                     workspace_bytes=workspace,
+                    module=module,
+                    line=line,
                 )
             )
         self.operators = tuple(operators)
@@ -178,8 +199,8 @@ class Probe(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        recorder = self._recorder
-        assert recorder is not None
+        recorder, locator = self._recorder, self._locator
+        assert recorder is not None and locator is not None
         place = len(recorder.operators)
         self._note_deaths(place)
         self._meter.mark()
@@ -190,6 +211,7 @@ class Probe(OperatorMode):
         is_counted = len(recorder.operators) > place
         if is_counted:
             self._begins[place] = self._marks - 2
+            self._found[place] = locator.here()[0] or "", calling_line()
         makes = recorder.operators[place].makes if is_counted else recorder.casts
         for part in tensors_in((output,)):
             value = recorder.values.find(part)
@@ -241,3 +263,12 @@ def _keep_busy(device: torch.device) -> None:
         product = torch.empty_like(factor)
         for _ in range(_PRODUCTS):
             torch.mm(factor, factor, out=product)
+
+
+def calling_line() -> str:
+    """The innermost line of the model's code that is being run, as ``model.py:12``; empty if there is none."""
+    # Without the frames' locals: to look at them would let tensors live longer.
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+        frame = frame.f_back
+    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"

@@ -33,6 +33,8 @@ class OperatorRow:
     seconds: float
     """One run in forward."""
     reason: str
+    origin: str
+    """The module inside of the block, and the source line, that it comes from; empty if the profile has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,7 +519,8 @@ def _operators(
             decision, reason = "free", "backward does not need it"
         else:
             decision, reason = "keep", f"recomputing it would cost {price}"
-        yield OperatorRow(place, each.name, decision, nbytes, each.seconds, reason)
+        origin = " at ".join(part for part in (each.module, each.line) if part)
+        yield OperatorRow(place, each.name, decision, nbytes, each.seconds, reason, origin)
 
 
 def _reason(block: BlockPlan, operators: Sequence[OperatorRow]) -> str:
