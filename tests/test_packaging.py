@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -25,9 +26,12 @@ ROOT = Path(__file__).parents[1]
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
     """Built by what builds it for a release, without a network."""
     pytest.importorskip("hatchling", reason="hatchling, which builds the wheel, is not installed")
-    folder = tmp_path_factory.mktemp("wheel")
+    return built_in(ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+def built_in(sources: Path, folder: Path) -> zipfile.ZipFile:
     options = ["--no-build-isolation", "--no-deps", "--no-index", "--quiet", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(ROOT)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(folder), str(sources)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [file] = folder.glob("*.whl")
@@ -171,3 +175,42 @@ def test_ci_runs_what_make_has_in_a_folder_named_as_a_clone(name: str, tmp_path:
     done = run()
     assert done.returncode != 0 and "budget=60% takes 91% of the baseline's activation bytes" in done.stderr
     assert "make demo" in done.stdout and "make test" not in done.stdout
+
+
+def test_the_conda_recipe_needs_what_the_wheel_needs() -> None:
+    yaml, jinja2 = pytest.importorskip("yaml"), pytest.importorskip("jinja2")
+    text = (ROOT / "packaging" / "conda" / "meta.yaml").read_text()
+    recipe = yaml.safe_load(jinja2.Template(text).render(environ={"SPILLWAY_VERSION": "1.2.3"}, PYTHON="python"))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert recipe["package"] == {"name": project["name"], "version": "1.2.3"}
+    python, *needs = recipe["requirements"]["run"]
+    assert python == f"python {project['requires-python']}"
+    # Torch has another name there.
+    assert [need.replace(" ", "").replace("pytorch", "torch") for need in needs] == project["dependencies"]
+    [(name, target)] = project["scripts"].items()
+    assert recipe["build"]["entry_points"] == [f"{name} = {target}"]
+    assert (recipe["about"]["summary"], recipe["about"]["license"]) == (
+        project["description"].partition(":")[0],
+        project["license"],
+    )
+
+
+def test_the_dockerfile_copies_what_builds_the_wheel(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    lines = (ROOT / "packaging" / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY") for name in line.split()[1:-1]]
+    for name in copied:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, tmp_path / "in" / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (tmp_path / "in").mkdir(exist_ok=True)
+            shutil.copy(source, tmp_path / "in" / name)
+    made = built_in(tmp_path / "in", tmp_path / "out")
+    assert {each for each in made.namelist() if ".dist-info/" not in each} == {
+        each for each in wheel.namelist() if ".dist-info/" not in each
+    }
+    [run] = [line for line in lines if line.startswith("RUN")]
+    extras = re.findall(r"\[(.*?)\]", run)[0].split(",")
+    assert (
+        set(extras) <= tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"].keys()
+    )
