@@ -224,8 +224,7 @@ class Stopwatch:
             self.ends.append(now)
         elif count >= self.warm_up and all(each.stage in (None, "active") for each in self.attached):
             self.memory = DeviceMemory(self.device)
-            self.memory.reset_peak()
-            self.bytes_before = self.memory.level()
+            self.bytes_before = self.memory.reset_peak().now
             self.ends.append(time.perf_counter())
         if count >= self.steps:
             raise ScriptExit

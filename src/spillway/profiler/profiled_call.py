@@ -17,7 +17,7 @@ from spillway.checkpointing.tensors import is_strided
 from spillway.saved_tensors.handles import Handle
 
 if TYPE_CHECKING:
-    from spillway.profiler.probe import ProfilerListener
+    from spillway.profiler.probe import Probe, ProfilerListener
 
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
 """Views of a cast weight that a matrix product may save."""
@@ -50,10 +50,10 @@ class ProfiledCall(CheckpointedCall):
             if (cast := storage()) is not None:
                 self._listener.casts(cast)
         self._casts.clear()
-        if self._listener.wants_operators and not self._is_captured:
-            self._measure_operators()
+        if self._listener.probe is not None and not self._is_captured:
+            self._measure_operators(self._listener.probe)
 
-    def _measure_operators(self) -> None:
+    def _measure_operators(self, probe: Probe) -> None:
         """Run the function once more after its forward, and keep nothing of it."""
         assert self._choices is not None
         # Cached casts of autocast would not be seen.
@@ -65,9 +65,9 @@ class ProfiledCall(CheckpointedCall):
             saves=recorder.saves,
             holds=self._keeps,
         )
-        self._run_into(collector, (), recorder, self._listener.watching(recorder))
+        self._run_into(collector, (), recorder, probe.around(recorder))
         self._replay_ended()
-        self._listener.ended(recorder)
+        probe.ended(recorder)
         self._program = recorder.program()
         self._learned.record(self._shapes, self._program)
         self._records = False

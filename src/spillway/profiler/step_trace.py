@@ -93,7 +93,7 @@ class StepTrace:
     """Bytes of a block's cast that was released at the instant ``("uncast", n)``. They are still counted there."""
     queued: dict[Place, float] = field(default_factory=dict)
     """Seconds since the first instant on the CPU's clock."""
-    has_host: bool = True
+    has_host: bool = False
     """Whether the CPU's time is told apart from the device's."""
 
     def replays_of(self, number: int) -> list[tuple[Place, Place]]:
@@ -164,6 +164,11 @@ class StepTrace:
         return self.host[until] - self.host[since] if self.has_host else 0.0
 
 
+def queues(device: torch.device) -> bool:
+    """Whether the CPU queues work there, and goes on."""
+    return device.type not in ("cpu", "meta")
+
+
 class StepTracer:
     """Marks the instants of a step. Once it is closed, it ignores the rest of the step's graph.
 
@@ -195,7 +200,7 @@ class StepTracer:
         self._held: list[torch.UntypedStorage] = []
         """Copies of the streamed parameters of the block whose backward runs."""
         self._held_bytes = 0
-        self._trace = StepTrace()
+        self._trace = StepTrace(has_host=queues(device))
         self._spent = 0.0
         self._begun: float | None = None
         self._running: list[int] = []

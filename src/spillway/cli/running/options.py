@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -53,31 +54,23 @@ class RunOptions:
     @classmethod
     def of_environment(cls) -> RunOptions:
         """The options that the variables of the environment give."""
-        given = asked()
+        given: dict[str, Any] = dict(asked())
         if not given and os.environ.get(variable("budget")) == OFF:
             raise UsageError(
                 f"got {variable('budget')}={OFF} in the environment and spillway run without a way: the variable says "
                 f"that nothing is managed. Unset it, give --budget, or start the script with python"
             )
-        ratio, allow = given.get("ratio"), given.get("allow")
-        try:
-            share = None if ratio is None else float(ratio)
-        except ValueError as error:
-            raise UsageError(
-                f"{variable('ratio')}: got {ratio!r}, expected a number from 0 (keep all) to 1 (offload all)"
-            ) from error
-        return cls(
-            budget=None if given.get("budget") == AUTO else given.get("budget"),
-            policy=given.get("policy"),
-            ratio=share,
-            plan=Path(given["plan"]) if "plan" in given else None,
-            stream=given.get("stream"),
-            host_budget=given.get("host_budget"),
-            disk_budget=given.get("disk_budget"),
-            allow=None if allow is None else split_words(allow),
-            hardware=given.get("hardware"),
-            from_environment=True,
-        )
+        if given.get("budget") == AUTO:
+            del given["budget"]
+        if "plan" in given:
+            given["plan"] = Path(given["plan"])
+        if "allow" in given:
+            given["allow"] = split_words(given["allow"])
+        if "ratio" in given:
+            # Other words are refused below.
+            with suppress(ValueError):
+                given["ratio"] = float(given["ratio"])
+        return cls(**given, from_environment=True)
 
     def to_environment(self) -> dict[str, str | None]:
         """The variables that give child processes these options; ``None``: not set."""
@@ -108,9 +101,9 @@ class RunOptions:
                 parse_bytes(getattr(self, name), what=self._name(name))
         if self.policy is not None and self.policy not in POLICIES:
             raise UsageError(f"{self._name('policy')}: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
+        if self.ratio is not None and not (isinstance(self.ratio, float) and 0 <= self.ratio <= 1):
             raise UsageError(
-                f"{self._name('ratio')}: got {self.ratio}, expected a number from 0 (keep all) to 1 (offload all)"
+                f"{self._name('ratio')}: got {self.ratio!r}, expected a number from 0 (keep all) to 1 (offload all)"
             )
         limits = self._given(LIMITS)
         if limits and given and self.budget is None:
