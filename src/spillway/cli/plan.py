@@ -127,22 +127,22 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        late = threading.Timer(_SHORT, lambda: console.print(f"{what} ...", highlight=False, soft_wrap=True))
-        late.daemon = True
-        late.start()
-
-        def tell(text: str) -> None:
-            late.cancel()
-            console.print(text, highlight=False, soft_wrap=True)
-
-        try:
-            yield tell
-        finally:
-            late.cancel()
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
         return
-    with console.status(what) as status:
-        yield status.update
+
+    def tell(text: str) -> None:
+        late.cancel()
+        console.print(text, highlight=False, soft_wrap=True)
+
+    late = threading.Timer(_SHORT, tell, [f"{what} ..."])
+    late.daemon = True
+    late.start()
+    try:
+        yield tell
+    finally:
+        late.cancel()
 
 
 def report(

@@ -155,8 +155,7 @@ def known_hardware(
     device = which_device(device)
     directory = os.environ.get("SPILLWAY_DIR") or None if spill_directory is None else os.fspath(spill_directory)
     file = cache_file(device_name(device), platform.node(), torch.__version__, directory)
-    kept = None if fresh or file is None else read_kept(file)
-    present = None if kept is None else _at_present(kept, device, spill_directory)
+    present = None if fresh or file is None else _at_present(file, device, spill_directory)
     if present is not None:
         return present
     measured = measure_hardware(device, spill_directory=spill_directory, seconds=seconds, on_part=on_part)
@@ -164,12 +163,16 @@ def known_hardware(
     return measured
 
 
-def _at_present(kept: Hardware, device: torch.device, directory: str | os.PathLike[str] | None) -> Hardware | None:
-    """The same with the current sizes; ``None`` if a disk was added or removed since."""
+def _at_present(file: Path, device: torch.device, directory: str | os.PathLike[str] | None) -> Hardware | None:
+    """The saved speeds with the current sizes; ``None`` if no file validates, or a disk was added or removed since."""
+    try:
+        kept = Hardware.load(file)
+    except UsageError:
+        return None
     disk_bytes = None
     try:
-        with closing(SpillFile(directory)) as file:
-            disk_bytes = shutil.disk_usage(file.directory).free
+        with closing(SpillFile(directory)) as spill:
+            disk_bytes = shutil.disk_usage(spill.directory).free
     except TierError:
         if directory is not None:
             raise
@@ -228,14 +231,6 @@ def cache_file(
         return None
     machine = hashlib.sha256("\0".join([host, *([] if directory is None else [directory])]).encode()).hexdigest()
     return folder / f"hardware-{_plain(device)}-{_plain(torch_version)}-{machine[:12]}.json"
-
-
-def read_kept(file: Path) -> Hardware | None:
-    """The saved speeds; ``None`` if the file does not exist, or does not validate."""
-    try:
-        return Hardware.load(file)
-    except UsageError:
-        return None
 
 
 def keep(hardware: Hardware, file: Path | None) -> None:

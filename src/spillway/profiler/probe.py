@@ -217,7 +217,7 @@ class ProfilerListener:
     asked: Callable[[int], None]
     """Called when backward unpacks a tensor that was saved after so many operators."""
     casts: Callable[[torch.UntypedStorage], None]
-    """Called with memory of a cast of a leaf in forward, which is still alive."""
+    """Called with memory of a cast of a leaf that forward saves."""
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spillway._torch import storage_key
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import Collector
 from spillway.checkpointing.recorder import Recorder
@@ -30,26 +28,19 @@ class ProfiledCall(CheckpointedCall):
         super().__init__(*args, **options)
         self.holds_values = True
         self._listener = listener
-        self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
-        """Memory of casts of leaves that forward saved."""
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         pack_unprofiled = super()._packing()
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if is_strided(tensor) and casts_leaf(tensor):
-                storage = tensor.untyped_storage()
-                self._casts[storage_key(storage)] = weakref.ref(storage)
+                self._listener.casts(tensor.untyped_storage())
             return pack_unprofiled(tensor)
 
         return pack
 
     def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._has_returned(output, tensors)
-        for storage in self._casts.values():
-            if (cast := storage()) is not None:
-                self._listener.casts(cast)
-        self._casts.clear()
         if self._listener.probe is not None and not self._is_captured:
             self._measure_operators(self._listener.probe)
 

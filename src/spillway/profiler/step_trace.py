@@ -93,7 +93,7 @@ class StepTrace:
     """Bytes of a block's cast that was released at the instant ``("uncast", n)``. They are still counted there."""
     queued: dict[Place, float] = field(default_factory=dict)
     """Seconds since the first instant on the CPU's clock."""
-    has_host: bool = False
+    has_host: bool = True
     """Whether the CPU's time is told apart from the device's."""
 
     def replays_of(self, number: int) -> list[tuple[Place, Place]]:
@@ -208,8 +208,8 @@ class StepTracer:
         self._counts: Counter[str] = Counter()
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Casts of leaves that are alive."""
-        self._cast_last: dict[int, int] = {}
-        """Bytes that the block which ended last has cast."""
+        self._cast_now: dict[int, int] = {}
+        """Bytes of those that the running block has made."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that blocks were given."""
@@ -242,8 +242,8 @@ class StepTracer:
             return
         self._mark("end", number)
         calls = self._trace.calls
-        calls[number].cached_bytes = sum(nbytes for key, nbytes in self._cast_last.items() if key in self._casts)
-        self._cast_last.clear()
+        calls[number].cached_bytes = sum(self._cast_now.values())
+        self._cast_now.clear()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if number == len(calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
             # A frozen block saves nothing, and has no backward: it is a part of what comes before the others.
@@ -285,7 +285,7 @@ class StepTracer:
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
         key = id(storage)
-        self._cast_last[key] = storage.nbytes()
+        self._cast_now[key] = storage.nbytes()
         self._casts[key] = weakref.ref(storage, partial(self._is_uncast, key, storage.nbytes()))
 
     def moves(self, begins: bool) -> None:
@@ -342,7 +342,8 @@ class StepTracer:
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._casts[key]
-        if not self._closed:
+        is_within_block = self._cast_now.pop(key, None) is not None
+        if not self._closed and not is_within_block:
             self._mark("uncast", len(self._trace.uncast))
             self._trace.uncast.append(nbytes)
 

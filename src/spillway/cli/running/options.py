@@ -36,7 +36,7 @@ class RunOptions:
     """One way to treat each model. Without any of the first four, the device decides: see :meth:`attach`.
 
     Raises:
-        UsageError: for two ways, or for limits of a budget beside another way.
+        UsageError: for two ways, or an invalid value.
     """
 
     budget: str | None = None
@@ -105,12 +105,6 @@ class RunOptions:
             raise UsageError(
                 f"{self._name('ratio')}: got {self.ratio!r}, expected a number from 0 (keep all) to 1 (offload all)"
             )
-        limits = self._given(LIMITS)
-        if limits and given and self.budget is None:
-            raise UsageError(
-                f"got {' and '.join(limits)} beside {given[0]}, expected {self._name('budget')}: only its plan uses "
-                f"them"
-            )
         # Planning takes a while to import.
         if self.allow is not None:
             from spillway.planner.plan import check_allow
@@ -152,12 +146,12 @@ class RunOptions:
 
     def check_machine(self) -> None:
         """Raise :class:`~spillway.errors.UsageError` for limits of a budget if there is no budget."""
-        limits = self._given(LIMITS)
-        if limits and not self.option and not self.is_measured:
-            raise UsageError(
-                f"got {' and '.join(limits)} without {self._name('budget')}. Only the plan of a budget uses them, and "
-                f"without an accelerator there is no default one: give {self._name('budget')}"
-            )
+        limits, budget = self._given(LIMITS), self._name("budget")
+        if limits and not self.is_measured:
+            where = f"beside {self.option}, expected {budget}"
+            if not self.option:
+                where = f"without {budget}, which has no default without an accelerator"
+            raise UsageError(f"got {' and '.join(limits)} {where}: only the plan of a budget uses them")
 
     def budget_on(self, device: torch.device) -> str | int | None:
         """The budget of a model on a device; ``None``: it has none."""
