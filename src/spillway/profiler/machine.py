@@ -112,8 +112,13 @@ def measure_hardware(
                 f"{device} has no few hundred MiB left to measure with ({error}). End the other work on it"
             ) from error
         tell("disk")
-        drive = _drive(backend, spill_directory, seconds * _DRIVE_SHARE)
-        disk = "there is no disk to spill to"
+        drive, disk = None, "there is no disk to spill to"
+        try:
+            drive = measure_drive(backend, spill_directory, seconds * _DRIVE_SHARE)
+        except TierError:
+            # Nothing may ever be offloaded to disk: a session would only fail when it is.
+            if spill_directory is not None:
+                raise
         if drive is not None:
             disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
         return Hardware(
@@ -196,16 +201,6 @@ def _copy_bytes(backend: Backend) -> int:
     return max(ALIGNMENT, min(wanted, free // ALIGNMENT * ALIGNMENT))
 
 
-def _drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: float) -> Drive | None:
-    try:
-        return measure_drive(backend, directory, seconds)
-    except TierError:
-        if directory is not None:
-            raise
-        # The user may never spill to disk: a session would only fail when it does.
-        return None
-
-
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
     """``$SPILLWAY_CACHE``, or a directory in ``$XDG_CACHE_HOME`` or ``$HOME``; ``None`` for a user without a home."""
     named = environment.get("SPILLWAY_CACHE")
@@ -239,10 +234,9 @@ def keep(hardware: Hardware, file: Path | None) -> None:
     Warns:
         UserWarning: if it cannot be written.
     """
-    if file is None:
-        _warn("there is no home directory")
-        return
     try:
+        if file is None:
+            raise FileNotFoundError("there is no home directory")
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Beside the file: only within a file system, replacing is atomic.
         with tempfile.TemporaryDirectory(prefix=".hardware-", dir=file.parent) as folder:
@@ -251,19 +245,15 @@ def keep(hardware: Hardware, file: Path | None) -> None:
             draft.write_text(hardware.to_json(), encoding="utf-8")
             os.replace(draft, file)
     except OSError as error:
-        _warn(str(error))
+        warnings.warn(
+            f"spillway: the measured speeds of this machine could not be saved ({error}), and will be measured again. "
+            f"Set SPILLWAY_CACHE to a writable directory",
+            stacklevel=3,
+        )
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
-
-
-def _warn(why: str) -> None:
-    warnings.warn(
-        f"spillway: the measured speeds of this machine could not be saved ({why}), and will be measured again. Set "
-        f"SPILLWAY_CACHE to a writable directory",
-        stacklevel=4,
-    )
 
 
 def rate_of(
