@@ -31,8 +31,7 @@ from spillway.attaching.timer import PlanTimer
 from spillway.planner.plan import ANY_RATES, uniform_program
 from spillway.planner.profile import HostTimes
 from spillway.planner.timeline import simulate_program
-from spillway.profiler import compile as compiling
-from spillway.profiler import meter
+from spillway.profiler import meter, step_trace
 from spillway.profiler.step_trace import Place, StepTrace, StepTracer
 from spillway.types import Decision
 from steps import Block, failing
@@ -105,7 +104,7 @@ def test_where_the_cpu_is_timed_a_step_begins_on_an_idle_device(
 def test_the_cpu_time_of_a_block_is_that_of_its_fastest_call(
     own: float, plain: float, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     kind = NAMED["mlp"]
     spans = {"forward": 5.0, "again": 6.0, "back": 0.5, "ran": 1.5}
 
@@ -127,7 +126,7 @@ def test_the_shorter_cpu_time_of_two_steps_counts(
     is_weighed_shorter: bool, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one of them the CPU may have waited for a full queue."""
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     # Only the step whose memory is measured notes what backward asks for.
     monkeypatch.setattr(
         StepTrace, "host_seconds", lambda self, since, until: 1.0 if bool(self.asked) is is_weighed_shorter else 50.0
@@ -274,7 +273,7 @@ def test_checkpointing_may_be_above_the_budget_by_the_rounding_of_cached_blocks(
 ) -> None:
     freed: list[bool] = []
     monkeypatch.setattr(NoMemory, "free_cached", lambda self: (freed.append(True), True)[1])
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     validate = PlanSearch.validate
 
     def rounded(self: PlanSearch, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
@@ -333,7 +332,7 @@ def test_an_active_plan_of_checkpointing_may_be_above_the_budget_by_the_rounding
 def test_on_an_accelerator_torchs_checkpointing_is_validated_beside_a_plan(
     over: bool, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     expected = one_step(kind.model(), batch)
@@ -376,7 +375,7 @@ def timed_in_turn(
     session: Session, monkeypatch: pytest.MonkeyPatch, seconds: tuple[float, float]
 ) -> Iterator[tuple[Any, nn.Module, Any]]:
     """A model with an active plan. ``seconds`` of a step by it and by torch's checkpointing."""
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     budget = budget_of(spillway.profile(model, batch, session=session), 0.6) + MiB
@@ -442,7 +441,7 @@ def test_a_step_above_the_budget_ends_the_comparison(session: Session, monkeypat
 def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_again(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     monkeypatch.setattr(searching, "_CLOSE", 1e9)
     budget = int(1.2 * deep_peak())
     model, batch = deep()
@@ -495,7 +494,7 @@ def test_after_two_plans_above_the_budget_torchs_checkpointing_is_next(
 def test_a_plan_that_recomputes_nothing_is_not_timed_beside_it(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     with attached_to(model, "8GiB", session) as attached:

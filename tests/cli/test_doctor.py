@@ -19,6 +19,7 @@ from spillway.cli import doctor as command
 from spillway.cli.app import main
 from spillway.cli.findings import Facts, Finding, Severity, findings, read_facts
 from spillway.planner.hardware import Bandwidth, Hardware
+from spillway.planner.report.text import WIDTH
 from spillway.runtime.system import memory_limit
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -215,7 +216,7 @@ def test_a_directory_in_memory_is_known_as_such() -> None:
 
 
 def printed(facts: Facts, hardware: Hardware | None) -> str:
-    console = Console(width=command.WIDEST, record=True, file=io.StringIO())
+    console = Console(width=WIDTH, record=True, file=io.StringIO())
     for part in command.shown(facts, hardware, findings(facts, hardware)):
         console.print(part, highlight=False)
     return console.export_text()

@@ -27,7 +27,6 @@ from spillway.profiler.machine import (
     measure_hardware,
     measure_link,
     rate_of,
-    read_kept,
 )
 from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
@@ -261,7 +260,6 @@ def test_a_file_that_does_not_validate_is_measured_anew(
     file = kept_here(cache)
     cache.mkdir()
     file.write_text(text, encoding="utf-8")
-    assert read_kept(file) is None
     measured = known_hardware("cpu", seconds=SECONDS)
     assert measured.name != "NVIDIA H200"
     assert Hardware.load(file) == measured
@@ -341,9 +339,9 @@ def test_a_write_that_fails_leaves_what_was_kept(cache: Path, monkeypatch: pytes
         patched.setattr(os, "replace", refuse)
         with pytest.warns(UserWarning, match="No space left"):
             keep(Hardware.named("a100"), file)
-    assert read_kept(file) == Hardware.named("h200")
+    assert Hardware.load(file) == Hardware.named("h200")
     assert list(cache.iterdir()) == [file]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         keep(Hardware.named("a100"), file)
-    assert read_kept(file) == Hardware.named("a100")
+    assert Hardware.load(file) == Hardware.named("a100")

@@ -50,7 +50,7 @@ class Lanes:
 def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) -> None:
     counter = Counter()
     lanes = Lanes(counter)
-    watch = StepTracer(torch.device("cpu"), lambda: lanes.nbytes, counter)
+    watch = StepTracer(torch.device("cuda"), lambda: lanes.nbytes, counter)
     lanes.tell = watch.moves
     layer = nn.Linear(1, 1)
     x = torch.ones(1, 1, requires_grad=True)
@@ -74,7 +74,7 @@ def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) ->
 
 def test_the_first_move_between_two_instants_is_found() -> None:
     counter = Counter()
-    watch = StepTracer(torch.device("cpu"), lambda: 0, counter)
+    watch = StepTracer(torch.device("cuda"), lambda: 0, counter)
     x = torch.ones(1, requires_grad=True)
     number = watch.block_begins("a", "kind", (x,))
     watch.moves(True)
@@ -99,7 +99,7 @@ def test_the_host_is_timed_without_what_the_watch_takes(monkeypatch: pytest.Monk
             super().mark()
             now[0] += 100.0
 
-    watch = StepTracer(torch.device("cpu"), lambda: 0, Slow())
+    watch = StepTracer(torch.device("cuda"), lambda: 0, Slow())
     x = torch.ones(1, requires_grad=True)
     now[0] += 2.0
     number = watch.block_begins("a", "kind", (x,))
@@ -141,7 +141,7 @@ def passed(watch: StepTracer, layers: list[nn.Linear], output: torch.Tensor) -> 
 
 @pytest.mark.parametrize("lag", [0.0, 1.0])
 def test_a_device_that_lags_is_behind_its_host_from_the_first_block_on(lag: float) -> None:
-    watch = StepTracer(torch.device("cpu"), lambda: 0, Lagging(), lag=lag)
+    watch = StepTracer(torch.device("cuda"), lambda: 0, Lagging(), lag=lag)
     watched = passed(watch, [nn.Linear(1, 1) for _ in range(2)], torch.ones(1, 1, requires_grad=True) * 1)
     behind = [watched.is_behind(place) for place in watched.order]
     if not lag:
@@ -162,7 +162,7 @@ class Ticking(Lagging):
 
 
 def test_frozen_blocks_are_outside_and_the_lag_is_nowhere() -> None:
-    watch = StepTracer(torch.device("cpu"), lambda: 0, Ticking(), lag=1.0)
+    watch = StepTracer(torch.device("cuda"), lambda: 0, Ticking(), lag=1.0)
     watched = passed(watch, [nn.Linear(1, 1).requires_grad_(False), nn.Linear(1, 1)], torch.ones(1, 1))
     names = [what for what, _ in watched.order]
     assert names == ["begin", "started", "frozen", "frozen", "forward", "end", "turned", "back", "done"]

@@ -213,7 +213,6 @@ def test_names_from_files_stay_text(facts: Made, reader: Reader) -> None:
         program=replace(
             found.program, tasks=tuple(replace(task, name=evil(task.name)) for task in found.program.tasks)
         ),
-        phases={evil(name): phase for name, phase in found.phases.items()},
         # Rows of the same operators share what is said of them.
         rows=(
             replace(row, name=EVIL, reason=EVIL, decision=EVIL, operators=operators),
@@ -341,10 +340,11 @@ def test_the_picture_of_streams_has_a_bar_for_whatever_takes_time(facts: Made, s
     scale = 1e3 if found.timeline.seconds < 10 else 1
     assert sum(sum(traces[name]["x"]) for name in stalls) == pytest.approx(found.timeline.wait_seconds * scale)
     assert ("stalls for host" in stalls) == hosted
+    phases = {task.name: task.phase for task in found.program.tasks}
     again = sum(
         span.end - span.start
         for span in spans
-        if found.phases.get(span.name) is Phase.RECOMPUTE and span.stream == "compute" and not span.reason
+        if phases.get(span.name) is Phase.RECOMPUTE and span.stream == "compute" and not span.reason
     )
     assert sum(traces["recomputation"]["x"]) == pytest.approx(again * scale)
     assert all(set(traces[name]["y"]) == {"compute"} for name in stalls)

@@ -21,7 +21,8 @@ import spillway
 from spillway.attaching.call import PLACE, is_attached
 from spillway.cli.running.models import BY_HAND, COMPILED, NO_BLOCKS, REPLACED, UNSEEN, ScriptObserver
 from spillway.cli.running.options import RunOptions
-from spillway.cli.running.result import WIDEST, RunResult, result_of
+from spillway.cli.running.result import RunResult, result_of
+from spillway.planner.report import text
 from steps import Block
 
 WIDTH = 32
@@ -90,7 +91,7 @@ def observer() -> Iterator[ScriptObserver]:
 def ended(observer: ScriptObserver) -> RunResult:
     observer.end()
     result = result_of(observer)
-    assert max(map(len, result.to_text().splitlines())) <= WIDEST
+    assert max(map(len, result.to_text().splitlines())) <= text.WIDTH
     return result
 
 

@@ -212,7 +212,6 @@ class MetaProfiler:
             model=model,
             device=self._device.device,
             min_bytes=MIN_BYTES,
-            has_host=False,
         )
         # The reloads took no time.
         kinds = tuple(replace(kind, recompute_factor=_RECOMPUTE_FACTOR) for kind in profile.kinds)
@@ -234,7 +233,7 @@ class MetaProfiler:
         if kind not in self._probes:
             # On a CPU, workspaces are not measured.
             on_cpu = self._device.device.type == "cpu"
-            meter = ClockMeter(lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
+            meter = ClockMeter(clock=lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
             probe = self._probes[kind] = Probe(META, meter=meter, block=block.module)
         call = _BlockCall(self._device, tensors)
         listener = ProfilerListener(probe, partial(self._tracer.asked, number), self._tracer.casts)
@@ -277,15 +276,15 @@ class _BlockCall:
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], listener: ProfilerListener
     ) -> Any:
         with saved_tensors_hooks(self._pack, _unpack):
-            if not listener.wants_operators:
+            if listener.probe is None:
                 return forward(*args, **kwargs)
             self._recorder, self._listener = recorder, _ = Recorder(Choices()), listener
             recorder.begin(tensors_of(args, kwargs))
-            with recorder, listener.watching(recorder):
+            with recorder, listener.probe.around(recorder):
                 output = forward(*args, **kwargs)
         with disable_dispatch():
             recorder.gave(output)
-        listener.ended(recorder)
+        listener.probe.ended(recorder)
         self._recorder = self._listener = None
         return output
 

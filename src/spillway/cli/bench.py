@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,9 +34,8 @@ from spillway.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     import torch
-    from torch.nn import Module
 
-    from spillway.attaching import Attached
+    from spillway.cli.running.models import ManagedModel
     from spillway.cli.running.script import Script
     from spillway.profiler.meter import DeviceMemory
 
@@ -201,7 +201,7 @@ class Stopwatch:
     def __init__(self, steps: int, device: torch.device) -> None:
         self.device = device
         self.steps, self.warm_up = steps, max(1, steps // 4)
-        self.attached: list[Attached] = []
+        self.models: Sequence[ManagedModel] = ()
         """Their plans have to be active before steps are timed."""
         self.memory: DeviceMemory | None = None
         """Its peak is that of the measured steps."""
@@ -222,10 +222,9 @@ class Stopwatch:
         now = time.perf_counter()
         if self.ends:
             self.ends.append(now)
-        elif count >= self.warm_up and all(each.stage in (None, "active") for each in self.attached):
+        elif count >= self.warm_up and all(each.attached.stage in (None, "active") for each in self.models):
             self.memory = DeviceMemory(self.device)
-            self.memory.reset_peak()
-            self.bytes_before = self.memory.level()
+            self.bytes_before = self.memory.reset_peak().now
             self.ends.append(time.perf_counter())
         if count >= self.steps:
             raise ScriptExit
@@ -250,15 +249,10 @@ def measure(script: Script, way: str, steps: int) -> Result:
         # In every way, before the script makes a model.
         set_malloc()
     watch = Stopwatch(steps, device)
-
-    def attach(model: Module) -> tuple[Attached, str, list[str]]:
-        assert options is not None
-        treated = options.attach(model)
-        watch.attached.append(treated[0])
-        return treated
-
     # The baseline is only timed.
-    clock = StepClock(watch.stepped) if options is None else ScriptObserver(attach, watch.stepped)
+    clock = StepClock(watch.stepped) if options is None else ScriptObserver(options.attach, watch.stepped)
+    if isinstance(clock, ScriptObserver):
+        watch.models = clock.models.managed
     try:
         script.run()
     except BudgetError as error:

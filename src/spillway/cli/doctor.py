@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from spillway.cli.findings import Facts, Finding
     from spillway.planner.hardware import Hardware
 
-WIDEST = 80
-"""Columns of a terminal, and of a bug report."""
 _COLOURS = {"stops": "red", "costs": "yellow", "note": "cyan"}
 
 
@@ -52,6 +50,7 @@ def doctor(
     spillway._require_torch()
     from spillway.cli.findings import findings, read_facts
     from spillway.planner.files import check_writable, write_file
+    from spillway.planner.report.text import WIDTH
     from spillway.profiler.machine import known_hardware
     from spillway.runtime.system import which_device
 
@@ -81,7 +80,7 @@ def doctor(
         typer.echo(to_json(facts, hardware, found))
     else:
         console = Console()
-        console.width = min(console.width, WIDEST)
+        console.width = min(console.width, WIDTH)
         for part in shown(facts, hardware, found):
             console.print(part, highlight=False)
     if _stops(found):

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 
-from spillway.cli.words import MACHINES, TIERS, AsJson, completed, output
+from spillway.cli.words import Allow, AsJson, DiskBudget, HardwareName, HostBudget, completed, output
 from spillway.errors import BackendError, UsageError, printable
 
 if TYPE_CHECKING:
@@ -20,15 +20,6 @@ if TYPE_CHECKING:
 
 _SHORT = 1.0
 """Seconds that a user waits without a word."""
-
-HardwareName = Annotated[
-    str | None,
-    typer.Option(
-        help="h200, h100, a100, rtx4090, or a file of Hardware.save().",
-        show_default="this machine",
-        autocompletion=completed(*MACHINES),
-    ),
-]
 
 
 def plan(
@@ -41,20 +32,9 @@ def plan(
             show_default=False,
         ),
     ],
-    host_budget: Annotated[
-        str | None, typer.Option(help="CPU memory that may be used, in bytes.", show_default="any")
-    ] = None,
-    disk_budget: Annotated[
-        str | None, typer.Option(help="Disk that may be used, in bytes.", show_default="any")
-    ] = None,
-    allow: Annotated[
-        str | None,
-        typer.Option(
-            help="The allowed decisions of keep,host,disk,recompute.",
-            show_default="by device",
-            autocompletion=completed(*TIERS, is_list=True),
-        ),
-    ] = None,
+    host_budget: HostBudget = None,
+    disk_budget: DiskBudget = None,
+    allow: Allow = None,
     hardware: HardwareName = None,
     window: Annotated[str | None, typer.Option(help="In-flight limit, in bytes.", show_default="the best one")] = None,
     stream: Annotated[
@@ -147,22 +127,22 @@ def working(what: str) -> Iterator[Callable[[str], None]]:
     from rich.console import Console
 
     console = Console(stderr=True)
-    if not console.is_terminal:
-        late = threading.Timer(_SHORT, lambda: console.print(f"{what} ...", highlight=False, soft_wrap=True))
-        late.daemon = True
-        late.start()
-
-        def tell(text: str) -> None:
-            late.cancel()
-            console.print(text, highlight=False, soft_wrap=True)
-
-        try:
-            yield tell
-        finally:
-            late.cancel()
+    if console.is_terminal:
+        with console.status(what) as status:
+            yield status.update
         return
-    with console.status(what) as status:
-        yield status.update
+
+    def tell(text: str) -> None:
+        late.cancel()
+        console.print(text, highlight=False, soft_wrap=True)
+
+    late = threading.Timer(_SHORT, tell, [f"{what} ..."])
+    late.daemon = True
+    late.start()
+    try:
+        yield tell
+    finally:
+        late.cancel()
 
 
 def report(

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.words import MACHINES, POLICIES, TIERS, completed, output
+from spillway.cli.words import POLICIES, Allow, DiskBudget, HardwareName, HostBudget, completed, output
 
 Target = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.", show_default=False)]
 Arguments = Annotated[
@@ -49,23 +49,10 @@ def run(
             autocompletion=completed("auto"),
         ),
     ] = None,
-    host_budget: Annotated[str | None, typer.Option(help="With a budget: CPU memory to use, in bytes.")] = None,
-    disk_budget: Annotated[str | None, typer.Option(help="With a budget: disk to use, in bytes.")] = None,
-    allow: Annotated[
-        str | None,
-        typer.Option(
-            help="With a budget: the allowed decisions: keep,host,disk,recompute.",
-            autocompletion=completed(*TIERS, is_list=True),
-        ),
-    ] = None,
-    hardware: Annotated[
-        str | None,
-        typer.Option(
-            help="With a budget: plan for h200, h100, a100, rtx4090, or for a file of Hardware.save().",
-            show_default="this machine",
-            autocompletion=completed(*MACHINES),
-        ),
-    ] = None,
+    host_budget: HostBudget = None,
+    disk_budget: DiskBudget = None,
+    allow: Allow = None,
+    hardware: HardwareName = None,
     profile: Annotated[Path | None, typer.Option(help="With a budget: write the profile to this file.")] = None,
     report: Annotated[Path | None, typer.Option(help="With a budget: write an HTML page to this file.")] = None,
     out: Annotated[Path | None, output("the result, as JSON,")] = None,

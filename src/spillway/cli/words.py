@@ -24,6 +24,24 @@ def completed(*words: str, is_list: bool = False) -> Callable[[str], list[str]]:
     return complete
 
 
+HostBudget = Annotated[str | None, typer.Option(help="CPU memory that a plan may use, in bytes.")]
+DiskBudget = Annotated[str | None, typer.Option(help="Disk that a plan may use, in bytes.")]
+Allow = Annotated[
+    str | None,
+    typer.Option(
+        help="Decisions that a plan may take, of keep,host,disk,recompute.",
+        show_default="by device",
+        autocompletion=completed(*TIERS, is_list=True),
+    ),
+]
+HardwareName = Annotated[
+    str | None,
+    typer.Option(
+        help="Plan for h200, h100, a100, rtx4090, or a file of Hardware.save().",
+        show_default="this machine",
+        autocompletion=completed(*MACHINES),
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, and nothing else on stdout.")]
 
 

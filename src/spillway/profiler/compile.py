@@ -33,7 +33,6 @@ def compile_profile(
     device: torch.device,
     min_bytes: int,
     known: Static | None = None,
-    has_host: bool | None = None,
 ) -> Profile:
     """The profile of a step, in which blocks were recomputed and inputs of at least ``min_bytes`` offloaded.
 
@@ -45,13 +44,10 @@ def compile_profile(
         device: where it computed.
         min_bytes: smaller tensors were not offloaded.
         known: the bytes at the start of the step that could be told apart.
-        has_host: whether the CPU's time is told apart from the device's. ``None``: if the CPU queues work there.
 
     Raises:
         UnsupportedError: if no backward came through the blocks one after the other.
     """
-    has_host = queues(device) if has_host is None else has_host
-    timed, weighed = replace(timed, has_host=has_host), replace(weighed, has_host=has_host)
     numbers_of: dict[Hashable, list[int]] = {}
     for number, call in enumerate(timed.calls):
         numbers_of.setdefault(call.kind, []).append(number)
@@ -99,11 +95,6 @@ def _turns_of(trace: StepTrace) -> set[Place]:
             f"needs one through all blocks: freeze blocks that are not trained before attaching, or name the blocks"
         )
     return turns
-
-
-def queues(device: torch.device) -> bool:
-    """Whether the CPU queues work there, and goes on."""
-    return device.type != "cpu"
 
 
 def _with_casts(profile: Profile, weighed: StepTrace) -> Profile:

@@ -112,8 +112,13 @@ def measure_hardware(
                 f"{device} has no few hundred MiB left to measure with ({error}). End the other work on it"
             ) from error
         tell("disk")
-        drive = _drive(backend, spill_directory, seconds * _DRIVE_SHARE)
-        disk = "there is no disk to spill to"
+        drive, disk = None, "there is no disk to spill to"
+        try:
+            drive = measure_drive(backend, spill_directory, seconds * _DRIVE_SHARE)
+        except TierError:
+            # Nothing may ever be offloaded to disk: a session would only fail when it is.
+            if spill_directory is not None:
+                raise
         if drive is not None:
             disk = f"disk at {drive.directory}, {'direct' if drive.direct else 'through the page cache'}"
         return Hardware(
@@ -155,8 +160,7 @@ def known_hardware(
     device = which_device(device)
     directory = os.environ.get("SPILLWAY_DIR") or None if spill_directory is None else os.fspath(spill_directory)
     file = cache_file(device_name(device), platform.node(), torch.__version__, directory)
-    kept = None if fresh or file is None else read_kept(file)
-    present = None if kept is None else _at_present(kept, device, spill_directory)
+    present = None if fresh or file is None else _at_present(file, device, spill_directory)
     if present is not None:
         return present
     measured = measure_hardware(device, spill_directory=spill_directory, seconds=seconds, on_part=on_part)
@@ -164,12 +168,16 @@ def known_hardware(
     return measured
 
 
-def _at_present(kept: Hardware, device: torch.device, directory: str | os.PathLike[str] | None) -> Hardware | None:
-    """The same with the current sizes; ``None`` if a disk was added or removed since."""
+def _at_present(file: Path, device: torch.device, directory: str | os.PathLike[str] | None) -> Hardware | None:
+    """The saved speeds with the current sizes; ``None`` if no file validates, or a disk was added or removed since."""
+    try:
+        kept = Hardware.load(file)
+    except UsageError:
+        return None
     disk_bytes = None
     try:
-        with closing(SpillFile(directory)) as file:
-            disk_bytes = shutil.disk_usage(file.directory).free
+        with closing(SpillFile(directory)) as spill:
+            disk_bytes = shutil.disk_usage(spill.directory).free
     except TierError:
         if directory is not None:
             raise
@@ -191,16 +199,6 @@ def _copy_bytes(backend: Backend) -> int:
     wanted = _CPU_COPY if backend.device.type == "cpu" else _ACCELERATOR_COPY
     free = min(_memory(backend)[0], memory_limit(), psutil.virtual_memory().available) // _FREE_SHARE
     return max(ALIGNMENT, min(wanted, free // ALIGNMENT * ALIGNMENT))
-
-
-def _drive(backend: Backend, directory: str | os.PathLike[str] | None, seconds: float) -> Drive | None:
-    try:
-        return measure_drive(backend, directory, seconds)
-    except TierError:
-        if directory is not None:
-            raise
-        # The user may never spill to disk: a session would only fail when it does.
-        return None
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path | None:
@@ -230,24 +228,15 @@ def cache_file(
     return folder / f"hardware-{_plain(device)}-{_plain(torch_version)}-{machine[:12]}.json"
 
 
-def read_kept(file: Path) -> Hardware | None:
-    """The saved speeds; ``None`` if the file does not exist, or does not validate."""
-    try:
-        return Hardware.load(file)
-    except UsageError:
-        return None
-
-
 def keep(hardware: Hardware, file: Path | None) -> None:
     """Write the file, readable for the user alone. A reader meanwhile gets the old file or the new one.
 
     Warns:
         UserWarning: if it cannot be written.
     """
-    if file is None:
-        _warn("there is no home directory")
-        return
     try:
+        if file is None:
+            raise FileNotFoundError("there is no home directory")
         file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         # Beside the file: only within a file system, replacing is atomic.
         with tempfile.TemporaryDirectory(prefix=".hardware-", dir=file.parent) as folder:
@@ -256,19 +245,15 @@ def keep(hardware: Hardware, file: Path | None) -> None:
             draft.write_text(hardware.to_json(), encoding="utf-8")
             os.replace(draft, file)
     except OSError as error:
-        _warn(str(error))
+        warnings.warn(
+            f"spillway: the measured speeds of this machine could not be saved ({error}), and will be measured again. "
+            f"Set SPILLWAY_CACHE to a writable directory",
+            stacklevel=3,
+        )
 
 
 def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", name.lower()).strip("-")
-
-
-def _warn(why: str) -> None:
-    warnings.warn(
-        f"spillway: the measured speeds of this machine could not be saved ({why}), and will be measured again. Set "
-        f"SPILLWAY_CACHE to a writable directory",
-        stacklevel=4,
-    )
 
 
 def rate_of(

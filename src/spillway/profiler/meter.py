@@ -92,31 +92,31 @@ class DeviceMemory:
             torch.accelerator.empty_cache()
         return self._resident is None
 
-    def reset_peak(self) -> None:
-        if self._resident is None:
-            torch.accelerator.reset_peak_memory_stats(self._device)
-        else:
-            self._resident.restart()
+    def reset_peak(self) -> Resident:
+        """Forget the peak; gives the bytes now, and the peak until now."""
+        if self._resident is not None:
+            return self._resident.restart()
+        until_now = Resident(*allocated(self._device))
+        torch.accelerator.reset_peak_memory_stats(self._device)
+        return until_now
 
 
 def meter_of(device: torch.device) -> Meter:
     """A meter for a device, which begins now."""
-    return CpuMeter() if device.type == "cpu" else AcceleratorMeter(device)
+    return ClockMeter(DeviceMemory(device)) if device.type == "cpu" else AcceleratorMeter(device)
 
 
 class AcceleratorMeter(Meter):
     """See NOTE [ Instants of a program ]. Resets the device's peak at each instant."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._instants: list[tuple[torch.Event, int, int]] = []
+        self._device, self._memory = device, DeviceMemory(device)
+        self._instants: list[tuple[torch.Event, Resident]] = []
 
     def mark(self) -> None:
         event = torch.Event(self._device, enable_timing=True)
         event.record(torch.accelerator.current_stream(self._device))
-        level, peak = allocated(self._device)
-        torch.accelerator.reset_peak_memory_stats(self._device)
-        self._instants.append((event, level, peak))
+        self._instants.append((event, self._memory.reset_peak()))
 
     def wait(self) -> None:
         torch.accelerator.synchronize(self._device)
@@ -129,37 +129,24 @@ class AcceleratorMeter(Meter):
     def finish(self) -> list[Reading]:
         self.wait()
         return [
-            Reading(self._instants[0][0].elapsed_time(event) / 1e3 if number else 0.0, level, peak)
-            for number, (event, level, peak) in enumerate(self._instants)
+            Reading(self._instants[0][0].elapsed_time(event) / 1e3 if number else 0.0, *found)
+            for number, (event, found) in enumerate(self._instants)
         ]
 
 
 class ClockMeter(Meter):
-    """Reads a clock alone, in seconds (``None``: the process's): bytes are 0."""
+    """Reads a clock, in seconds, and memory, whose peak restarts at each instant. Without memory, bytes are 0."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
-        self._clock = clock
-        self._instants: list[float] = []
-
-    def mark(self) -> None:
-        self._instants.append(time.perf_counter() if self._clock is None else self._clock())
-
-    def finish(self) -> list[Reading]:
-        return [Reading(seconds - self._instants[0], 0, 0) for seconds in self._instants]
-
-
-class CpuMeter(Meter):
-    """See NOTE [ Instants of a program ]. Restarts the peak at each instant."""
-
-    def __init__(self) -> None:
-        self._peak = ResidentPeak()
+    def __init__(self, memory: DeviceMemory | None = None, clock: Callable[[], float] | None = None) -> None:
+        self._memory, self._clock = memory, clock or time.perf_counter
         self._instants: list[tuple[float, Resident]] = []
 
     def mark(self) -> None:
-        self._instants.append((time.perf_counter(), self._peak.restart()))
+        seconds = self._clock()
+        self._instants.append((seconds, Resident(0, 0) if self._memory is None else self._memory.reset_peak()))
 
     def finish(self) -> list[Reading]:
-        return [Reading(seconds - self._instants[0][0], *resident) for seconds, resident in self._instants]
+        return [Reading(seconds - self._instants[0][0], *found) for seconds, found in self._instants]
 
 
 def known_bytes(model: Module, device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> Static:

@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -232,25 +232,14 @@ class Probe(OperatorMode):
 
 @dataclass(frozen=True, slots=True)
 class ProfilerListener:
-    """Listens to one call, with a probe if its operators are measured. It changes nothing."""
+    """Listens to one call. It changes nothing."""
 
     probe: Probe | None
+    """Measures the call's operators: then the function runs once more after its forward."""
     asked: Callable[[int], None]
     """Called when backward unpacks a tensor that was saved after so many operators."""
     casts: Callable[[torch.UntypedStorage], None]
-    """Called with memory of a cast of a leaf in forward, which is still alive."""
-
-    @property
-    def wants_operators(self) -> bool:
-        """Whether to measure the call's operators. Then the function runs once more after its forward."""
-        return self.probe is not None
-
-    def watching(self, recorder: Recorder) -> AbstractContextManager[object]:
-        return nullcontext() if self.probe is None else self.probe.around(recorder)
-
-    def ended(self, recorder: Recorder) -> None:
-        if self.probe is not None:
-            self.probe.ended(recorder)
+    """Called with memory of a cast of a leaf that forward saves."""
 
 
 def _keep_busy(device: torch.device) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spillway._torch import storage_key
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import Collector
 from spillway.checkpointing.recorder import Recorder
@@ -17,7 +15,7 @@ from spillway.checkpointing.tensors import is_strided
 from spillway.saved_tensors.handles import Handle
 
 if TYPE_CHECKING:
-    from spillway.profiler.probe import ProfilerListener
+    from spillway.profiler.probe import Probe, ProfilerListener
 
 _VIEWS = frozenset(("TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0", "ExpandBackward0"))
 """Views of a cast weight that a matrix product may save."""
@@ -30,30 +28,23 @@ class ProfiledCall(CheckpointedCall):
         super().__init__(*args, **options)
         self.holds_values = True
         self._listener = listener
-        self._casts: dict[int, Callable[[], torch.UntypedStorage | None]] = {}
-        """Memory of casts of leaves that forward saved."""
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         pack_unprofiled = super()._packing()
 
         def pack(tensor: torch.Tensor) -> SavedSlot | Handle:
             if is_strided(tensor) and casts_leaf(tensor):
-                storage = tensor.untyped_storage()
-                self._casts[storage_key(storage)] = weakref.ref(storage)
+                self._listener.casts(tensor.untyped_storage())
             return pack_unprofiled(tensor)
 
         return pack
 
     def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._has_returned(output, tensors)
-        for storage in self._casts.values():
-            if (cast := storage()) is not None:
-                self._listener.casts(cast)
-        self._casts.clear()
-        if self._listener.wants_operators and not self._is_captured:
-            self._measure_operators()
+        if self._listener.probe is not None and not self._is_captured:
+            self._measure_operators(self._listener.probe)
 
-    def _measure_operators(self) -> None:
+    def _measure_operators(self, probe: Probe) -> None:
         """Run the function once more after its forward, and keep nothing of it."""
         assert self._choices is not None
         # Cached casts of autocast would not be seen.
@@ -65,9 +56,9 @@ class ProfiledCall(CheckpointedCall):
             saves=recorder.saves,
             holds=self._keeps,
         )
-        self._run_into(collector, (), recorder, self._listener.watching(recorder))
+        self._run_into(collector, (), recorder, probe.around(recorder))
         self._replay_ended()
-        self._listener.ended(recorder)
+        probe.ended(recorder)
         self._program = recorder.program()
         self._learned.record(self._shapes, self._program)
         self._records = False

@@ -164,6 +164,11 @@ class StepTrace:
         return self.host[until] - self.host[since] if self.has_host else 0.0
 
 
+def queues(device: torch.device) -> bool:
+    """Whether the CPU queues work there, and goes on."""
+    return device.type not in ("cpu", "meta")
+
+
 class StepTracer:
     """Marks the instants of a step. Once it is closed, it ignores the rest of the step's graph.
 
@@ -195,7 +200,7 @@ class StepTracer:
         self._held: list[torch.UntypedStorage] = []
         """Copies of the streamed parameters of the block whose backward runs."""
         self._held_bytes = 0
-        self._trace = StepTrace()
+        self._trace = StepTrace(has_host=queues(device))
         self._spent = 0.0
         self._begun: float | None = None
         self._running: list[int] = []
@@ -203,8 +208,8 @@ class StepTracer:
         self._counts: Counter[str] = Counter()
         self._casts: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Casts of leaves that are alive."""
-        self._cast_last: dict[int, int] = {}
-        """Bytes that the block which ended last has cast."""
+        self._cast_now: dict[int, int] = {}
+        """Bytes of those that the running block has made."""
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._inputs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Storages that blocks were given."""
@@ -237,8 +242,8 @@ class StepTracer:
             return
         self._mark("end", number)
         calls = self._trace.calls
-        calls[number].cached_bytes = sum(nbytes for key, nbytes in self._cast_last.items() if key in self._casts)
-        self._cast_last.clear()
+        calls[number].cached_bytes = sum(self._cast_now.values())
+        self._cast_now.clear()
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
         if number == len(calls) - 1 and not any(tensor.requires_grad for tensor in tensors):
             # A frozen block saves nothing, and has no backward: it is a part of what comes before the others.
@@ -280,7 +285,7 @@ class StepTracer:
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
         key = id(storage)
-        self._cast_last[key] = storage.nbytes()
+        self._cast_now[key] = storage.nbytes()
         self._casts[key] = weakref.ref(storage, partial(self._is_uncast, key, storage.nbytes()))
 
     def moves(self, begins: bool) -> None:
@@ -337,7 +342,8 @@ class StepTracer:
 
     def _is_uncast(self, key: int, nbytes: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         del self._casts[key]
-        if not self._closed:
+        is_within_block = self._cast_now.pop(key, None) is not None
+        if not self._closed and not is_within_block:
             self._mark("uncast", len(self._trace.uncast))
             self._trace.uncast.append(nbytes)
 

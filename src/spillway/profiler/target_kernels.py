@@ -91,9 +91,10 @@ def kernels_of(device: torch.device, attention: str) -> Iterator[None]:
 
     On CUDA, ``attention`` names the kernel of attention that is tried first. One thread at a time can be in it, once.
     """
-    chosen: dict[str, Kernel] = {"scaled_dot_product_attention": _attention_on_cpu}
+    order, others = ["cpu", "math"], {}
     if device.type == "cuda":
-        chosen = {**_ON_CUDA, "scaled_dot_product_attention": _attention_on_cuda(attention)}
+        order, others = [attention, *(each for each in ("flash", "efficient", "math") if each != attention)], _ON_CUDA
+    chosen: dict[str, Kernel] = {**others, "scaled_dot_product_attention": _attention(order)}
     thread = threading.get_ident()
 
     def replacement(name: str) -> Kernel:
@@ -182,42 +183,37 @@ _alone = threading.Lock()
 # Attention
 
 
-def _attention_on_cuda(first: str) -> Kernel:
-    order = [first, *(each for each in ("flash", "efficient", "math") if each != first)]
+def _attention(order: Sequence[str]) -> Kernel:
+    """Attention by the first of these kernels that the arguments allow."""
 
     def attend(
         query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
         is_causal: bool = False, **options: Any,
     ) -> Any:  # fmt: skip
-        taken = next(name for name in order if _allows(name, query, key, value, attn_mask, causal=is_causal))
-        return _KERNELS[taken](query, key, value, attn_mask, dropout_p, is_causal, **options)
+        args = query, key, value, attn_mask, dropout_p, is_causal
+        taken = next(name for name in order if _allows(name, *args, **options))
+        return _KERNELS[taken](*args, **options)
 
     return attend
 
 
-def _attention_on_cpu(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: Any = None, dropout_p: float = 0.0,
-    is_causal: bool = False, **options: Any,
-) -> Any:  # fmt: skip
-    fits = query.dim() == 4 and query.shape[-1] == key.shape[-1] == value.shape[-1]
-    shared = options.get("enable_gqa") and key.shape[1] and query.shape[1] % key.shape[1] == 0
-    alike = key.shape[:2] == value.shape[:2] and (query.shape[:2] == key.shape[:2] or shared)
-    dense = all(tensor.stride(-1) == 1 for tensor in (query, key, value))
-    if dropout_p or not (fits and alike and dense) or (attn_mask is not None and is_causal):
-        return _math(query, key, value, attn_mask, dropout_p, is_causal, **options)
-    return aten._scaled_dot_product_flash_attention_for_cpu(
-        query, key, value, dropout_p, is_causal, attn_mask=_added(attn_mask, query), scale=options.get("scale")
-    )[0]
-
-
-def _allows(name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, *, causal: bool) -> bool:
+def _allows(
+    name: str, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, dropout: float, causal: bool,
+    *, enable_gqa: bool = False, **_: Any,
+) -> bool:  # fmt: skip
     """Whether a kernel takes such arguments. See NOTE [ Attention kernels ]."""
     switches: Any = torch.backends.cuda
     if name == "math":
         return True
-    if query.dim() != 4 or (mask is not None and causal) or 0 in (query.numel(), key.numel()):
+    if query.dim() != 4 or (mask is not None and causal):
         return False
     if any(tensor.stride(-1) != 1 for tensor in (query, key, value)):
+        return False
+    if name == "cpu":
+        fits = query.shape[-1] == key.shape[-1] == value.shape[-1] and key.shape[:2] == value.shape[:2]
+        shared = enable_gqa and key.shape[1] and query.shape[1] % key.shape[1] == 0
+        return not dropout and fits and bool(shared or query.shape[:2] == key.shape[:2])
+    if 0 in (query.numel(), key.numel()):
         return False
     if name == "efficient":
         same = query.shape[:2] == key.shape[:2] == value.shape[:2]
@@ -237,6 +233,11 @@ def _added(mask: torch.Tensor | None, query: torch.Tensor) -> torch.Tensor | Non
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, torch.scalar_tensor(0.0, dtype=query.dtype, device=query.device), -torch.inf)
+
+
+def _cpu(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, *, scale: Any = None, **_: Any) -> Any:
+    mask = _added(mask, q)
+    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, attn_mask=mask, scale=scale)[0]
 
 
 def _flash(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, *, scale: Any = None, **_: Any) -> Any:
@@ -268,7 +269,7 @@ def _math(q: Any, k: Any, v: Any, mask: Any, dropout: float, causal: bool, **opt
     return aten._scaled_dot_product_attention_math(q, k, v, _added(mask, q), dropout, causal, **options)[0]
 
 
-_KERNELS: dict[str, Kernel] = {"flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "math": _math}
+_KERNELS = {"cpu": _cpu, "flash": _flash, "cudnn": _cudnn, "efficient": _efficient, "math": _math}
 
 _PRODUCT_BYTES, _PRODUCT_BYTES_SINCE_HOPPER = 8_519_680, 32 << 20
 """Workspaces of cuBLAS, by torch's ``CUDABlas.cpp``: 2 times 4 MiB and 8 times 16 KiB, or 32 MiB since Hopper."""

@@ -78,15 +78,9 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
         UnmetError: without ``best_effort``, if no model was treated as asked.
         BaseException: what the script raises.
     """
-    script.check()
     files.check(options)
+    script.check()
     process = _ManagedProcess(options, files, quiet=quiet, is_run=True)
-    check = functools.partial(process.check_met, quiet=quiet)
-    late = threading.Event()
-    # Exit handlers run from the last to the first, so this one runs after the result is printed.
-    atexit.unregister(process.finish)
-    atexit.register(_check_late, os.getpid(), late, check)
-    atexit.register(process.finish)
     for name, value in options.to_environment().items():
         if value is None:
             os.environ.pop(name, None)
@@ -105,11 +99,10 @@ def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: boo
         raise process.models.fatal
     if best_effort or not options.option:
         return
-    if any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread()):
-        # They may train. Python joins them when this function has returned.
-        late.set()
-    else:
-        check()
+    # Other threads may train. Python joins them when this function has returned.
+    process.is_late = any(not each.daemon for each in threading.enumerate() if each is not threading.current_thread())
+    if not process.is_late:
+        process.check_met()
 
 
 def manage(options: RunOptions, *, quiet: bool) -> Callable[[], None]:
@@ -138,6 +131,10 @@ class _ManagedProcess:
         self._tree = ProcessTree.joined(is_run=is_run)
         self._result: RunResult | None = None
         self._is_over = False
+        self.is_late = False
+        """Whether threads may still train when the script has ended."""
+        # Exit handlers run from the last to the first.
+        atexit.register(self._check_late)
         atexit.register(self.finish)
         # Processes of multiprocessing run these functions, not those of atexit, and forget those of before their start.
         finalize = functools.partial(multiprocessing.util.Finalize, None, self.finish, exitpriority=0)
@@ -206,33 +203,32 @@ class _ManagedProcess:
         missing = ", ".join(f"{model.kind} takes {model.missing}" for model in models)
         return f"the script ended before there was a plan ({missing})"
 
-    def check_met(self, *, quiet: bool) -> None:
+    def check_met(self) -> None:
         """Raise :class:`UnmetError` if nothing was attached, or no budget has a plan."""
         result = self._result or result_of(self._observer, rank=self._rank, children=self._tree.children())
         why = self._why_unmet(result)
         if why is None:
             return
-        if not quiet and why.startswith("nothing was attached"):
+        if not self._quiet and why.startswith("nothing was attached"):
             why = "nothing was attached: the table says why"
         raise UnmetError(
             f"{self._options.asked_for} was not met, since {why.rstrip('.')}. Give --best-effort to end with the "
             f"script's exit code all the same."
         )
 
-
-def _check_late(process: int, late: threading.Event, check: Callable[[], None]) -> None:
-    """Set the exit code of a process whose threads were alive after the script: an exit handler has no other way."""
-    if not late.is_set() or os.getpid() != process:
-        return
-    try:
-        check()
-    except UnmetError as error:
-        _print_error(f"error: {error}\n")
-        for stream in (sys.stdout, sys.stderr, sys.__stderr__):
-            if stream is not None:
-                stream.flush()
-        logging.shutdown()
-        os._exit(UNMET_CODE)
+    def _check_late(self) -> None:
+        """Set the exit code, if threads were alive after the script: an exit handler has no other way."""
+        if not self.is_late or os.getpid() != self._process:
+            return
+        try:
+            self.check_met()
+        except UnmetError as error:
+            _print_error(f"error: {error}\n")
+            for stream in (sys.stdout, sys.stderr, sys.__stderr__):
+                if stream is not None:
+                    stream.flush()
+            logging.shutdown()
+            os._exit(UNMET_CODE)
 
 
 def _print_error(text: str) -> None:

@@ -68,6 +68,8 @@ from spillway.attaching.model import ModelCall
 from spillway.checkpointing.blocks import built_in, find_blocks, is_compiled
 from spillway.errors import BudgetError, SpillwayError, UsageError
 
+Attach = Callable[[Module], tuple[Attached, str, list[str]]]
+"""Attaches to a model, and names the way, with notes; or raises."""
 NO_BLOCKS = (
     "repeats no block, so there is nothing to plan. spillway.offload() around its call offloads what it saves; "
     "spillway.attach(model, blocks=...) takes the blocks that you name"
@@ -129,13 +131,10 @@ class Rejected:
 class ModelRegistry:
     """The models of a script. Between :meth:`start` and :meth:`stop` it observes the calls of modules.
 
-    ``attach`` attaches to a model and names the way, with notes, or raises. ``changed`` is called when an attached
-    model was given up, and may be attached once more.
+    ``changed`` is called when an attached model was given up, and may be attached once more.
     """
 
-    def __init__(
-        self, attach: Callable[[Module], tuple[Attached, str, list[str]]], changed: Callable[[], object]
-    ) -> None:
+    def __init__(self, attach: Attach, changed: Callable[[], object]) -> None:
         self._attach = attach
         self._changed = changed
         self._thread = threading.local()
@@ -146,7 +145,7 @@ class ModelRegistry:
         self.is_observing = False
         self.managed: list[ManagedModel] = []
         self.rejected: list[Rejected] = []
-        self.tell: Callable[[str], object] | None = None
+        self.tell: Callable[[str], object] = lambda line: None
         """Called with a line for the user: a module is rejected, or its own checkpointing is replaced."""
         self.fatal: BudgetError | None = None
         """Raised because no plan fits the budget."""
@@ -180,8 +179,7 @@ class ModelRegistry:
     def reject(self, module: Module, reason: str) -> Role:
         """Leave a module alone, and remember why."""
         self.rejected.append(Rejected(type(module).__name__, weakref.ref(module), reason))
-        if self.tell is not None:
-            self.tell(f"{type(module).__name__} is not attached: {reason}")
+        self.tell(f"{type(module).__name__} is not attached: {reason}")
         return self._know(module, Role.OWNED)
 
     def reject_unseen(self, parameters: Iterable[Tensor]) -> None:
@@ -285,9 +283,8 @@ class ModelRegistry:
         ModelCall.of(model).hand_errors_to(lambda error: self._refused(managed, error))
         ModelCall.of(model).give_way_by(lambda: self._give_way(managed))
         self.managed.append(managed)
-        if self.tell is not None:
-            for note in (*notes, *attached.notes):
-                self.tell(f"{managed.kind}: {note}")
+        for note in (*notes, *attached.notes):
+            self.tell(f"{managed.kind}: {note}")
         self._know(model, Role.PASSED)
         return True
 
@@ -333,7 +330,7 @@ class StepClock:
     ``told`` is called after each step, with their number.
     """
 
-    def __init__(self, told: Callable[[int], None] | None = None) -> None:
+    def __init__(self, told: Callable[[int], object] = lambda count: None) -> None:
         self._told = told
         self._first: weakref.ref[Optimizer] | None = None
         self._times: deque[float] = deque(maxlen=_MOST_TIMES)
@@ -357,19 +354,13 @@ class StepClock:
         if first is None or first is optimizer:
             self.count += 1
             self._times.append(time.perf_counter())
-            if self._told is not None:
-                self._told(self.count)
+            self._told(self.count)
 
 
 class ScriptObserver(StepClock):
-    """Observes from now on, in this process and not in forked children. See NOTE [ Unobserved calls ].
+    """Observes from now on, in this process and not in forked children. See NOTE [ Unobserved calls ]."""
 
-    ``attach`` attaches to a model, and names the way, with notes. ``told`` is called after each step, with its number.
-    """
-
-    def __init__(
-        self, attach: Callable[[Module], tuple[Attached, str, list[str]]], told: Callable[[int], None] | None = None
-    ) -> None:
+    def __init__(self, attach: Attach, told: Callable[[int], object] = lambda count: None) -> None:
         super().__init__(told)
         self._lock = threading.RLock()
         self._looks: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()

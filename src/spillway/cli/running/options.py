@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ class RunOptions:
     """One way to treat each model. Without any of the first four, the device decides: see :meth:`attach`.
 
     Raises:
-        UsageError: for two ways, or for limits of a budget beside another way.
+        UsageError: for two ways, or an invalid value.
     """
 
     budget: str | None = None
@@ -53,31 +54,23 @@ class RunOptions:
     @classmethod
     def of_environment(cls) -> RunOptions:
         """The options that the variables of the environment give."""
-        given = asked()
+        given: dict[str, Any] = dict(asked())
         if not given and os.environ.get(variable("budget")) == OFF:
             raise UsageError(
                 f"got {variable('budget')}={OFF} in the environment and spillway run without a way: the variable says "
                 f"that nothing is managed. Unset it, give --budget, or start the script with python"
             )
-        ratio, allow = given.get("ratio"), given.get("allow")
-        try:
-            share = None if ratio is None else float(ratio)
-        except ValueError as error:
-            raise UsageError(
-                f"{variable('ratio')}: got {ratio!r}, expected a number from 0 (keep all) to 1 (offload all)"
-            ) from error
-        return cls(
-            budget=None if given.get("budget") == AUTO else given.get("budget"),
-            policy=given.get("policy"),
-            ratio=share,
-            plan=Path(given["plan"]) if "plan" in given else None,
-            stream=given.get("stream"),
-            host_budget=given.get("host_budget"),
-            disk_budget=given.get("disk_budget"),
-            allow=None if allow is None else split_words(allow),
-            hardware=given.get("hardware"),
-            from_environment=True,
-        )
+        if given.get("budget") == AUTO:
+            del given["budget"]
+        if "plan" in given:
+            given["plan"] = Path(given["plan"])
+        if "allow" in given:
+            given["allow"] = split_words(given["allow"])
+        if "ratio" in given:
+            # Other words are refused below.
+            with suppress(ValueError):
+                given["ratio"] = float(given["ratio"])
+        return cls(**given, from_environment=True)
 
     def to_environment(self) -> dict[str, str | None]:
         """The variables that give child processes these options; ``None``: not set."""
@@ -108,15 +101,9 @@ class RunOptions:
                 parse_bytes(getattr(self, name), what=self._name(name))
         if self.policy is not None and self.policy not in POLICIES:
             raise UsageError(f"{self._name('policy')}: got {self.policy!r}, expected one of {', '.join(POLICIES)}")
-        if self.ratio is not None and not 0 <= self.ratio <= 1:
+        if self.ratio is not None and not (isinstance(self.ratio, float) and 0 <= self.ratio <= 1):
             raise UsageError(
-                f"{self._name('ratio')}: got {self.ratio}, expected a number from 0 (keep all) to 1 (offload all)"
-            )
-        limits = self._given(LIMITS)
-        if limits and given and self.budget is None:
-            raise UsageError(
-                f"got {' and '.join(limits)} beside {given[0]}, expected {self._name('budget')}: only its plan uses "
-                f"them"
+                f"{self._name('ratio')}: got {self.ratio!r}, expected a number from 0 (keep all) to 1 (offload all)"
             )
         # Planning takes a while to import.
         if self.allow is not None:
@@ -159,12 +146,12 @@ class RunOptions:
 
     def check_machine(self) -> None:
         """Raise :class:`~spillway.errors.UsageError` for limits of a budget if there is no budget."""
-        limits = self._given(LIMITS)
-        if limits and not self.option and not self.is_measured:
-            raise UsageError(
-                f"got {' and '.join(limits)} without {self._name('budget')}. Only the plan of a budget uses them, and "
-                f"without an accelerator there is no default one: give {self._name('budget')}"
-            )
+        limits, budget = self._given(LIMITS), self._name("budget")
+        if limits and not self.is_measured:
+            where = f"beside {self.option}, expected {budget}"
+            if not self.option:
+                where = f"without {budget}, which has no default without an accelerator"
+            raise UsageError(f"got {' and '.join(limits)} {where}: only the plan of a budget uses them")
 
     def budget_on(self, device: torch.device) -> str | int | None:
         """The budget of a model on a device; ``None``: it has none."""

@@ -13,11 +13,10 @@ from pydantic import TypeAdapter
 from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.cli.variables import HOOK, is_hooked
 from spillway.errors import printable
+from spillway.planner.report.text import WIDTH
 from spillway.types import StepStats
 from spillway.units import format_bytes, format_seconds, read_budget
 
-WIDEST = 80
-"""Columns of a terminal."""
 NOTHING_CALLED = (
     "No module was called as model(...) in training with gradients on, in this process or in a managed child"
 )
@@ -198,5 +197,5 @@ def _row(first: str, *others: str) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    """A sentence as lines of at most :data:`WIDEST` columns."""
-    return textwrap.wrap(printable(text), WIDEST, subsequent_indent=indent + "  ", initial_indent=indent) or [""]
+    """A sentence as lines of at most 80 columns."""
+    return textwrap.wrap(printable(text), WIDTH, subsequent_indent=indent + "  ", initial_indent=indent) or [""]

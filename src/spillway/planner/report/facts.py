@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -14,7 +15,7 @@ from spillway.planner.planner import Curve, Point, planning_rates, profile_for
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
-from spillway.planner.tasks import Option, Phase, Program, in_words, measured_groups
+from spillway.planner.tasks import Option, Program, in_words, measured_groups
 from spillway.planner.timeline import Timeline, settled, simulate_program
 from spillway.types import Decision
 from spillway.units import format_bytes, format_seconds
@@ -133,8 +134,6 @@ class Facts:
     hardware: str
     """Name of the machine whose bandwidths are used."""
     program: Program
-    phases: dict[str, Phase]
-    """Phases of tasks, by their names."""
     rows: tuple[Row, ...]
     instants: tuple[float, ...]
     """Seconds from the start of the step at which memory changes, strictly increasing."""
@@ -211,11 +210,11 @@ class Facts:
     @property
     def stalls(self) -> tuple[tuple[str, float], ...]:
         """Why compute stalls, and for how many seconds in all; the longest first."""
-        seconds: dict[str, float] = {}
+        seconds: defaultdict[str, float] = defaultdict(float)
         for span in self.timeline.spans:
             if span.reason:
-                seconds[span.reason] = seconds.get(span.reason, 0.0) + span.end - span.start
-        return tuple(sorted(((STALLS[reason], each) for reason, each in seconds.items()), key=lambda pair: -pair[1]))
+                seconds[STALLS[span.reason]] += span.end - span.start
+        return tuple(sorted(seconds.items(), key=lambda pair: -pair[1]))
 
     @property
     def measured_tasks(self) -> tuple[MeasuredTask, ...]:
@@ -359,7 +358,6 @@ def facts_of(
         timeline=timeline,
         hardware=hardware.name,
         program=program,
-        phases={task.name: task.phase for task in program.tasks},
         rows=tuple(
             replace(_row(profile.kinds[call.kind], block, option, profile.min_bytes), kind=call.kind)
             for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
@@ -431,13 +429,10 @@ def _instants(timeline: Timeline) -> tuple[list[int], tuple[float, ...]]:
     is drawn a millionth of the step later, which is too little to see.
     """
     levels, places = timeline.levels, []
-    first = 0
-    for place, level in enumerate(levels):
-        if place + 1 < len(levels) and levels[place + 1].seconds == level.seconds:
-            continue
-        highest = max(range(first, place + 1), key=lambda number: levels[number].device)
-        places += [highest, place] if levels[highest].device > level.device else [place]
-        first = place + 1
+    for _, moment in itertools.groupby(range(len(levels)), lambda place: levels[place].seconds):
+        together = list(moment)
+        highest, last = max(together, key=lambda place: levels[place].device), together[-1]
+        places += [highest, last] if levels[highest].device > levels[last].device else [last]
     step = timeline.seconds * 1e-6
     instants: list[float] = []
     for place in places:

@@ -206,21 +206,19 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
     figure = graph_objects().Figure()
     scale, time_unit = _time_scale(facts.timeline.seconds)
     copied = {number: each for each in facts.copies for number in each.spans}
-    sorts: dict[tuple[str, str, str], list[Span]] = {}
-    told: dict[tuple[str, str, str], list[str]] = {}
+    phases = {task.name: task.phase for task in facts.program.tasks}
+    sorts: dict[tuple[str, str, str], list[tuple[Span, str]]] = {}
     for number, span in enumerate(facts.timeline.spans):
         if span.end > span.start:
-            sorts.setdefault(_sort(facts, span), []).append(span)
-            told.setdefault(_sort(facts, span), []).append(_told(span, copied.get(number)))
+            sorts.setdefault(_sort(span, phases), []).append((span, _told(span, copied.get(number))))
     for (name, colour, pattern), spans in sorted(sorts.items(), key=lambda sort: _ORDER.index(sort[0][0])):
-        texts = told[name, colour, pattern]
         figure.add_bar(
             orientation="h",
             name=name,
-            y=[span.stream for span in spans],
-            base=[_short(span.start * scale) for span in spans],
-            x=[_short((span.end - span.start) * scale) for span in spans],
-            hovertext=texts,
+            y=[span.stream for span, _ in spans],
+            base=[_short(span.start * scale) for span, _ in spans],
+            x=[_short((span.end - span.start) * scale) for span, _ in spans],
+            hovertext=[told for _, told in spans],
             hoverinfo="text",
             marker={"color": colour, "pattern": {"shape": pattern, "size": 6}, "line": {"width": 0}},
         )
@@ -286,11 +284,11 @@ def _laid_out(figure: Any, legend: dict[str, Any] | None = None, **layout: Any) 
     return found
 
 
-def _sort(facts: Facts, span: Span) -> tuple[str, str, str]:
+def _sort(span: Span, phases: dict[str, Phase]) -> tuple[str, str, str]:
     if span.reason:
         return f"stalls for {span.reason}", _RED, "/"
     if span.stream == "compute":
-        return (*_PHASES[facts.phases[span.name]], "")
+        return (*_PHASES[phases[span.name]], "")
     return (*_COPIES[span.stream], "")
 
 
