@@ -23,7 +23,7 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, State
 from spillway.optim.transfers import SentTensor, aligned, on_error
 from spillway.runtime.backend import Event, raise_again
-from spillway.runtime.bytes import Bytes, over
+from spillway.runtime.bytes import Bytes, Cells, over
 
 if TYPE_CHECKING:
     from spillway.optim.state_store import Settings, StepCost
@@ -74,24 +74,6 @@ class Layout:
                     end = slots[-1].start + slots[-1].nbytes
         return cls(tuple(slots), end)
 
-    def is_of(self, states: Sequence[Mapping[Hashable, Any]], memory: Bytes | None) -> bool:
-        """Whether these states are in memory, in this layout."""
-        moving = {
-            (part, name): value for part, state in enumerate(states) for name, value in state.items() if moves(value)
-        }
-        return (
-            memory is not None
-            and len(moving) == len(self.slots)
-            and all(
-                (value := moving.get((slot.part, slot.name))) is not None
-                and value.data_ptr() == memory.address + slot.start
-                and value.dtype == slot.dtype
-                and value.shape == slot.shape
-                and value.stride() == slot.strides
-                for slot in self.slots
-            )
-        )
-
 
 def moves(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value of a state moves to where it is stepped. Numbers and empty tensors stay."""
@@ -119,10 +101,11 @@ class ChunkPart(NamedTuple):
         """These elements of a tensor in the parameter's memory layout."""
         return whole.as_strided(*self.form, int(whole.storage_offset()) + self.start)
 
-    def home(self) -> Bytes:
+    def home(self) -> Cells:
         """The pinned memory of these elements, of a parameter that is streamed."""
         assert self.held.streamed is not None
-        return self.held.streamed.home.range(self.start * self.held.local().itemsize, self.nbytes)
+        dtype = self.held.local().dtype
+        return Cells(self.held.streamed.home.range(self.start * dtype.itemsize, self.nbytes), dtype)
 
     def home_until(self, end: Event) -> None:
         """A step's copies read and write the home until this event."""
@@ -206,10 +189,10 @@ class ChunkTransfer:
     settings: Settings
     """As they were when the step was queued."""
     cost: StepCost
+    ready: Event
+    """The event after which the parameters may be read and written."""
     memory: Bytes | None = None
     """The chunk's bytes while it is loaded."""
-    room: Bytes | None = None
-    """Memory for its bytes after the step, if their layout differs."""
     arrived: Event | None = None
     left: Event | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -220,17 +203,21 @@ class ChunkTransfer:
     """Parameters that were read for it, by the numbers of the parts."""
     states: list[State] = field(default_factory=list)
     """The states, until they are safely stored."""
-    ready: Event | None = None
-    """The event after which the parameters may be read and written."""
     nbytes: int = 0
     """Its bytes within the in-flight limit."""
 
-    def next_layout(self) -> Layout | None:
-        """The layout after the step, as far as it is known, if it is not the one that is loaded."""
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the chunk that are loaded."""
+        return self.chunk.layout.nbytes if self.chunk.is_stored else 0
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the step needs for another layout, as far as it is known."""
         chunk = self.chunk
         if chunk.target is not None:
-            return chunk.target[0]
-        return None if chunk.is_stored or not chunk.layout.nbytes else chunk.layout
+            return chunk.target[0].nbytes
+        return 0 if chunk.is_stored else chunk.layout.nbytes
 
 
 class ChunkTier(ABC):
@@ -244,10 +231,6 @@ class ChunkTier(ABC):
 
     def discard(self, held: HostParameter) -> None:  # noqa: B027
         """They no longer are."""
-
-    def whole(self, held: HostParameter, name: Hashable, value: Any) -> Any:
-        """The parameter's whole tensor of which a value of its first piece is a part, as far as there is one."""
-        return value
 
     def master(self, part: ChunkPart) -> torch.Tensor | None:
         """Memory of a part's master weight, which may be written now; ``None`` if it has no place of its own."""

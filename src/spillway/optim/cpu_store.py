@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,7 +34,6 @@ class CpuTier(ChunkTier):
         return sum(pages(part.nbytes) for part in _read_parts(transfer).values())
 
     def load(self, transfer: ChunkTransfer) -> None:
-        assert transfer.ready is not None
         values = {index: part.of(part.held.local()) for index, part in _read_parts(transfer).items()}
         sent = transfer.chunk.context.transfers.fetch(list(values.values()), transfer.ready)
         transfer.values = dict(zip(values, sent, strict=True))
@@ -66,9 +65,6 @@ class MemoryTier(CpuTier):
     def discard(self, held: HostParameter) -> None:
         self._pinned.pop(held, None)
         self._wholes.pop(held, None)
-
-    def whole(self, held: HostParameter, name: Hashable, value: Any) -> Any:
-        return self._wholes[held].get(name, value) if moves(value) else value
 
     def make_room(self) -> bool:
         # Calls that are unfinished hold the memory of parameters that were read.
@@ -168,15 +164,6 @@ class CpuStore(StateStore):
         # The next forward needs the first parameters first.
         by_context = self.transfers_of(steps if overlapped else in_order(steps), cost)
         ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
-        for context, transfers in by_context.items():
-            # Compute may have read and written parameters since the last step.
-            mine = [one for one in ends if one.context is context]
-            for one in mine:
-                one.wait_for_home()
-            ready = context.transfers.ready(one.local() for one in mine)
-            for transfer in transfers:
-                # All of them before the first step begins, because it loads others ahead.
-                transfer.ready = ready
         if steps and not self._steps_alone:
             end = steps[0].held.context.lane.run(partial(self._step_together, by_context))
             ends = {held: [end] for held in ends}
@@ -187,10 +174,7 @@ class CpuStore(StateStore):
                 for step in transfer.steps.values():
                     ends[step.held].append(end)
             cost.closing.append(context.lane.run(pipeline.settle))
-        for held, some in ends.items():
-            held.mark_written()
-            held.gradient.reader = held.updated = held.context.transfers.backend.all_of(some)
-            cost.on_host += held.numel
+        cost.on_host += self.note_queued(ends)
 
     def end_step(self) -> dict[int, Settings]:
         if self._in_memory is not None:
@@ -304,7 +288,6 @@ class CpuStore(StateStore):
         transfers = part.held.context.transfers
         if part.held.streamed is not None:
             # Blocks have read it by then, and the user has written it.
-            assert transfer.ready is not None
             transfer.ready.synchronize()
             values = _home(part)
         else:
@@ -340,7 +323,6 @@ class CpuStore(StateStore):
                     values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
                     values.as_strided(*part.form).copy_(parameter)
             uploads.append(Upload(local, part.start, source))
-        assert transfer.ready is not None
         end = context.transfers.update(uploads, transfer.ready) if uploads else transfer.ready
         for part in pinned:
             assert memory is not None
@@ -366,9 +348,9 @@ def _read_parts(transfer: ChunkTransfer) -> dict[int, ChunkPart]:
 
 def _home(part: ChunkPart) -> torch.Tensor:
     """The pinned memory of a streamed parameter, where the CPU reads and writes it."""
-    memory, local = part.home(), part.held.local()
-    part.held.context.transfers.backend.host_access(memory, write=True)
-    return Cells(memory, local.dtype).tensor().as_strided(*part.form)
+    cells = part.home()
+    part.held.context.transfers.backend.host_access(cells.memory, write=True)
+    return cells.tensor().as_strided(*part.form)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:

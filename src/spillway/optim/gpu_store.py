@@ -62,7 +62,7 @@ slack.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,11 +117,7 @@ class PinnedTier(ChunkTier):
         self._wholes: weakref.WeakValueDictionary[Hashable, Pinned] = weakref.WeakValueDictionary()
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
-        stored = transfer.chunk.layout.nbytes if transfer.chunk.is_stored else 0
-        gradients = sum(aligned(cells.memory.nbytes, _LINE) for _, cells, _ in _pinned_gradients(transfer))
-        homes = sum(aligned(part.nbytes, _LINE) for _, part in _streamed_parts(transfer))
-        layout = transfer.next_layout()
-        return aligned(stored, _LINE) + gradients + homes + (0 if layout is None else layout.nbytes)
+        return _loaded_bytes(transfer, _beside(transfer)) + transfer.made_bytes
 
     def reserve(self, chunk: StateChunk, layout: Layout) -> tuple[_Range, ...]:
         if chunk.is_cut:
@@ -132,42 +128,29 @@ class PinnedTier(ChunkTier):
     def load(self, transfer: ChunkTransfer) -> None:
         chunk, context = transfer.chunk, transfer.chunk.context
         backend, incoming = context.transfers.backend, self.streams_of(context).incoming
-        stored = chunk.layout.nbytes if chunk.is_stored else 0
-        gradients, homes = list(_pinned_gradients(transfer)), list(_streamed_parts(transfer))
-        nbytes, layout = transfer.nbytes, transfer.next_layout()
-        if layout is not None:
-            transfer.room = self.memory(context, layout.nbytes)
-            nbytes -= layout.nbytes
-        if not (stored or gradients or homes):
+        beside = list(_beside(transfer))
+        nbytes = _loaded_bytes(transfer, beside)
+        if not (chunk.is_stored or beside):
             return
         memory = transfer.memory = self.memory(context, nbytes)
         # The step stream has waited until all that is stored is there.
         backend.wait(incoming, backend.record(backend.compute()))
-        ranges: tuple[_Range, ...] = chunk.place if stored else ()
+        ranges: tuple[_Range, ...] = chunk.place if chunk.is_stored else ()
         for one in ranges:
             self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
-        start = memory.start + aligned(stored, _LINE)
-        for index, (source, dtype), arrived in gradients:
-            if arrived is not None:
-                backend.wait(incoming, arrived)
+        start = memory.start + aligned(transfer.stored_bytes, _LINE)
+        for into, index, (source, dtype), after in beside:
+            if after is not None:
+                backend.wait(incoming, after)
             self._copy_in(context, Bytes(memory.storage, start, source.nbytes), source)
-            transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
+            into[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
-        if homes:
-            # The user's writes come before. So do the copies of the step before, which compute has waited for.
-            assert transfer.ready is not None
-            backend.wait(incoming, transfer.ready)
-        for index, part in homes:
-            self._copy_in(context, Bytes(memory.storage, start, part.nbytes), part.home())
-            dtype = part.held.local().dtype
-            transfer.homes[index] = over(memory.storage, dtype, start // dtype.itemsize, *part.form)
-            start += aligned(part.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
-        for _, part in homes:
-            part.home_until(transfer.arrived)
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
-        for step in (transfer.steps[index] for index, _, _ in gradients):
+        for index in transfer.homes:
+            chunk.parts[index].home_until(transfer.arrived)
+        for step in map(transfer.steps.__getitem__, transfer.gradients):
             # The next owners of the gradient's memory come after.
             if step.sum is not None and step.sum.pinned is not None:
                 step.sum.pinned.after("in", transfer.arrived)
@@ -198,7 +181,7 @@ class PinnedTier(ChunkTier):
         if transfer.left is not None:
             backend = transfer.chunk.context.transfers.backend
             backend.wait(backend.compute(), transfer.left)
-        transfer.memory = transfer.room = None
+        transfer.memory = None
         transfer.states = []
         transfer.gradients.clear()
         transfer.homes.clear()
@@ -206,36 +189,24 @@ class PinnedTier(ChunkTier):
     def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
             return
-        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
-        backend, memory = transfers.backend, transfer.memory
+        backend, memory = transfer.chunk.context.transfers.backend, transfer.memory
         assert memory is not None
-        backend.wait(outgoing, backend.record(backend.compute()))
-        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
-            for one in place:
-                for event in one.pinned.before_write():
-                    backend.wait(outgoing, event)
-                if one.nbytes:
-                    source = Bytes(memory.storage, memory.start + one.start, one.nbytes)
-                    backend.copy(outgoing, one.bytes(), source)
-                    transfers.count(sent=one.nbytes)
-        transfer.left = backend.record(outgoing)
         for one in place:
-            one.pinned.after("out", transfer.left)
+            for event in one.pinned.before_write():
+                backend.wait(self.streams_of(transfer.chunk.context).outgoing, event)
+        sources = [Bytes(memory.storage, memory.start + one.start, one.nbytes) for one in place]
+        end = self._copy_out(transfer, [(one.bytes(), source) for one, source in zip(place, sources, strict=True)])
+        for one in place:
+            one.pinned.after("out", end)
 
     def store_homes(self, transfer: ChunkTransfer) -> Event:
         """Queue the copies of streamed parameters that were stepped to their homes; gives their end."""
-        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
-        backend = transfers.backend
-        backend.wait(outgoing, backend.record(backend.compute()))
-        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
-            for index, values in transfer.homes.items():
-                home = transfer.chunk.parts[index].home()
-                backend.copy(outgoing, home, memory_of(values))
-                transfers.count(sent=home.nbytes)
-        transfer.left = backend.record(outgoing)
+        parts = transfer.chunk.parts
+        copies = [(parts[index].home().memory, memory_of(values)) for index, values in transfer.homes.items()]
+        end = self._copy_out(transfer, copies)
         for index in transfer.homes:
-            transfer.chunk.parts[index].home_until(transfer.left)
-        return transfer.left
+            parts[index].home_until(end)
+        return end
 
     def finish(self, transfer: ChunkTransfer) -> None:
         self.drop(transfer)
@@ -283,6 +254,19 @@ class PinnedTier(ChunkTier):
             whole = self._wholes[key] = Pinned(arena, part.held.numel * slot.dtype.itemsize)
         return _Range(slot.start, slot.nbytes, whole, part.start * slot.dtype.itemsize)
 
+    def _copy_out(self, transfer: ChunkTransfer, copies: Sequence[tuple[Bytes, Bytes]]) -> Event:
+        """Queue copies to pinned memory after the step; gives their end."""
+        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
+        backend = transfers.backend
+        backend.wait(outgoing, backend.record(backend.compute()))
+        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
+            for target, source in copies:
+                if source.nbytes:
+                    backend.copy(outgoing, target, source)
+                    transfers.count(sent=source.nbytes)
+        transfer.left = backend.record(outgoing)
+        return transfer.left
+
     def _copy_in(self, context: DeviceContext, target: Bytes, source: Bytes) -> None:
         if source.nbytes:
             context.transfers.backend.copy(self.streams_of(context).incoming, target, source)
@@ -308,18 +292,9 @@ class GpuStore(StateStore):
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         ends: dict[HostParameter, list[Event]] = {}
         by_context = self.transfers_of(steps, cost)
-        for context, transfers in by_context.items():
-            for transfer in transfers:
-                cost.kept += transfer.settings.values()
-            of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
-            cost.kept += (step.factors for step in of_context.values())
-            for held in of_context:
-                held.wait_for_home()
-            # Those that were offloaded, too, are still being read by the copy.
-            gradients = [step.on_device for step in of_context.values() if step.on_device is not None and not step.raw]
-            ready = context.transfers.ready([*(held.local().detach() for held in of_context), *gradients])
-            for transfer in transfers:
-                transfer.ready = ready
+        cost.kept += (step.factors for step in steps)
+        for transfers in by_context.values():
+            cost.kept += (transfer.settings for transfer in transfers)
         # From here on, every chunk that the pipeline expects gets its task.
         for context, transfers in by_context.items():
             streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
@@ -335,11 +310,7 @@ class GpuStore(StateStore):
                 )
                 for step in transfer.steps.values():
                     ends.setdefault(step.held, []).append(end)
-        for held, some in ends.items():
-            held.mark_written()
-            held.updated = held.context.transfers.backend.all_of(some)
-            held.gradient.reader = some[-1]
-            cost.streamed += held.numel
+        cost.streamed += self.note_queued(ends)
 
     def settle(self, cost: StepCost) -> None:
         for context, streamed in self._streamed.items():
@@ -375,7 +346,6 @@ class GpuStore(StateStore):
     def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
         context = transfer.chunk.context
         backend = context.transfers.backend
-        assert transfer.ready is not None
         stepping = self.tier.streams_of(context).stepping
         with torch.no_grad(), backend.compute_on(stepping):
             pipeline.take(transfer)
@@ -389,8 +359,7 @@ class GpuStore(StateStore):
                     parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
                     self.step_parts(transfer, parameters)
                 for index, parameter in parameters.items():
-                    part = transfer.chunk.parts[index]
-                    values = part.values() if part.held.streamed is None else transfer.homes[index]
+                    part, values = transfer.chunk.parts[index], _values(transfer, index)
                     if part.held.has_master:
                         values.copy_(parameter)
                     backend.compute_access(memory_of(values))
@@ -414,8 +383,7 @@ class GpuStore(StateStore):
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
-        values = part.values() if part.held.streamed is None else transfer.homes[index]
-        parameter = self.parameter(transfer, index, values)
+        parameter = self.parameter(transfer, index, _values(transfer, index))
         snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
@@ -456,29 +424,41 @@ class _Streamed:
             self.pipeline.settle()
 
 
-def _streamed_parts(transfer: ChunkTransfer) -> Iterator[tuple[int, ChunkPart]]:
-    """The parts that are stepped, and whose parameters are in pinned memory."""
-    for index in transfer.steps:
-        part = transfer.chunk.parts[index]
-        if part.held.streamed is not None:
-            yield index, part
+def _values(transfer: ChunkTransfer, index: int) -> torch.Tensor:
+    """A part's elements of its parameter on the GPU: its own, or the copy of its home."""
+    return transfer.homes[index] if index in transfer.homes else transfer.chunk.parts[index].values()
 
 
-def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:
-    """The gradients that are loaded with a chunk: the part, its elements, and the event after which they are there."""
+_Beside = tuple[dict[int, torch.Tensor], int, Cells, Event | None]
+"""Elements that are loaded beside the states of a chunk: whose tensors, for which part, and the event to wait for."""
+
+
+def _beside(transfer: ChunkTransfer) -> Iterator[_Beside]:
+    """Gradients in pinned memory, and then homes, whose copies in wait for compute."""
+    parts = {index: transfer.chunk.parts[index] for index in transfer.steps}
     for index, step in transfer.steps.items():
-        part = transfer.chunk.parts[index]
-        raw, total = step.raw, step.sum
+        part, raw, total = parts[index], step.raw, step.sum
         if step.on_device is not None:
             continue
         if total is not None:
             assert total.pinned is not None
             size = total.dtype.itemsize
-            yield index, Cells(total.pinned.range(part.start * size, part.numel * size), total.dtype), None
+            source = Cells(total.pinned.range(part.start * size, part.numel * size), total.dtype)
+            yield transfer.gradients, index, source, None
         elif raw is not None:
             size, memory = raw.dtype.itemsize, raw.memory
-            source = Bytes(memory.storage, memory.start + part.start * size, part.numel * size)
-            yield index, Cells(source, raw.dtype), raw.batch.arrived
+            source = Cells(Bytes(memory.storage, memory.start + part.start * size, part.numel * size), raw.dtype)
+            yield transfer.gradients, index, source, raw.batch.arrived
+    for index, part in parts.items():
+        if part.held.streamed is not None:
+            # The user's writes come before. So do the copies of the step before, which compute has waited for.
+            yield transfer.homes, index, part.home(), transfer.ready
+
+
+def _loaded_bytes(transfer: ChunkTransfer, beside: Iterable[_Beside]) -> int:
+    """Bytes of a chunk's memory on the GPU, each tensor beside the states aligned."""
+    sizes = [transfer.stored_bytes, *(cells.memory.nbytes for _, _, cells, _ in beside)]
+    return sum(aligned(size, _LINE) for size in sizes)
 
 
 def _views(layout: Layout, place: tuple[_Range, ...]) -> Iterator[tuple[tuple[int, Hashable], torch.Tensor]]:

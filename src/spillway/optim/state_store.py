@@ -176,7 +176,7 @@ class StateStore(ABC):
     def state_of(self, held: HostParameter) -> State:
         """A parameter's state, with slots for tensors that are elsewhere."""
         pieces = [chunk.states[index] for chunk, index in self._parts_of(held)]
-        return {name: self.tier.whole(held, name, value) for name, value in _common(pieces)}
+        return {name: _joined(held, [piece[name] for piece in pieces]) for name, _ in _common(pieces)}
 
     def open(self, held: HostParameter) -> State:
         """All of a parameter's state, on the CPU. The next step begins with what is written there."""
@@ -276,7 +276,7 @@ class StateStore(ABC):
             self.discard(held)
         self._new.clear()
 
-    def transfers_of(self, steps: Iterable[Snapshot], cost: StepCost) -> dict[DeviceContext, list[ChunkTransfer]]:
+    def transfers_of(self, steps: Sequence[Snapshot], cost: StepCost) -> dict[DeviceContext, list[ChunkTransfer]]:
         """The transfers of a step, by GPU, in the order of the steps."""
         by_chunk: dict[StateChunk, dict[int, Snapshot]] = {}
         for step in steps:
@@ -286,12 +286,36 @@ class StateStore(ABC):
                 by_chunk.setdefault(chunk, {})[index] = step
         transfers: dict[DeviceContext, list[ChunkTransfer]] = {}
         settings: dict[Hashable, Settings] = {}
+        ready = {context: self._ready(context, steps) for context in {step.held.context: None for step in steps}}
         for chunk, found in by_chunk.items():
             held = chunk.parts[0].held
             if held.kind not in settings:
                 settings[held.kind] = self._settings(held)
-            transfers.setdefault(chunk.context, []).append(ChunkTransfer(chunk, found, settings[held.kind], cost))
+            transfer = ChunkTransfer(chunk, found, settings[held.kind], cost, ready[chunk.context])
+            transfers.setdefault(chunk.context, []).append(transfer)
         return transfers
+
+    def _ready(self, context: DeviceContext, steps: Sequence[Snapshot]) -> Event:
+        """The event after which a step may read parameters and gradients of a GPU, and write the parameters.
+
+        Compute may have read and written parameters since the last step.
+        """
+        tensors = []
+        for step in steps:
+            if step.held.context is context:
+                step.held.wait_for_home()
+                tensors.append(step.held.local())
+                # One that was offloaded, too, is still being read by the copy.
+                if step.on_device is not None and step.raw is None:
+                    tensors.append(step.on_device)
+        return context.transfers.ready(tensors)
+
+    def note_queued(self, ends: Mapping[HostParameter, Sequence[Event]]) -> int:
+        """Steps of parameters are queued, which end with these events. Gives the number of their elements."""
+        for held, some in ends.items():
+            held.mark_written()
+            held.gradient.reader = held.updated = held.context.transfers.backend.all_of(some)
+        return sum(held.numel for held in ends)
 
     def parameter(self, transfer: ChunkTransfer, index: int, values: torch.Tensor) -> torch.nn.Parameter:
         """The tensor that is stepped for a part whose parameter has these values: its master weight, if it has one."""
@@ -352,27 +376,18 @@ class StateStore(ABC):
 
     def _packed(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> tuple[Layout, Any]:
         """Move all tensors of the states into the transfer's memory, in the layout of their place."""
-        chunk, states, memory = transfer.chunk, transfer.states, transfer.memory
-        if chunk.is_stored and chunk.layout.is_of(states, memory):
-            return chunk.layout, chunk.place
+        chunk, states, before = transfer.chunk, transfer.states, transfer.memory
         layout = Layout.of(states)
         place = self._place(chunk, layout)
         if layout.nbytes and (layout != chunk.layout or not chunk.is_stored):
-            if transfer.room is None or layout != transfer.next_layout():
-                if transfer.room is not None:
-                    self.tier.release(chunk.context, transfer.room)
-                    transfer.room = None
-                transfer.room = pipeline.with_room(lambda: self.tier.memory(chunk.context, layout.nbytes))
-            memory = transfer.room
+            transfer.memory = pipeline.with_room(lambda: self.tier.memory(chunk.context, layout.nbytes))
         for slot in layout.slots:
-            view, value = slot.view(memory), states[slot.part][slot.name]
+            view, value = slot.view(transfer.memory), states[slot.part][slot.name]
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
             states[slot.part][slot.name] = view
-        if memory is transfer.room and memory is not None:
-            if transfer.memory is not None:
-                self.tier.release(chunk.context, transfer.memory)
-            transfer.memory, transfer.room = memory, None
+        if before is not None and before is not transfer.memory:
+            self.tier.release(chunk.context, before)
         return layout, place
 
     def _place(self, chunk: StateChunk, layout: Layout) -> Any:
