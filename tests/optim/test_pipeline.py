@@ -38,9 +38,6 @@ class Written:
         if self.room is not None:
             self.room -= self.sizes[transfer]
 
-    def make_room(self) -> bool:
-        return False
-
     def wait(self, transfer: ChunkTransfer) -> None:
         self.note("wait", transfer)
 

@@ -20,13 +20,13 @@ from spillway.checkpointing.tensors import is_dense
 from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, State
+from spillway.optim.optimizer_class import MASTER, Settings, State
 from spillway.optim.transfers import SentTensor, aligned, on_error
-from spillway.runtime.backend import Event, raise_again
+from spillway.runtime.backend import Event, TaskEnd, raise_again
 from spillway.runtime.bytes import Bytes, Cells, over
 
 if TYPE_CHECKING:
-    from spillway.optim.state_store import Settings, StepCost
+    from spillway.optim.state_store import StepCost
 
 _Made = TypeVar("_Made")
 
@@ -236,10 +236,6 @@ class ChunkTier(ABC):
         """Memory of a part's master weight, which may be written now; ``None`` if it has no place of its own."""
         return None
 
-    def make_room(self) -> bool:
-        """Wait for memory that is being freed. Gives whether there was some."""
-        return False
-
     @abstractmethod
     def nbytes(self, transfer: ChunkTransfer) -> int:
         """Bytes that a transfer takes of the in-flight limit."""
@@ -300,6 +296,7 @@ class TransferPipeline:
         self._expected = deque(transfers)
         self._arriving: deque[ChunkTransfer] = deque()
         self._leaving: deque[ChunkTransfer] = deque()
+        self._given_out: deque[TaskEnd] = deque()
         self._nbytes = 0
         self._error: TierError | None = None
 
@@ -327,8 +324,17 @@ class TransferPipeline:
         with on_error(self.drop, transfer):
             self._tier.wait(transfer)
 
+    def give_out(self, step: TaskEnd) -> None:
+        """Workers step a chunk."""
+        self._given_out.append(step)
+
+    def wait_for_workers(self, most: int) -> None:
+        """Wait until at most so many steps of the workers are unfinished."""
+        while len(self._given_out) > most:
+            self._given_out.popleft().finish()
+
     def with_room(self, make: Callable[[], _Made]) -> _Made:
-        """Do something that needs memory. If there is none, finish transfers back, or cancel prefetched chunks."""
+        """Do something that needs memory. If there is none, free that of other chunks, prefetched ones too."""
         while True:
             try:
                 return make()
@@ -339,7 +345,10 @@ class TransferPipeline:
                     transfer = self._arriving.pop()
                     self._cancel(transfer)
                     self._expected.appendleft(transfer)
-                elif not self._tier.make_room():
+                elif self._given_out:
+                    # Unfinished steps hold the memory of parameters that were read.
+                    self.wait_for_workers(0)
+                else:
                     raise
                 self._raise_error()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from spillway.errors import UnsupportedError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, ClassTraits, State, for_cpu, written_by_step
-from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCost, in_order
+from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
+from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
 from spillway.optim.transfers import Upload, on_error
 from spillway.runtime.arena import pages
-from spillway.runtime.backend import Event, TaskEnd
+from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 
@@ -56,8 +56,6 @@ class MemoryTier(CpuTier):
     streams = False
 
     def __init__(self) -> None:
-        self.given_out: deque[TaskEnd] = deque()
-        """Steps of the workers that may not be done."""
         self._wholes: defaultdict[HostParameter, State] = defaultdict(dict)
         self._pinned: dict[HostParameter, Pinned] = {}
         self._lock = threading.Lock()
@@ -65,17 +63,6 @@ class MemoryTier(CpuTier):
     def discard(self, held: HostParameter) -> None:
         self._pinned.pop(held, None)
         self._wholes.pop(held, None)
-
-    def make_room(self) -> bool:
-        # Calls that are unfinished hold the memory of parameters that were read.
-        waits = bool(self.given_out)
-        self.wait_for_workers(0)
-        return waits
-
-    def wait_for_workers(self, most: int) -> None:
-        """Wait until at most so many steps are unfinished."""
-        while len(self.given_out) > most:
-            self.given_out.popleft().finish()
 
     def make_master(self, held: HostParameter) -> None:
         """Reserve memory for a parameter's master weight. Raises ``TierFullError``."""
@@ -152,8 +139,6 @@ class CpuStore(StateStore):
         self._steps_alone = self._traits.steps_alone
         self._workers = workers
         self._lock = threading.Lock()
-        self._written: dict[int, Settings] = {}
-        """Group entries that the class changed, by group; complete when the step is done."""
         self._own: dict[HostParameter, torch.nn.Parameter] = {}
         """The parameters that a class of the user's own has seen: it may know them again."""
 
@@ -176,13 +161,6 @@ class CpuStore(StateStore):
             cost.closing.append(context.lane.run(pipeline.settle))
         cost.on_host += self.note_queued(ends)
 
-    def end_step(self) -> dict[int, Settings]:
-        if self._in_memory is not None:
-            # All are done. They may hold an error.
-            self._in_memory.given_out.clear()
-        written, self._written = self._written, {}
-        return written
-
     def discard(self, held: HostParameter) -> None:
         super().discard(held)
         self._own.pop(held, None)
@@ -192,8 +170,7 @@ class CpuStore(StateStore):
     def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
         chunk, memory = transfer.chunk, self._in_memory
         with torch.no_grad():
-            if memory is not None:
-                memory.wait_for_workers(2 * self._workers - 1)
+            pipeline.wait_for_workers(2 * self._workers - 1)
             pipeline.take(transfer)
             with on_error(pipeline.drop, transfer):
                 for step in transfer.steps.values():
@@ -210,8 +187,9 @@ class CpuStore(StateStore):
                 return end
             if not chunk.parts[0].held.cut:
                 return self._step_parts(transfer)
-            memory.given_out.append(chunk.context.workers.run(partial(self._step_parts, transfer)))
-            return memory.given_out[-1]
+            end = chunk.context.workers.run(partial(self._step_parts, transfer))
+            pipeline.give_out(end)
+            return end
 
     def _step_together(self, by_context: Mapping[DeviceContext, Sequence[ChunkTransfer]]) -> Event:
         """Step parameters of any group and GPU in one call, for a class that steps all together."""
@@ -246,7 +224,7 @@ class CpuStore(StateStore):
                 )
             self._count(transfers[0], time.perf_counter() - began)
             for (index, group), old in zip(groups.items(), before, strict=True):
-                self._written.setdefault(index, {}).update(written_by_step(group, old))
+                transfers[0].cost.written[index] = written_by_step(group, old)
             ends = []
             for transfer, mine in parameters.items():
                 for parameter in mine.values():
@@ -323,7 +301,7 @@ class CpuStore(StateStore):
                     values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
                     values.as_strided(*part.form).copy_(parameter)
             uploads.append(Upload(local, part.start, source))
-        end = context.transfers.update(uploads, transfer.ready) if uploads else transfer.ready
+        end = context.transfers.receive(uploads, transfer.ready) if uploads else transfer.ready
         for part in pinned:
             assert memory is not None
             memory.uploaded(part, end)

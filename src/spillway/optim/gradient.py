@@ -320,9 +320,8 @@ class Gradient:
         if not alone:
             self.context.accumulates = True
             self._settle()
-            self._add(sent, first=False)
-        elif self.context.accumulates:
-            self._add(sent, first=True)
+        if self.context.accumulates:
+            self._add(sent, first=alone)
         else:
             self.raw = sent
         if self.count == self.context.expected and not self.norms:
@@ -362,13 +361,6 @@ class Gradient:
         self._wait_for_reader()
         self.context.transfers.flush()
         return Snapshot(self.held, self.raw, self.sum if self.summed else None, tuple(self.factors), on_device)
-
-    def snapshot_for_device(self, now: torch.Tensor) -> Snapshot:
-        """The same for a step on the GPU. ``now`` is the local part of ``p.grad``, which may be a plain tensor."""
-        if isinstance(now, OffloadedGradient):
-            return self.snapshot()
-        self.clear()
-        return Snapshot(self.held, on_device=with_strides_of(now, self.held.local()))
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm in the type of the step; a tensor without dimensions, on the GPU."""

@@ -22,25 +22,17 @@ if TYPE_CHECKING:
 
 
 class Moves:
-    """Moves parameters' states between steps. A state that cannot be moved stays where it is.
+    """Moves parameters' states between steps. A state that cannot be moved stays where it is."""
 
-    Args:
-        tuner: chooses the fraction that the CPU steps, from the times of the first steps. ``None``: it is given.
-    """
-
-    def __init__(
-        self, placement: Placement, steps: StepQueue, views: StateViews, tuner: FractionTuner | None = None
-    ) -> None:
+    def __init__(self, placement: Placement, steps: StepQueue, views: StateViews) -> None:
         self._placement = placement
         self._steps = steps
         self._views = views
-        self._tuner = tuner
-        self._share_tuner: ShareTuner | None = None
-
-    def measure_share(self) -> None:
-        """Choose the CPU's share from the times of the next steps, if there is a GPU, and no share was given."""
-        if self._placement.options.measures_share and self._placement.cpu_share < 1:
-            self._share_tuner = ShareTuner()
+        options = placement.options
+        self._tuner = FractionTuner(options.slowdown) if options.fraction == "auto" else None
+        # Without a GPU the CPU's share is 1.
+        measures_share = options.measures_share and placement.cpu_share < 1
+        self._share_tuner = ShareTuner() if measures_share else None
 
     def step_begins(self) -> None:
         """Move parameters to or from the CPU, if the measured steps say so."""
@@ -84,42 +76,32 @@ class Moves:
 
     # Between CPU and GPU.
 
-    @property
-    def chooses_fraction(self) -> bool:
-        """Whether the fraction is chosen from the times of steps."""
-        return self._tuner is not None
-
     def divide(self, fraction: float) -> None:
         """Let the CPU step this share of all elements."""
-        parameters = list(self._placement.parameters())
-        on_cpu = self._placement.on_cpu(parameters, fraction)
+        placement = self._placement
+        parameters = list(placement.parameters())
+        on_cpu = placement.on_cpu(parameters, fraction)
         for (group, parameter), here in zip(parameters, on_cpu, strict=True):
-            held = self._placement.held.get(parameter)
+            held = placement.held.get(parameter)
             if here and held is None:
-                self._steps.watch(self._to_cpu(group, parameter))
+                state = placement.device.state_of(parameter)
+                placement.held[parameter] = placement.new_held(group, parameter, state)
+                placement.device.discard(parameter)
+                self._steps.watch(placement.held[parameter])
             elif held is not None and not here:
                 self._to_device(held)
             else:
                 continue
             self._views.show(parameter)
 
-    def _to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        placement = self._placement
-        held = placement.made(group, parameter)
-        with on_error(placement.remove, held):
-            placement.held[parameter] = held
-            placement.stores_by_parameter()[parameter].add(held)
-            held.store.put([(held, placement.device.state_of(parameter))])
-        placement.device.discard(parameter)
-        return held
-
     def _to_device(self, held: HostParameter) -> None:
         (state,), parameter, device = held.store.load_all([held]), held.parameter, self._placement.device
         with on_error(device.discard, parameter):
             device.add(parameter, held.group, held.work_dtype)
-            device.put_state(parameter, state, self._placement.groups())
+            device.put_state(parameter, state)
         self._steps.bring_back(held)
-        self._placement.remove(held)
+        del self._placement.held[parameter]
+        self._placement.drop(held)
 
     # Between stores.
 
@@ -173,19 +155,24 @@ class Moves:
         self._steps.take_edits()
         with on_error(self._follow_homes):
             yield placement.streamed
-        moved = [held for held in placement.held.values() if has_moved(held)]
+        moved = [
+            held
+            for held in placement.held.values()
+            if local_of(held.parameter).device != held.context.transfers.backend.device
+        ]
         if moved:
             self._measure_on_device()
         with contextlib.ExitStack() as undo:
             made = []
             for held in moved:
-                made.append(self._copy_of(held))
-                undo.callback(_discard, made[-1])
+                (state,) = held.store.load_all([held])
+                made.append(placement.new_held(held.group, held.parameter, state))
+                undo.callback(placement.drop, made[-1])
             undo.pop_all()
         for before, after in zip(moved, made, strict=True):
             gradient = before.gradient.restore() if before.gradient.is_current() else before.parameter.grad
             before.unhook()
-            placement.remove(before)
+            placement.drop(before)
             placement.held[after.parameter] = after
             after.parameter.grad = None
             self._steps.watch(after)
@@ -208,24 +195,3 @@ class Moves:
         if placement.options.measures_share and placement.cpu_share == 1 and on_device:
             placement.cpu_share = placement.options.first_cpu_share
             self._share_tuner = ShareTuner()
-
-    def _copy_of(self, held: HostParameter) -> HostParameter:
-        """A parameter that has moved, where it is now, with a copy of its state."""
-        (state,) = held.store.load_all([held])
-        made = self._placement.made(held.group, held.parameter)
-        store = self._placement.stores_by_parameter()[held.parameter]
-        with on_error(_discard, made):
-            store.add(made)
-            store.put([(made, state)])
-        return made
-
-
-def has_moved(held: HostParameter) -> bool:
-    """Whether the parameter is on another device now."""
-    return local_of(held.parameter).device != held.context.transfers.backend.device
-
-
-def _discard(made: HostParameter) -> None:
-    if hasattr(made, "store"):
-        made.store.discard(made)
-    made.release()

@@ -15,7 +15,7 @@ from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.moves import Moves
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
-from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction
+from spillway.optim.options import Fraction, MasterDtype, Options, check_fraction
 from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
@@ -159,12 +159,10 @@ class OffloadedOptimizer(Optimizer):
         groups = lambda: self.param_groups  # noqa: E731
         self._placement = Placement(optimizer_class, device_class, arguments, options, self._session, groups)
         self._views = StateViews(self._placement.state_of, self._open_state)
-        self._steps = StepQueue(self._placement, self._views, groups, self._check_usable)
-        tuner = FractionTuner(slowdown) if fraction == "auto" else None
-        self._moves = Moves(self._placement, self._steps, self._views, tuner)
+        self._steps = StepQueue(self._placement, self._views, self._check_usable)
         super().__init__(params, arguments.defaults)
         self._add(list(self._placement.parameters()))
-        self._moves.measure_share()
+        self._moves = Moves(self._placement, self._steps, self._views)
         self._session.finish_at_close(self)
         self._ready = True
 
@@ -300,7 +298,7 @@ class OffloadedOptimizer(Optimizer):
                 "divide() of an optimizer whose parameters are streamed, which steps all of them with state in CPU "
                 "memory. Call attached.remove() first."
             )
-        if self._moves.chooses_fraction or options.budget is not None or options.step_in_backward:
+        if options.fraction == "auto" or options.budget is not None or options.step_in_backward:
             raise UsageError(
                 "divide() of an optimizer with fraction='auto', a device_budget or step_in_backward=True, which decide "
                 "the fraction themselves. Leave these out, or give a number."

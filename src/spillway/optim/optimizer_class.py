@@ -20,6 +20,8 @@ from spillway.runtime.backend import label
 
 State = dict[Hashable, Any]
 """A parameter's state: tensors, numbers, and a ``Slot`` (``states.py``) for each tensor that is elsewhere."""
+Settings = dict[str, Any]
+"""A param group's entries, without its parameters."""
 MASTER = "master"
 """The name of the fp32 master weight in a parameter's state."""
 

@@ -35,7 +35,7 @@ from torch.optim import Optimizer
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, State, StatePrediction, for_cpu
+from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings, State, StatePrediction, for_cpu
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, batches, flat, follow
@@ -52,8 +52,6 @@ _LINE = 64
 
 _TOGETHER = 1 << 20
 """Least elements that are stepped at once in backward. Small parameters wait for each other, or for ``step``."""
-
-Settings = dict[str, Any]
 
 SettingsOf = Callable[[HostParameter], Settings]
 """Gives the settings of a parameter's group, for the place of its step."""
@@ -80,6 +78,8 @@ class StepCost:
     """Bytes written there."""
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
+    written: dict[int, Settings] = field(default_factory=dict)
+    """Group entries that the class changed, by group; complete when the step is done."""
     kept: list[object] = field(default_factory=list)
     """Owners of memory that the step reads on another stream. Compute waits for it before they are dropped."""
     _began: float = field(default_factory=time.perf_counter)
@@ -155,10 +155,6 @@ class StateStore(ABC):
         # Small parameters wait for each other.
         return list(waiting) if sum(one.numel for one in waiting) >= _TOGETHER else []
 
-    def end_step(self) -> dict[int, Settings]:
-        """A step has ended. Gives the group entries that the class changed, by group."""
-        return {}
-
     def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
         """A copy of a value of a state that is loaded: for the step, with tensors of elements on the CPU."""
         return host_copy(key, value, held)
@@ -207,12 +203,7 @@ class StateStore(ABC):
                 # A class makes its state in the first step.
                 chunk.target = None
                 continue
-            settings = self._settings(chunk.parts[0].held)
-            states = [
-                self._predicted(chunk, index, settings) if index in indices else _on_meta(chunk.states[index])
-                for index in range(len(chunk.parts))
-            ]
-            layout = Layout.of(states)
+            layout = Layout.of(self._predicted(chunk, indices))
             chunk.target = None if layout == chunk.layout else (layout, self._place(chunk, layout))
 
     def load_all(self, held: Sequence[HostParameter]) -> list[State]:
@@ -440,16 +431,16 @@ class StateStore(ABC):
                         self._chunks.setdefault(part.held, []).append((chunk, index))
         self._new.clear()
 
-    def _predicted(self, chunk: StateChunk, index: int, settings: Settings) -> State:
-        """A part's state after a step, in meta tensors."""
-        part = chunk.parts[index]
-        if chunk.begun[index]:
-            state = _on_meta(chunk.states[index])
-        else:
-            state = self._prediction.state(*part.form, part.held.work_dtype, settings)
-        if part.held.has_master:
-            state[MASTER] = torch.empty_strided(*part.form, dtype=part.held.work_dtype, device="meta")
-        return state
+    def _predicted(self, chunk: StateChunk, stepped: Iterable[int]) -> list[State]:
+        """The states of a chunk after a step of some of its parts, in meta tensors."""
+        states, settings = [_on_meta(state) for state in chunk.states], self._settings(chunk.parts[0].held)
+        for index in stepped:
+            part = chunk.parts[index]
+            if not chunk.begun[index]:
+                states[index] = self._prediction.state(*part.form, part.held.work_dtype, settings)
+            if part.held.has_master:
+                states[index][MASTER] = torch.empty_strided(*part.form, dtype=part.held.work_dtype, device="meta")
+        return states
 
 
 def _common(pieces: Sequence[State]) -> list[tuple[Hashable, Any]]:

@@ -23,7 +23,7 @@ from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.offloaded_gradient import LentGradients, OffloadedGradient, put_gradient
 from spillway.optim.optimizer_class import is_plain
-from spillway.optim.placement import Groups, Placement
+from spillway.optim.placement import Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.tensors import is_distributed, local_of, many_processes, with_strides_of
@@ -39,9 +39,7 @@ Wait = Callable[[Iterable[Tensor]], None]
 class StepQueue:
     """Queues steps as gradients arrive, and lets compute wait for the stepped parameters."""
 
-    def __init__(
-        self, placement: Placement, views: StateViews, groups: Groups, check_usable: Callable[[], None]
-    ) -> None:
+    def __init__(self, placement: Placement, views: StateViews, check_usable: Callable[[], None]) -> None:
         self.pending: set[HostParameter] = set()
         """Parameters that were stepped, and that compute has not waited for."""
         self.early = BackwardSteps(self._step_early, placement.complete)
@@ -49,7 +47,7 @@ class StepQueue:
         """Costs of the last two steps, and of the one that is under way."""
         self._placement = placement
         self._views = views
-        self._groups = groups
+        self._groups = placement.groups
         self._check_usable = check_usable
         self._forward_hooks: list[RemovableHandle] = []
         self._covered: set[Tensor] = set()
@@ -93,7 +91,7 @@ class StepQueue:
         """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
         with torch.no_grad(), label("optimizer step"), on_error(self._mark_stale):
             steps = self._queue()
-            self._placement.device.step(self._groups())
+            self._placement.device.step()
             for parameter in self._placement.device:
                 self._views.show(parameter)
             # The user may write plain gradients as soon as this returns.
@@ -247,23 +245,24 @@ class StepQueue:
     def _param_steps(self, some: Iterable[HostParameter]) -> Iterator[Snapshot]:
         offloads = self._placement.options.offload_gradients
         for held in some:
-            gradient, on_device = held.parameter.grad, held.store.steps_on_device
+            gradient = held.parameter.grad
             if gradient is None:
                 held.fresh_gradient().clear()
                 continue
-            held.check()
             local = local_of(gradient)
             if isinstance(local, OffloadedGradient):
                 stands = held.adopt(local)
                 if stands is not local:
                     put_gradient(held, stands)
-            elif on_device:
-                held.fresh_gradient()
+            elif held.store.steps_on_device:
+                held.fresh_gradient().clear()
+                yield Snapshot(held, on_device=with_strides_of(local, held.local()))
+                continue
             elif offloads and not gradient.requires_grad:
                 _offload_gradient(held, gradient)
             else:
                 held.fresh_gradient().begin(local)
-            yield held.gradient.snapshot_for_device(local) if on_device else held.gradient.snapshot()
+            yield held.gradient.snapshot()
 
     def _arrive(self, held: Iterable[HostParameter]) -> None:
         """Let compute wait for some parameters. The last of them end the step."""
@@ -281,9 +280,8 @@ class StepQueue:
         for one in arriving:
             self._views.show(one.parameter)
         if arriving and not self.pending:
-            for store in self._placement.stores:
-                for index, written in store.end_step().items():
-                    self._groups()[index].update(written)
+            for index, written in self.now.written.items():
+                self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
