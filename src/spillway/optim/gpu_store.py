@@ -3,10 +3,10 @@
 NOTE [ Steps beside compute ]
 
 The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
-queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. The
-worker thread waits for copies in only where they read gradients that were summed on the CPU, before it adds the next
-ones. So ``step()`` and hooks of backward only queue tasks, and the GPU computes the rest of backward or the next
-forward meanwhile. The order is kept by these waits:
+queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. A
+gradient that was summed on the CPU is copied in before the next one is added there. So ``step()`` and hooks of backward
+only queue tasks, and the GPU computes the rest of backward or the next forward meanwhile. The order is kept by these
+waits:
 
 1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.
@@ -20,17 +20,14 @@ forward meanwhile. The order is kept by these waits:
    ``overlap_forward`` in the block that has the parameter. The task has bumped no version: the caller's thread did.
 
 The step stream reads memory that compute allocated: factors, settings that are tensors, gradients that are plain
-tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time, so
-``step()`` waits for parameters that have one. ``p.grad`` of an offloaded gradient is noted or queued behind the step.
+tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time: it
+is lent to the step (``GradientInUse``), or ``step()`` waits. Writes to an offloaded gradient are queued behind the step.
 
 A step during backward reads the gradient as autograd left it, and not the copy that is on its way to the CPU. These
 gradients stay on the GPU until compute has waited for their steps. Past the in-flight limit it waits for the oldest.
 
 A step's short kernels wait for long kernels of the model, which hold all multiprocessors, whatever the stream's
-priority: 8.8 ms of an attention backward that took 9.1 ms (H100, a trace). So chunks are as large as the default
-in-flight limit allows: with twice the elements, a step of 4 x 16,384 tokens took 2,586 ms where it took 2,811 (H200).
-These were no faster: four step streams in turn instead of one; a worker thread that is at most 32 chunks ahead of the
-GPU; and copies of a block's weights that wait for its step where compute does not.
+priority. So chunks are as large as the default in-flight limit allows.
 
 During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
 by hand afterwards, ``step()`` loads the chunk again, after its copy out.
@@ -39,24 +36,16 @@ NOTE [ Master weights cross whole ]
 
 A ``bfloat16`` parameter has the upper half of its master weight, rounded. Sixteen more bits do not give the master:
 
-* A finite master ``m`` that rounds to ``h`` is, as integers, ``(h << 16) + d``. If ``h`` is odd, ``d`` is from -32767
-  to 32767. If ``h`` is even, both ties round to it: ``d`` is from -32768 to 32768, which are 65,537 values. The lowest
-  bit of ``h`` does not tell these two ties apart, since ``h`` is even for both.
-* Many NaNs round to the same ``h``, which the CPU and the GPU choose differently. Their payload and sign are lost.
-* A step keeps the bits of a master weight only where it rounds to the parameter (NOTE [ A step reads the parameter ] in
-  ``host_parameter.py``). The correction to a value that was overwritten through ``.data`` would make a wrong master of
-  the new one. Only the old ``h`` tells, element by element, and it is the half that would be left out. A checksum of a
-  chunk tells that something was written, and not which elements.
-
-So all 32 bits of a master weight are stored, and cross in both directions.
+* A master that rounds to ``h`` is, as integers, ``(h << 16) + d``. If ``h`` is even, both ties round to it: ``d`` has
+  65,537 values. Many NaNs round to the same ``h``, too.
+* The correction to a value that was overwritten through ``.data`` would make a wrong master of the new one (NOTE [ A
+  step reads the parameter ] in ``host_parameter.py``). Only the old ``h`` tells, which would be left out.
 
 NOTE [ The ring on the GPU ]
 
 Parameters without a master weight are stepped where they are. The GPU's memory for all chunks that are under way is
 within the in-flight limit (512 MiB by default). Exceptions are a parameter that is larger and cannot be cut, and a
 parameter's first step, in which the class makes the state. Half of the limit is for chunks that arrive.
-A bound of 256 MiB was slower with streamed parameters: chunks share the link with the copies of weights, and need some
-slack.
 """
 
 from __future__ import annotations
@@ -294,7 +283,8 @@ class GpuStore(StateStore):
         by_context = self.transfers_of(steps, cost)
         cost.kept += (step.factors for step in steps)
         for transfers in by_context.values():
-            cost.kept += (transfer.settings for transfer in transfers)
+            for transfer in transfers:
+                cost.kept += transfer.settings.values()
         # From here on, every chunk that the pipeline expects gets its task.
         for context, transfers in by_context.items():
             streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
@@ -314,11 +304,7 @@ class GpuStore(StateStore):
 
     def settle(self, cost: StepCost) -> None:
         for context, streamed in self._streamed.items():
-            end = context.stepper.run(streamed.settle)
-            cost.closing.append(end)
-            if streamed.has_sums:
-                # Later tasks of the worker thread write the sums.
-                context.lane.run(partial(streamed.wait_for_sums, end))
+            cost.closing.append(context.stepper.run(streamed.settle))
         self._streamed = {}
 
     def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
@@ -401,14 +387,7 @@ class _Streamed:
         self.has_sums = False
         """Whether copies in read gradients that were summed on the CPU."""
         self._backend = context.transfers.backend
-        self._streams = tier.streams_of(context)
-        self._loaded: Event | None = None
-
-    def wait_for_sums(self, settled: TaskEnd) -> None:
-        """Wait until no copy reads the sums; for the CPU worker thread."""
-        settled.finish()
-        assert self._loaded is not None
-        self._loaded.synchronize()
+        self._stepping = tier.streams_of(context).stepping
 
     # All below is for the thread that queues the steps.
 
@@ -419,8 +398,7 @@ class _Streamed:
 
     def settle(self) -> None:
         """The step stream waits for all chunks that are being stored."""
-        with self._backend.compute_on(self._streams.stepping):
-            self._loaded = self._backend.record(self._streams.incoming)
+        with self._backend.compute_on(self._stepping):
             self.pipeline.settle()
 
 

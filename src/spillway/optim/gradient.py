@@ -169,9 +169,11 @@ class GradientSum:
         else:
             self._memory = held.new_flat_tensor(self.dtype)
 
-    @property
     def tensor(self) -> torch.Tensor:
+        """The flat sum, which the thread may write."""
         if self.pinned is not None:
+            # The last step's copy to the GPU reads it.
+            self.pinned.synchronize("in")
             self._backend.host_access(self.pinned.block, write=True)
         return self._memory
 
@@ -216,7 +218,7 @@ class Snapshot:
         If it changes, it is in scratch memory, if that is large enough.
         """
         held, factors = self.held, list(self.factors)
-        found = self.sum.tensor if self.sum is not None else self._read()
+        found = self.sum.tensor() if self.sum is not None else self._read()
         found = found.as_strided(*(form or held.form), int(found.storage_offset()) + start)
         if scratch is not None:
             scratch = scratch.as_strided(*(form or held.form)) if found.numel() <= len(scratch) else None
@@ -341,7 +343,7 @@ class Gradient:
         self.summed = True
 
         def fill() -> None:
-            total.tensor.zero_()
+            total.tensor().zero_()
 
         self.context.lane.run(fill)
 
@@ -471,7 +473,7 @@ class Gradient:
 
             def apply() -> None:
                 for factor in factors:
-                    factor.apply(total.tensor)
+                    factor.apply(total.tensor())
 
             self.context.lane.run(apply)
             self.factors = []
@@ -480,7 +482,7 @@ class Gradient:
         total, transfers = self._sum(), self.context.transfers
 
         def add() -> None:
-            _add_to(total.tensor, transfers.read(sent), first=first)
+            _add_to(total.tensor(), transfers.read(sent), first=first)
             transfers.give_back(sent)
 
         transfers.flush()

@@ -172,7 +172,13 @@ class StateStore(ABC):
     def state_of(self, held: HostParameter) -> State:
         """A parameter's state, with slots for tensors that are elsewhere."""
         pieces = [chunk.states[index] for chunk, index in self._parts_of(held)]
-        return {name: _joined(held, [piece[name] for piece in pieces]) for name, _ in _common(pieces)}
+        state = {}
+        for name, _ in _common(pieces):
+            values = [piece[name] for piece in pieces]
+            # Some pieces may be stored, if others could not be.
+            stored = next((value for value in values if isinstance(value, Slot)), None)
+            state[name] = _joined(held, values) if stored is None else stored
+        return state
 
     def open(self, held: HostParameter) -> State:
         """All of a parameter's state, on the CPU. The next step begins with what is written there."""
@@ -472,5 +478,5 @@ def _joined(held: HostParameter, pieces: Sequence[Any]) -> Any:
     if adjacent and end <= storage.data_ptr() + storage.nbytes():
         return over(storage, first.dtype, int(first.storage_offset()), *held.form)
     whole = held.new_host_tensor(first.dtype)
-    torch.cat(list(pieces), out=flat(whole))
+    torch.cat([piece.cpu() for piece in pieces], out=flat(whole))
     return whole
