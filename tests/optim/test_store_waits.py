@@ -32,10 +32,8 @@ ELSEWHERE = {
     "self._given_out.popleft().finish()",
     # A test of leftovers needs this: memory of another optimizer's.
     "pinned.synchronize()",
-    # These are of classes of one's own, which no scenario has.
-    "group['params'].append(mine[index])",
-    "places.append((mine[index], _place_of(made)))",
-    "ends.append(self._upload(transfer, mine))",
+    # This is no wait, and of classes of one's own.
+    "groups.setdefault(held.group, {**transfer.settings, 'params': []})['params'].append(own)",
 }
 
 

@@ -353,7 +353,6 @@ class TransferPipeline:
                 self._raise_error()
 
     def put(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:
-        """Store a chunk that was stepped."""
         self._tier.store(transfer, place, layout)
         self._leaving.append(transfer)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections import defaultdict
@@ -15,7 +14,7 @@ from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
-from spillway.optim.gradient import DeviceContext, Snapshot
+from spillway.optim.gradient import Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
@@ -150,7 +149,8 @@ class CpuStore(StateStore):
         by_context = self.transfers_of(steps if overlapped else in_order(steps), cost)
         ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
         if steps and not self._steps_alone:
-            end = steps[0].held.context.lane.run(partial(self._step_together, by_context))
+            together = [transfer for transfers in by_context.values() for transfer in transfers]
+            end = steps[0].held.context.lane.run(partial(self._step_chunks, together))
             ends = {held: [end] for held in ends}
         for context, transfers in by_context.items() if self._steps_alone else ():
             pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
@@ -179,86 +179,80 @@ class CpuStore(StateStore):
                         # Parameters that were read ahead are dropped if they leave no memory.
                         pipeline.with_room(partial(memory.make_master, step.held))
                 if memory is None:
-                    end = self._step_parts(transfer)
+                    end = self._step_chunks([transfer])
             if memory is None:
                 # If the chunk cannot be stored, compute gets that error, and waits for nothing.
                 with on_error(end.synchronize):
                     self.send_back(transfer, pipeline)
                 return end
             if not chunk.parts[0].held.cut:
-                return self._step_parts(transfer)
-            end = chunk.context.workers.run(partial(self._step_parts, transfer))
+                return self._step_chunks([transfer])
+            end = chunk.context.workers.run(partial(self._step_chunks, [transfer]))
             pipeline.give_out(end)
             return end
 
-    def _step_together(self, by_context: Mapping[DeviceContext, Sequence[ChunkTransfer]]) -> Event:
-        """Step parameters of any group and GPU in one call, for a class that steps all together."""
-        transfers = [transfer for some in by_context.values() for transfer in some]
-        groups: dict[int, Settings] = {}
-        parameters: dict[ChunkTransfer, dict[int, torch.nn.Parameter]] = {}
-        places: list[tuple[torch.nn.Parameter, tuple[object, ...]]] = []
-        lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        with torch.no_grad(), contextlib.ExitStack() as undo:
-            for transfer in transfers:
-                self.tier.load(transfer)
-                transfer.states = transfer.chunk.opened(None)
-                mine = parameters[transfer] = {}
-                undo.callback(self._abandon, transfer, mine)
-                for index in transfer.steps:
-                    held = transfer.chunk.parts[index].held
-                    made = self._parameter(transfer, index)
-                    mine[index] = self._own.setdefault(held, made)
-                    mine[index].data = made.data
-                    places.append((mine[index], _place_of(made)))
-                    mine[index].grad = transfer.steps[index].values()
-                    group = groups.setdefault(held.group, {**transfer.settings, "params": []})
-                    group["params"].append(mine[index])
-                lent.update(self.lend(transfer, mine))
-            before = [dict(group) for group in groups.values()]
-            began = time.perf_counter()
-            self._optimizer.step(list(groups.values()), lent)
-            if any(_place_of(parameter) != place for parameter, place in places):
-                raise UnsupportedError(
-                    f"{self._name} gave a parameter other memory (p.data = ...) in step(), expected that it writes the "
-                    f"memory that is there: p.copy_(...). Parameters that it wrote in place may have changed."
-                )
-            self._count(transfers[0], time.perf_counter() - began)
-            for (index, group), old in zip(groups.items(), before, strict=True):
-                transfers[0].cost.written[index] = written_by_step(group, old)
-            ends = []
-            for transfer, mine in parameters.items():
-                for parameter in mine.values():
-                    parameter.grad = None
-                self.take_back(transfer, mine, lent)
-                ends.append(self._upload(transfer, mine))
-            undo.pop_all()
-        return transfers[0].chunk.context.transfers.backend.all_of(ends)
-
     # In any thread.
 
-    def _step_parts(self, transfer: ChunkTransfer) -> Event:
-        """Step a chunk's parts, and queue their uploads; gives the end of those."""
-        parameters: dict[int, torch.nn.Parameter] = {}
-        with torch.no_grad(), on_error(self._abandon, transfer, parameters):
-            transfer.states = transfer.chunk.opened(transfer.memory)
-            for index in transfer.steps:
-                parameters[index] = self._parameter(transfer, index)
+    def _step_chunks(self, transfers: Sequence[ChunkTransfer]) -> Event:
+        """Step the parts of chunks, and queue their uploads; gives the end of those."""
+        parameters: dict[ChunkTransfer, dict[int, torch.nn.Parameter]] = {transfer: {} for transfer in transfers}
+        with torch.no_grad(), on_error(self._abandon, parameters):
+            for transfer, mine in parameters.items():
+                if not self._steps_alone:
+                    self.tier.load(transfer)
+                transfer.states = transfer.chunk.opened(transfer.memory)
+                for index in transfer.steps:
+                    mine[index] = self._parameter(transfer, index)
             began, used = time.perf_counter(), 0
-            for index, parameter in parameters.items():
-                step, part = transfer.steps[index], transfer.chunk.parts[index]
-                scratch = scratch_of(step.held.work_dtype)[used:] if step.needs_scratch else None
-                parameter.grad = step.values(part.start, part.form, scratch)
-                used += 0 if scratch is None else parameter.numel()
-            self.step_parts(transfer, parameters)
-            end = self._upload(transfer, parameters)
-            self._count(transfer, time.perf_counter() - began)
-            return end
+            for transfer, mine in parameters.items():
+                for index, parameter in mine.items():
+                    step, part = transfer.steps[index], transfer.chunk.parts[index]
+                    # A class of the user's own may keep a gradient.
+                    uses_scratch = step.needs_scratch and self._steps_alone
+                    scratch = scratch_of(step.held.work_dtype)[used:] if uses_scratch else None
+                    parameter.grad = step.values(part.start, part.form, scratch)
+                    used += 0 if scratch is None else parameter.numel()
+            if self._steps_alone:
+                for transfer, mine in parameters.items():
+                    self.step_parts(transfer, mine)
+            else:
+                transfers[0].cost.written = self._step_together(parameters)
+            ends = [self._upload(transfer, mine) for transfer, mine in parameters.items()]
+            self._count(transfers[0], time.perf_counter() - began)
+            return transfers[0].chunk.context.transfers.backend.all_of(ends)
 
-    def _abandon(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> None:
+    def _step_together(self, parameters: Mapping[ChunkTransfer, dict[int, torch.nn.Parameter]]) -> dict[int, Settings]:
+        """Step parameters of any group and GPU in one call. Gives the group entries that the class changed."""
+        groups: dict[int, Settings] = {}
+        places: dict[torch.nn.Parameter, tuple[object, ...]] = {}
+        lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        for transfer, mine in parameters.items():
+            for index, made in mine.items():
+                held = transfer.chunk.parts[index].held
+                own = mine[index] = self._own.setdefault(held, made)
+                own.data, own.grad = made.data, made.grad
+                places[own] = _place_of(made)
+                groups.setdefault(held.group, {**transfer.settings, "params": []})["params"].append(own)
+            lent.update(self.lend(transfer, mine))
+        before = [dict(group) for group in groups.values()]
+        self._optimizer.step(list(groups.values()), lent)
+        if any(_place_of(own) != place for own, place in places.items()):
+            raise UnsupportedError(
+                f"{self._name} gave a parameter other memory (p.data = ...) in step(), expected that it writes the "
+                f"memory that is there: p.copy_(...). Parameters that it wrote in place may have changed."
+            )
+        for transfer, mine in parameters.items():
+            for own in mine.values():
+                own.grad = None
+            self.take_back(transfer, mine, lent)
+        return {index: written_by_step(group, old) for (index, group), old in zip(groups.items(), before, strict=True)}
+
+    def _abandon(self, parameters: Mapping[ChunkTransfer, Mapping[int, torch.nn.Parameter]]) -> None:
         """A step has failed. The frames of its error, which the user may keep, hold these objects."""
-        self.tier.drop(transfer)
-        for parameter in parameters.values():
-            parameter.data, parameter.grad = parameter.new_empty(0), None
+        for transfer, mine in parameters.items():
+            self.tier.drop(transfer)
+            for parameter in mine.values():
+                parameter.data, parameter.grad = parameter.new_empty(0), None
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, updated from the parameter."""

@@ -20,8 +20,8 @@ waits:
    ``overlap_forward`` in the block that has the parameter. The task has bumped no version: the caller's thread did.
 
 The step stream reads memory that compute allocated: factors, settings that are tensors, gradients that are plain
-tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time: it
-is lent to the step (``GradientInUse``), or ``step()`` waits. Writes to an offloaded gradient are queued behind the step.
+tensors. They are kept until compute has waited for the step. A user may write a plain gradient at any time: it is lent
+to the step (``GradientInUse``), or ``step()`` waits. Writes to an offloaded gradient are queued behind the step.
 
 A step during backward reads the gradient as autograd left it, and not the copy that is on its way to the CPU. These
 gradients stay on the GPU until compute has waited for their steps. Past the in-flight limit it waits for the oldest.

@@ -114,7 +114,6 @@ class DeviceContext:
             )
 
     def close(self, *, lost: bool) -> None:
-        """Finish all queued tasks, and end."""
         self.lane.close()
         self.workers.close()
         self.stepper.close()
@@ -276,7 +275,6 @@ class Gradient:
             self.context.transfers.give_back(self.raw)
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Replace the gradient by a new one."""
         self._check_open()
         self.clear()
         self.arrive(tensor)

@@ -77,7 +77,6 @@ class Moves:
     # Between CPU and GPU.
 
     def divide(self, fraction: float) -> None:
-        """Let the CPU step this share of all elements."""
         placement = self._placement
         parameters = list(placement.parameters())
         on_cpu = placement.on_cpu(parameters, fraction)
@@ -123,7 +122,6 @@ class Moves:
     # After parameters to another device.
 
     def check_streaming(self) -> None:
-        """See :meth:`OffloadedOptimizer.check_streaming`."""
         placement = self._placement
         stays = any(parameter not in placement.held for _, parameter in placement.parameters())
         if self._tuner is not None or placement.options.budget is not None or stays:

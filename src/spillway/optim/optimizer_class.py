@@ -261,7 +261,6 @@ class StatePrediction:
         return state
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype, settings: Mapping[str, Any]) -> int:
-        """Bytes of that state."""
         strides = torch.empty(shape, device="meta").stride()
         state = self.state(shape, strides, dtype, settings)
         return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))

@@ -110,7 +110,6 @@ class Placement:
         return list(itertools.compress(self.parameters(), may_stay))
 
     def fraction(self) -> float:
-        """The share of all elements that the CPU steps."""
         sizes = {parameter: local_of(parameter).numel() for _, parameter in self.parameters()}
         return sum(sizes[parameter] for parameter in self.held) / max(1, sum(sizes.values()))
 
@@ -165,16 +164,13 @@ class Placement:
                 yield store, mine
 
     def prepare(self, held: Iterable[HostParameter]) -> None:
-        """Reserve memory in all stores, before anything is stepped. See :meth:`StateStore.prepare`."""
         for store, some in self.of_stores(held):
             store.prepare(some)
 
     def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
-        """Those parameters that may be stepped during backward, of some whose gradients have arrived."""
         return [one for store, some in self.of_stores(waiting) for one in store.complete(some)]
 
     def settle(self, cost: StepCost) -> None:
-        """All parameters of a step are queued: complete it, or queue that."""
         for store in self.stores:
             store.settle(cost)
 
@@ -205,7 +201,6 @@ class Placement:
             store.put([(one, loaded[one]) for one in some])
 
     def begin_states(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give new parameters the states that the class's constructor makes."""
         for store, some in self.of_stores(self.held[one] for one in parameters if one in self.held):
             store.begin(some)
         for parameter in parameters:
@@ -326,7 +321,6 @@ class DeviceStep:
         self._work[parameter] = (group, work_dtype)
 
     def discard(self, parameter: torch.Tensor) -> None:
-        """Remove a parameter and its state."""
         self._states.pop(self._masters.pop(parameter, parameter), None)
         del self._work[parameter]
 
@@ -364,7 +358,6 @@ class DeviceStep:
         return state
 
     def begin_state(self, parameter: torch.Tensor) -> None:
-        """Give a new parameter the state that the class's constructor makes."""
         self._begin([self._ready(parameter)], self._groups()[self._work[parameter][0]])
 
     def put_state(self, parameter: torch.Tensor, state: State) -> None:
@@ -386,7 +379,6 @@ class DeviceStep:
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
-        """Take all master weights from their parameters."""
         for parameter, master in self._masters.items():
             master.copy_(parameter)
 

@@ -160,7 +160,6 @@ class StateStore(ABC):
         return host_copy(key, value, held)
 
     def add(self, held: HostParameter) -> None:
-        """Add a parameter."""
         self.tier.add(held)
         self.take_over(held)
         self._new.append(held)
@@ -260,7 +259,6 @@ class StateStore(ABC):
             chunk.states[index].pop(MASTER, None)
 
     def discard(self, held: HostParameter) -> None:
-        """Remove a parameter and its state."""
         for chunk, index in self._chunks.pop(held, ()):
             # Parameters that share the chunk keep it. It gets another layout.
             chunk.states[index] = {}

@@ -46,7 +46,6 @@ class StateView(dict[Any, Any]):
         self._fetch: Callable[[], State] | None = None
 
     def show(self, state: State, fetch: Callable[[], State]) -> None:
-        """Show a state."""
         self.clear()
         self.update(state)
         self._shown = dict(state)

@@ -435,13 +435,11 @@ class BackwardSteps:
             )
 
     def reset(self) -> None:
-        """Forget what arrived and was stepped."""
         for held in self._arrived:
             held.gradient.sealed = False
         self._arrived, self._waiting, self.stepped, self._settings = set(), [], set(), {}
 
     def _check_settings(self, index: int, group: dict[str, Any]) -> None:
-        """Raise if a group's settings have changed."""
         # A scheduler adds "initial_lr" when it is made.
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
         now = {
