@@ -88,9 +88,14 @@ class ChunkPart(NamedTuple):
     numel: int
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it is a piece of a parameter."""
+        return self.numel < self.held.numel
+
+    @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of its tensors: the parameter's own, or those of a flat piece."""
-        return self.held.form if self.numel == self.held.numel else ((self.numel,), (1,))
+        return ((self.numel,), (1,)) if self.is_cut else self.held.form
 
     @property
     def nbytes(self) -> int:
@@ -147,7 +152,7 @@ class StateChunk:
     @property
     def is_cut(self) -> bool:
         """Whether it is a piece of a parameter."""
-        return self.parts[0].numel < self.parts[0].held.numel
+        return self.parts[0].is_cut
 
     @property
     def is_stored(self) -> bool:

@@ -135,7 +135,6 @@ class CpuStore(StateStore):
         self._name = optimizer_class.__name__
         self._in_memory = tier if isinstance(tier, MemoryTier) else None
         self._traits = ClassTraits.of(optimizer_class)
-        self._steps_alone = self._traits.steps_alone
         self._workers = workers
         self._lock = threading.Lock()
         self._own: dict[HostParameter, torch.nn.Parameter] = {}
@@ -148,11 +147,11 @@ class CpuStore(StateStore):
         # The next forward needs the first parameters first.
         by_context = self.transfers_of(steps if overlapped else in_order(steps), cost)
         ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
-        if steps and not self._steps_alone:
+        if steps and not self._traits.steps_alone:
             together = [transfer for transfers in by_context.values() for transfer in transfers]
             end = steps[0].held.context.lane.run(partial(self._step_chunks, together))
             ends = {held: [end] for held in ends}
-        for context, transfers in by_context.items() if self._steps_alone else ():
+        for context, transfers in by_context.items() if self._traits.steps_alone else ():
             pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
             for transfer in transfers:
                 end = context.lane.run(partial(self._step_chunk, transfer, pipeline))
@@ -198,7 +197,7 @@ class CpuStore(StateStore):
         parameters: dict[ChunkTransfer, dict[int, torch.nn.Parameter]] = {transfer: {} for transfer in transfers}
         with torch.no_grad(), on_error(self._abandon, parameters):
             for transfer, mine in parameters.items():
-                if not self._steps_alone:
+                if not self._traits.steps_alone:
                     self.tier.load(transfer)
                 transfer.states = transfer.chunk.opened(transfer.memory)
                 for index in transfer.steps:
@@ -208,11 +207,11 @@ class CpuStore(StateStore):
                 for index, parameter in mine.items():
                     step, part = transfer.steps[index], transfer.chunk.parts[index]
                     # A class of the user's own may keep a gradient.
-                    uses_scratch = step.needs_scratch and self._steps_alone
+                    uses_scratch = step.needs_scratch and self._traits.steps_alone
                     scratch = scratch_of(step.held.work_dtype)[used:] if uses_scratch else None
                     parameter.grad = step.values(part.start, part.form, scratch)
                     used += 0 if scratch is None else parameter.numel()
-            if self._steps_alone:
+            if self._traits.steps_alone:
                 for transfer, mine in parameters.items():
                     self.step_parts(transfer, mine)
             else:
@@ -307,7 +306,7 @@ class CpuStore(StateStore):
 
     def _count(self, transfer: ChunkTransfer, seconds: float) -> None:
         """Count the CPU's time: the mean of the workers."""
-        divides = self._in_memory is not None and self._steps_alone and transfer.chunk.parts[0].held.cut
+        divides = self._in_memory is not None and self._traits.steps_alone and transfer.chunk.parts[0].held.cut
         with self._lock:
             transfer.cost.host_seconds += seconds / self._workers if divides else seconds
 

@@ -38,7 +38,7 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings, State, StatePrediction, for_cpu
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
-from spillway.optim.tensors import CHUNK, batches, flat, follow
+from spillway.optim.tensors import CHUNK, flat, follow
 from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, Stalls, finish
 from spillway.runtime.bytes import over
@@ -424,15 +424,23 @@ class StateStore(ABC):
                 fits = context.transfers.window // (_IN_FLIGHT * _BYTES_AN_ELEMENT)
                 # Each costs kernels and waits. On the CPU caches count more.
                 most = min(2 * CHUNK if self.steps_on_device else CHUNK, max(_LEAST, fits // _LINE * _LINE))
-            of_device = [held for held in self._new if held.context is context]
-            for alike in batches(of_device, most, size=lambda one: one.numel, key=lambda one: one.kind):
-                first, size = alike[0], alike[0].numel
-                parts = [[ChunkPart(one, 0, one.numel) for one in alike]]
-                if first.cut and size > most:
-                    parts = [[ChunkPart(first, at, min(most, size - at))] for at in range(0, size, most)]
-                for chunk in [StateChunk(some) for some in parts]:
-                    for index, part in enumerate(chunk.parts):
-                        self._chunks.setdefault(part.held, []).append((chunk, index))
+            together: list[list[ChunkPart]] = []
+            for held in (one for one in self._new if one.context is context):
+                size, last = held.numel, together[-1] if together else []
+                if held.cut and size > most:
+                    together += [[ChunkPart(held, at, min(most, size - at))] for at in range(0, size, most)]
+                elif (
+                    last
+                    and last[0].held.kind == held.kind
+                    and not last[0].is_cut
+                    and sum(part.numel for part in last) + size <= most
+                ):
+                    last.append(ChunkPart(held, 0, size))
+                else:
+                    together.append([ChunkPart(held, 0, size)])
+            for chunk in map(StateChunk, together):
+                for index, part in enumerate(chunk.parts):
+                    self._chunks.setdefault(part.held, []).append((chunk, index))
         self._new.clear()
 
     def _predicted(self, chunk: StateChunk, stepped: Iterable[int]) -> list[State]:
