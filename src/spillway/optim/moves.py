@@ -10,7 +10,7 @@ import torch
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.options import FractionTuner, ShareTuner
+from spillway.optim.options import FractionTuner, ShareTuner, Tuner
 from spillway.optim.placement import Placement
 from spillway.optim.states import StateViews
 from spillway.optim.stepping import StepQueue
@@ -28,40 +28,38 @@ class Moves:
         self._placement = placement
         self._steps = steps
         self._views = views
+        self._tuner: Tuner | None = None
         options = placement.options
-        self._tuner = FractionTuner(options.slowdown) if options.fraction == "auto" else None
-        # Without a GPU the CPU's share is 1.
-        measures_share = options.measures_share and placement.cpu_share < 1
-        self._share_tuner = ShareTuner() if measures_share else None
-
-    def step_begins(self) -> None:
-        """Move parameters to or from the CPU, if the measured steps say so."""
-        if self._tuner is not None:
-            # The GPU may not have waited for the last step yet.
-            chosen = self._tuner.note(self._steps.older.times(), self._placement.fraction())
-            if chosen is not None:
-                self.divide(chosen)
+        if options.fraction == "auto":
+            self._tuner = FractionTuner(options.slowdown)
+        elif options.measures_share and placement.cpu_share < 1:
+            # There is a GPU.
+            self._tuner = ShareTuner()
 
     def step_is_queued(self) -> None:
-        """Let the CPU step another share of the elements, if the measured steps say so."""
-        tuner = self._share_tuner
+        """Let the CPU step more or fewer elements, if the measured steps say so."""
+        tuner, placement = self._tuner, self._placement
         if tuner is None:
             return
+        is_share = isinstance(tuner, ShareTuner)
         # Now, since the next backward may step. The GPU may not have waited for the last step yet.
-        chosen = tuner.note(self._steps.older.times())
+        chosen = tuner.note(self._steps.older.times(), placement.cpu_share if is_share else placement.fraction())
         if tuner.is_done:
-            self._share_tuner = None
+            self._tuner = None
         if chosen is None:
             return
         self.finish_steps()
-        for parameter in self.to_stores(chosen):
-            self._views.show(parameter)
-        self._steps.forget_costs()
+        if is_share:
+            for parameter in self.to_stores(chosen):
+                self._views.show(parameter)
+            self._steps.forget_costs()
+        else:
+            self.divide(chosen)
 
     def check_alone(self) -> None:
         """Raise in a process group, if a number is to be measured."""
-        option, number = ("fraction", "fraction") if self._tuner is not None else ("step_on", "cpu_share")
-        if (self._tuner is not None or self._share_tuner is not None) and many_processes():
+        option, number = ("step_on", "cpu_share") if isinstance(self._tuner, ShareTuner) else ("fraction", "fraction")
+        if self._tuner is not None and many_processes():
             raise UnsupportedError(
                 f"{option}='auto' in a process group: ranks would choose different numbers. Give the same {number} on "
                 f"every rank. A run of one process finds it: optimizer.{number}."
@@ -124,7 +122,7 @@ class Moves:
     def check_streaming(self) -> None:
         placement = self._placement
         stays = any(parameter not in placement.held for _, parameter in placement.parameters())
-        if self._tuner is not None or placement.options.budget is not None or stays:
+        if placement.options.fraction == "auto" or placement.options.budget is not None or stays:
             raise UsageError(
                 "got an optimizer with a fraction or a device_budget, some of whose state stays on the GPU, expected "
                 "none of them with stream=. Leave both out."
@@ -192,4 +190,4 @@ class Moves:
         on_device = any(not placement.context_of(device).transfers.backend.direct_disk for device in devices)
         if placement.options.measures_share and placement.cpu_share == 1 and on_device:
             placement.cpu_share = placement.options.first_cpu_share
-            self._share_tuner = ShareTuner()
+            self._tuner = ShareTuner()

@@ -178,7 +178,6 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         self._moves.check_alone()
         self._steps.begin()
-        self._moves.step_begins()
         self._steps.run()
         self._moves.step_is_queued()
         return loss
