@@ -151,11 +151,7 @@ class Moves:
         self._steps.take_edits()
         with on_error(self._follow_homes):
             yield placement.streamed
-        moved = [
-            held
-            for held in placement.held.values()
-            if local_of(held.parameter).device != held.context.transfers.backend.device
-        ]
+        moved = [held for held in placement.held.values() if has_moved(held)]
         if moved:
             self._measure_on_device()
         with contextlib.ExitStack() as undo:
@@ -191,3 +187,8 @@ class Moves:
         if placement.options.measures_share and placement.cpu_share == 1 and on_device:
             placement.cpu_share = placement.options.first_cpu_share
             self._tuner = ShareTuner()
+
+
+def has_moved(held: HostParameter) -> bool:
+    """Whether the parameter is on another device now."""
+    return local_of(held.parameter).device != held.context.transfers.backend.device

@@ -295,15 +295,12 @@ class StateStore(ABC):
 
         Compute may have read and written parameters since the last step.
         """
-        tensors = []
-        for step in steps:
-            if step.held.context is context:
-                step.held.wait_for_home()
-                tensors.append(step.held.local())
-                # One that was offloaded, too, is still being read by the copy.
-                if step.on_device is not None and step.raw is None:
-                    tensors.append(step.on_device)
-        return context.transfers.ready(tensors)
+        mine = [step for step in steps if step.held.context is context]
+        for step in mine:
+            step.held.wait_for_home()
+        # One that was offloaded, too, is still being read by the copy.
+        gradients = [step.on_device for step in mine if step.on_device is not None and step.raw is None]
+        return context.transfers.ready([*(step.held.local() for step in mine), *gradients])
 
     def note_queued(self, ends: Mapping[HostParameter, Sequence[Event]]) -> int:
         """Steps of parameters are queued, which end with these events. Gives the number of their elements."""
