@@ -130,8 +130,8 @@ class DeviceContext:
         # An inference tensor has no version: its value may have changed.
         version = None if value.is_inference() else version_of(value)
         last = self._factor
-        known = last is not None and last[0] is value and version is not None and last[1] == version
-        if last is None or not known or last[2].operation != operation:
+        is_known = last is not None and last[0] is value and version is not None and last[1] == version
+        if last is None or not is_known or last[2].operation != operation:
             last = self._factor = (value, version, Factor(operation, value, self.transfers))
         return last[2]
 
@@ -187,7 +187,6 @@ class Snapshot:
     factors: tuple[Factor, ...] = ()
     on_device: torch.Tensor | None = None
     """The gradient itself, if it is on the GPU and is stepped there."""
-    _arrived: torch.Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -230,10 +229,8 @@ class Snapshot:
         return found
 
     def _read(self) -> torch.Tensor:
-        if self._arrived is None:
-            assert self.raw is not None
-            self._arrived = self.held.context.transfers.read(self.raw)
-        return self._arrived
+        assert self.raw is not None
+        return self.held.context.transfers.read(self.raw)
 
 
 class _CpuNorm(NamedTuple):
@@ -330,7 +327,6 @@ class Gradient:
                 self.measure(order)
 
     def scale(self, operation: str, value: torch.Tensor | float) -> None:
-        """Multiply (``"mul_"``), or divide (``"div_"``)."""
         self._check_open()
         self.factors.append(self.context.factor(operation, value))
 
@@ -417,11 +413,9 @@ class Gradient:
         values, ready = self.snapshot(), transfers.ready()
 
         def upload() -> Event:
-            gradient = flat(values.values())
-            nbytes = target.numel() * dtype.itemsize
-            block = transfers.pinned(nbytes)
+            gradient, block = flat(values.values()), transfers.pinned(target.nbytes)
             transfers.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
-            end = transfers.receive([Upload(target, 0, Cells(block.first(nbytes), dtype))], ready)
+            end = transfers.receive([Upload(target, 0, Cells(block.first(target.nbytes), dtype))], ready)
             transfers.arena.free(block, (end,))
             return end
 

@@ -125,7 +125,7 @@ class OffloadedOptimizer(Optimizer):
         **defaults: Any,
     ) -> None:
         device_class = optimizer_class if device_class is None else device_class
-        traits = ClassTraits.of(optimizer_class)
+        ClassTraits.of(optimizer_class)
         ClassTraits.of(device_class, what="device_class")
         arguments = ClassArguments.of(optimizer_class, device_class, defaults)
         options = Options(
@@ -145,11 +145,6 @@ class OffloadedOptimizer(Optimizer):
             raise UsageError(
                 "device_class differs from optimizer_class with fraction='auto', but a parameter takes its state along "
                 "to the GPU. Leave device_class out, or give a number."
-            )
-        if step_in_backward and not traits.steps_alone:
-            raise UnsupportedError(
-                f"step_in_backward=True with {optimizer_class.__name__}: a class that is not torch's may step all "
-                f"parameters in one call. Leave the option out, or use a class of torch.optim."
             )
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")

@@ -248,11 +248,12 @@ class Placement:
 
     def _new_stores(self) -> tuple[StateStore, ...]:
         """The GPU's first: its copies begin before the CPU is busy."""
-        tier, step_on = self.options.tier, self.options.step_on
-        if not self.traits.steps_alone and (tier, step_on) != ("host", "cpu"):
+        tier, step_on, early = self.options.tier, self.options.step_on, self.options.step_in_backward
+        if not self.traits.steps_alone and (tier, step_on, early) != ("host", "cpu", False):
             raise UnsupportedError(
-                f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}: a class that is not torch's may "
-                f"step all parameters in one call, which needs all of their state at once. Leave both options out."
+                f"{self._class.__name__} with tier={tier!r}, step_on={step_on!r} and step_in_backward={early}: a class "
+                f"that is not torch's may step all parameters in one call, which needs all of their state and "
+                f"gradients at once. Leave these options out, or use a class of torch.optim."
             )
         stores: list[StateStore] = []
         if step_on != "cpu":
