@@ -251,7 +251,7 @@ class Placement:
         tier, step_on, early = self.options.tier, self.options.step_on, self.options.step_in_backward
         if not self.traits.steps_alone and (tier, step_on, early) != ("host", "cpu", False):
             raise UnsupportedError(
-                f"{self._class.__name__} with tier={tier!r}, step_on={step_on!r} and step_in_backward={early}: a class "
+                f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}, step_in_backward={early}: a class "
                 f"that is not torch's may step all parameters in one call, which needs all of their state and "
                 f"gradients at once. Leave these options out, or use a class of torch.optim."
             )
