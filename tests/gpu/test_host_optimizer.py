@@ -169,7 +169,7 @@ def test_the_share_of_the_cpu_is_measured(device: torch.device, session: spillwa
         optimizer.step()
         optimizer.zero_grad()
     optimizer.synchronize()
-    assert optimizer._share_tuner is None, "it was chosen"
+    assert optimizer._moves._tuner is None, "it was chosen"
     assert 0 <= optimizer.cpu_share <= 1
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     optimizer.close()

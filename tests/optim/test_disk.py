@@ -172,6 +172,8 @@ def test_a_write_that_fails_in_a_small_window_ends_the_step(where: spillway.Sess
     for index, parameter in enumerate(model.parameters()):
         found = optimizer.state_dict()["state"][index]
         assert torch.equal(found["master"].to(BF16), parameter)
+        shown = optimizer.state[parameter]
+        assert all(torch.equal(shown[name], value) for name, value in found.items())
     # And training goes on from what was saved.
     expected = net(BF16)
     other = OffloadedOptimizer(expected.parameters(), AdamW, session=where, **SETTINGS)

@@ -69,7 +69,7 @@ def test_a_parameter_takes_the_bytes_that_the_page_says(
         counted = MOMENTS if held else (*MOMENTS, "master")
         kept = sum(value.nbytes for name, value in optimizer.state[parameter].items() if name in counted)
         sums = sum(
-            one.tensor.nbytes for gone in optimizer._placement.held.values() if (one := gone.gradient.sum) is not None
+            one.tensor().nbytes for gone in optimizer._placement.held.values() if (one := gone.gradient.sum) is not None
         )
         pinned = session.used_bytes[0]
         on_device = parameter.nbytes

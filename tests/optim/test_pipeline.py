@@ -9,13 +9,14 @@ import pytest
 from spillway.errors import CorruptError, TierFullError, TransferError
 from spillway.optim.chunks import ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline
 from spillway.optim.state_store import StepCost
+from spillway.runtime.backend import Event
 
 
 class Written:
     """Writes down what it is asked."""
 
     def __init__(self, sizes: list[int]) -> None:
-        self.transfers = [ChunkTransfer(StateChunk([]), {}, {}, StepCost()) for _ in sizes]
+        self.transfers = [ChunkTransfer(StateChunk([]), {}, {}, StepCost(), cast(Event, None)) for _ in sizes]
         self.sizes = dict(zip(self.transfers, sizes, strict=True))
         self.events: list[str] = []
         self.fails: dict[str, Exception] = {}
@@ -36,9 +37,6 @@ class Written:
         self.note("load", transfer)
         if self.room is not None:
             self.room -= self.sizes[transfer]
-
-    def make_room(self) -> bool:
-        return False
 
     def wait(self, transfer: ChunkTransfer) -> None:
         self.note("wait", transfer)

@@ -292,7 +292,7 @@ def test_larger_shares_are_tried_as_long_as_steps_get_faster(seconds: list[float
         assert not tuner.is_done
         # One step of several is slow.
         for each in (*[9.0] * WARM_UP, 9.0, *[one] * (MEASURED - 1)):
-            share = tuner.note(StepTimes(each, 0.0, 0.0))
+            share = tuner.note(StepTimes(each, 0.0, 0.0), found[-1])
             found += [] if share is None else [share]
     assert tuner.is_done
     assert found == shares
@@ -340,7 +340,7 @@ def test_states_move_between_two_steps(
 
     def each(*_: Any) -> None:
         # Each share is the last one otherwise.
-        optimizer._moves._share_tuner = ShareTuner()
+        optimizer._moves._tuner = ShareTuner()
         places.append(tuple(on_cpu(optimizer)))
 
     loop.each = each

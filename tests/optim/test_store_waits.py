@@ -29,13 +29,12 @@ ELSEWHERE = {
     # The device of the adversary has no kernels that are queued when its memory is freed.
     "self.pinned.after('mapped', self._backend.record(self._backend.compute()))",
     # This bounds the memory of parameters that were read.
-    "self.given_out.popleft().finish()",
+    "self._given_out.append(step)",
+    "self._given_out.popleft().finish()",
     # A test of leftovers needs this: memory of another optimizer's.
     "pinned.synchronize()",
-    # These are of classes of one's own, which no scenario has.
-    "group['params'].append(mine[index])",
-    "places.append((mine[index], _place_of(made)))",
-    "ends.append(self._upload(transfer, mine))",
+    # This is no wait, and of classes of one's own.
+    "groups.setdefault(held.group, {**transfer.settings, 'params': []})['params'].append(own)",
 }
 
 

@@ -20,13 +20,13 @@ from spillway.checkpointing.tensors import is_dense
 from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, State
+from spillway.optim.optimizer_class import MASTER, Settings, State
 from spillway.optim.transfers import SentTensor, aligned, on_error
-from spillway.runtime.backend import Event, raise_again
-from spillway.runtime.bytes import Bytes, over
+from spillway.runtime.backend import Event, TaskEnd, raise_again
+from spillway.runtime.bytes import Bytes, Cells, over
 
 if TYPE_CHECKING:
-    from spillway.optim.state_store import Settings, StepCost
+    from spillway.optim.state_store import StepCost
 
 _Made = TypeVar("_Made")
 
@@ -74,24 +74,6 @@ class Layout:
                     end = slots[-1].start + slots[-1].nbytes
         return cls(tuple(slots), end)
 
-    def is_of(self, states: Sequence[Mapping[Hashable, Any]], memory: Bytes | None) -> bool:
-        """Whether these states are in memory, in this layout."""
-        moving = {
-            (part, name): value for part, state in enumerate(states) for name, value in state.items() if moves(value)
-        }
-        return (
-            memory is not None
-            and len(moving) == len(self.slots)
-            and all(
-                (value := moving.get((slot.part, slot.name))) is not None
-                and value.data_ptr() == memory.address + slot.start
-                and value.dtype == slot.dtype
-                and value.shape == slot.shape
-                and value.stride() == slot.strides
-                for slot in self.slots
-            )
-        )
-
 
 def moves(value: object) -> TypeGuard[torch.Tensor]:
     """Whether a value of a state moves to where it is stepped. Numbers and empty tensors stay."""
@@ -106,9 +88,14 @@ class ChunkPart(NamedTuple):
     numel: int
 
     @property
+    def is_cut(self) -> bool:
+        """Whether it is a piece of a parameter."""
+        return self.numel < self.held.numel
+
+    @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Shape and strides of its tensors: the parameter's own, or those of a flat piece."""
-        return self.held.form if self.numel == self.held.numel else ((self.numel,), (1,))
+        return ((self.numel,), (1,)) if self.is_cut else self.held.form
 
     @property
     def nbytes(self) -> int:
@@ -119,10 +106,11 @@ class ChunkPart(NamedTuple):
         """These elements of a tensor in the parameter's memory layout."""
         return whole.as_strided(*self.form, int(whole.storage_offset()) + self.start)
 
-    def home(self) -> Bytes:
+    def home(self) -> Cells:
         """The pinned memory of these elements, of a parameter that is streamed."""
         assert self.held.streamed is not None
-        return self.held.streamed.home.range(self.start * self.held.local().itemsize, self.nbytes)
+        dtype = self.held.local().dtype
+        return Cells(self.held.streamed.home.range(self.start * dtype.itemsize, self.nbytes), dtype)
 
     def home_until(self, end: Event) -> None:
         """A step's copies read and write the home until this event."""
@@ -164,7 +152,7 @@ class StateChunk:
     @property
     def is_cut(self) -> bool:
         """Whether it is a piece of a parameter."""
-        return self.parts[0].numel < self.parts[0].held.numel
+        return self.parts[0].is_cut
 
     @property
     def is_stored(self) -> bool:
@@ -206,10 +194,10 @@ class ChunkTransfer:
     settings: Settings
     """As they were when the step was queued."""
     cost: StepCost
+    ready: Event
+    """The event after which the parameters may be read and written."""
     memory: Bytes | None = None
     """The chunk's bytes while it is loaded."""
-    room: Bytes | None = None
-    """Memory for its bytes after the step, if their layout differs."""
     arrived: Event | None = None
     left: Event | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -220,17 +208,21 @@ class ChunkTransfer:
     """Parameters that were read for it, by the numbers of the parts."""
     states: list[State] = field(default_factory=list)
     """The states, until they are safely stored."""
-    ready: Event | None = None
-    """The event after which the parameters may be read and written."""
     nbytes: int = 0
     """Its bytes within the in-flight limit."""
 
-    def next_layout(self) -> Layout | None:
-        """The layout after the step, as far as it is known, if it is not the one that is loaded."""
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the chunk that are loaded."""
+        return self.chunk.layout.nbytes if self.chunk.is_stored else 0
+
+    @property
+    def made_bytes(self) -> int:
+        """Bytes that the step needs for another layout, as far as it is known."""
         chunk = self.chunk
         if chunk.target is not None:
-            return chunk.target[0]
-        return None if chunk.is_stored or not chunk.layout.nbytes else chunk.layout
+            return chunk.target[0].nbytes
+        return 0 if chunk.is_stored else chunk.layout.nbytes
 
 
 class ChunkTier(ABC):
@@ -245,17 +237,9 @@ class ChunkTier(ABC):
     def discard(self, held: HostParameter) -> None:  # noqa: B027
         """They no longer are."""
 
-    def whole(self, held: HostParameter, name: Hashable, value: Any) -> Any:
-        """The parameter's whole tensor of which a value of its first piece is a part, as far as there is one."""
-        return value
-
     def master(self, part: ChunkPart) -> torch.Tensor | None:
         """Memory of a part's master weight, which may be written now; ``None`` if it has no place of its own."""
         return None
-
-    def make_room(self) -> bool:
-        """Wait for memory that is being freed. Gives whether there was some."""
-        return False
 
     @abstractmethod
     def nbytes(self, transfer: ChunkTransfer) -> int:
@@ -317,6 +301,7 @@ class TransferPipeline:
         self._expected = deque(transfers)
         self._arriving: deque[ChunkTransfer] = deque()
         self._leaving: deque[ChunkTransfer] = deque()
+        self._given_out: deque[TaskEnd] = deque()
         self._nbytes = 0
         self._error: TierError | None = None
 
@@ -344,8 +329,17 @@ class TransferPipeline:
         with on_error(self.drop, transfer):
             self._tier.wait(transfer)
 
+    def give_out(self, step: TaskEnd) -> None:
+        """Workers step a chunk."""
+        self._given_out.append(step)
+
+    def wait_for_workers(self, most: int) -> None:
+        """Wait until at most so many steps of the workers are unfinished."""
+        while len(self._given_out) > most:
+            self._given_out.popleft().finish()
+
     def with_room(self, make: Callable[[], _Made]) -> _Made:
-        """Do something that needs memory. If there is none, finish transfers back, or cancel prefetched chunks."""
+        """Do something that needs memory. If there is none, free that of other chunks, prefetched ones too."""
         while True:
             try:
                 return make()
@@ -356,12 +350,14 @@ class TransferPipeline:
                     transfer = self._arriving.pop()
                     self._cancel(transfer)
                     self._expected.appendleft(transfer)
-                elif not self._tier.make_room():
+                elif self._given_out:
+                    # Unfinished steps hold the memory of parameters that were read.
+                    self.wait_for_workers(0)
+                else:
                     raise
                 self._raise_error()
 
     def put(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:
-        """Store a chunk that was stepped."""
         self._tier.store(transfer, place, layout)
         self._leaving.append(transfer)
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -15,14 +14,14 @@ from torch.optim import Optimizer
 
 from spillway.errors import UnsupportedError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
-from spillway.optim.gradient import DeviceContext, Snapshot
+from spillway.optim.gradient import Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, ClassTraits, State, for_cpu, written_by_step
-from spillway.optim.state_store import Settings, SettingsOf, StateStore, StepCost, in_order
+from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
+from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
 from spillway.optim.transfers import Upload, on_error
 from spillway.runtime.arena import pages
-from spillway.runtime.backend import Event, TaskEnd
+from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 
@@ -34,7 +33,6 @@ class CpuTier(ChunkTier):
         return sum(pages(part.nbytes) for part in _read_parts(transfer).values())
 
     def load(self, transfer: ChunkTransfer) -> None:
-        assert transfer.ready is not None
         values = {index: part.of(part.held.local()) for index, part in _read_parts(transfer).items()}
         sent = transfer.chunk.context.transfers.fetch(list(values.values()), transfer.ready)
         transfer.values = dict(zip(values, sent, strict=True))
@@ -57,8 +55,6 @@ class MemoryTier(CpuTier):
     streams = False
 
     def __init__(self) -> None:
-        self.given_out: deque[TaskEnd] = deque()
-        """Steps of the workers that may not be done."""
         self._wholes: defaultdict[HostParameter, State] = defaultdict(dict)
         self._pinned: dict[HostParameter, Pinned] = {}
         self._lock = threading.Lock()
@@ -66,20 +62,6 @@ class MemoryTier(CpuTier):
     def discard(self, held: HostParameter) -> None:
         self._pinned.pop(held, None)
         self._wholes.pop(held, None)
-
-    def whole(self, held: HostParameter, name: Hashable, value: Any) -> Any:
-        return self._wholes[held].get(name, value) if moves(value) else value
-
-    def make_room(self) -> bool:
-        # Calls that are unfinished hold the memory of parameters that were read.
-        waits = bool(self.given_out)
-        self.wait_for_workers(0)
-        return waits
-
-    def wait_for_workers(self, most: int) -> None:
-        """Wait until at most so many steps are unfinished."""
-        while len(self.given_out) > most:
-            self.given_out.popleft().finish()
 
     def make_master(self, held: HostParameter) -> None:
         """Reserve memory for a parameter's master weight. Raises ``TierFullError``."""
@@ -153,11 +135,8 @@ class CpuStore(StateStore):
         self._name = optimizer_class.__name__
         self._in_memory = tier if isinstance(tier, MemoryTier) else None
         self._traits = ClassTraits.of(optimizer_class)
-        self._steps_alone = self._traits.steps_alone
         self._workers = workers
         self._lock = threading.Lock()
-        self._written: dict[int, Settings] = {}
-        """Group entries that the class changed, by group; complete when the step is done."""
         self._own: dict[HostParameter, torch.nn.Parameter] = {}
         """The parameters that a class of the user's own has seen: it may know them again."""
 
@@ -168,36 +147,18 @@ class CpuStore(StateStore):
         # The next forward needs the first parameters first.
         by_context = self.transfers_of(steps if overlapped else in_order(steps), cost)
         ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
-        for context, transfers in by_context.items():
-            # Compute may have read and written parameters since the last step.
-            mine = [one for one in ends if one.context is context]
-            for one in mine:
-                one.wait_for_home()
-            ready = context.transfers.ready(one.local() for one in mine)
-            for transfer in transfers:
-                # All of them before the first step begins, because it loads others ahead.
-                transfer.ready = ready
-        if steps and not self._steps_alone:
-            end = steps[0].held.context.lane.run(partial(self._step_together, by_context))
+        if steps and not self._traits.steps_alone:
+            together = [transfer for transfers in by_context.values() for transfer in transfers]
+            end = steps[0].held.context.lane.run(partial(self._step_chunks, together))
             ends = {held: [end] for held in ends}
-        for context, transfers in by_context.items() if self._steps_alone else ():
+        for context, transfers in by_context.items() if self._traits.steps_alone else ():
             pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
             for transfer in transfers:
                 end = context.lane.run(partial(self._step_chunk, transfer, pipeline))
                 for step in transfer.steps.values():
                     ends[step.held].append(end)
             cost.closing.append(context.lane.run(pipeline.settle))
-        for held, some in ends.items():
-            held.mark_written()
-            held.gradient.reader = held.updated = held.context.transfers.backend.all_of(some)
-            cost.on_host += held.numel
-
-    def end_step(self) -> dict[int, Settings]:
-        if self._in_memory is not None:
-            # All are done. They may hold an error.
-            self._in_memory.given_out.clear()
-        written, self._written = self._written, {}
-        return written
+        cost.on_host += self.note_queued(ends)
 
     def discard(self, held: HostParameter) -> None:
         super().discard(held)
@@ -208,8 +169,7 @@ class CpuStore(StateStore):
     def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
         chunk, memory = transfer.chunk, self._in_memory
         with torch.no_grad():
-            if memory is not None:
-                memory.wait_for_workers(2 * self._workers - 1)
+            pipeline.wait_for_workers(2 * self._workers - 1)
             pipeline.take(transfer)
             with on_error(pipeline.drop, transfer):
                 for step in transfer.steps.values():
@@ -218,85 +178,80 @@ class CpuStore(StateStore):
                         # Parameters that were read ahead are dropped if they leave no memory.
                         pipeline.with_room(partial(memory.make_master, step.held))
                 if memory is None:
-                    end = self._step_parts(transfer)
+                    end = self._step_chunks([transfer])
             if memory is None:
                 # If the chunk cannot be stored, compute gets that error, and waits for nothing.
                 with on_error(end.synchronize):
                     self.send_back(transfer, pipeline)
                 return end
             if not chunk.parts[0].held.cut:
-                return self._step_parts(transfer)
-            memory.given_out.append(chunk.context.workers.run(partial(self._step_parts, transfer)))
-            return memory.given_out[-1]
-
-    def _step_together(self, by_context: Mapping[DeviceContext, Sequence[ChunkTransfer]]) -> Event:
-        """Step parameters of any group and GPU in one call, for a class that steps all together."""
-        transfers = [transfer for some in by_context.values() for transfer in some]
-        groups: dict[int, Settings] = {}
-        parameters: dict[ChunkTransfer, dict[int, torch.nn.Parameter]] = {}
-        places: list[tuple[torch.nn.Parameter, tuple[object, ...]]] = []
-        lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
-        with torch.no_grad(), contextlib.ExitStack() as undo:
-            for transfer in transfers:
-                self.tier.load(transfer)
-                transfer.states = transfer.chunk.opened(None)
-                mine = parameters[transfer] = {}
-                undo.callback(self._abandon, transfer, mine)
-                for index in transfer.steps:
-                    held = transfer.chunk.parts[index].held
-                    made = self._parameter(transfer, index)
-                    mine[index] = self._own.setdefault(held, made)
-                    mine[index].data = made.data
-                    places.append((mine[index], _place_of(made)))
-                    mine[index].grad = transfer.steps[index].values()
-                    group = groups.setdefault(held.group, {**transfer.settings, "params": []})
-                    group["params"].append(mine[index])
-                lent.update(self.lend(transfer, mine))
-            before = [dict(group) for group in groups.values()]
-            began = time.perf_counter()
-            self._optimizer.step(list(groups.values()), lent)
-            if any(_place_of(parameter) != place for parameter, place in places):
-                raise UnsupportedError(
-                    f"{self._name} gave a parameter other memory (p.data = ...) in step(), expected that it writes the "
-                    f"memory that is there: p.copy_(...). Parameters that it wrote in place may have changed."
-                )
-            self._count(transfers[0], time.perf_counter() - began)
-            for (index, group), old in zip(groups.items(), before, strict=True):
-                self._written.setdefault(index, {}).update(written_by_step(group, old))
-            ends = []
-            for transfer, mine in parameters.items():
-                for parameter in mine.values():
-                    parameter.grad = None
-                self.take_back(transfer, mine, lent)
-                ends.append(self._upload(transfer, mine))
-            undo.pop_all()
-        return transfers[0].chunk.context.transfers.backend.all_of(ends)
+                return self._step_chunks([transfer])
+            end = chunk.context.workers.run(partial(self._step_chunks, [transfer]))
+            pipeline.give_out(end)
+            return end
 
     # In any thread.
 
-    def _step_parts(self, transfer: ChunkTransfer) -> Event:
-        """Step a chunk's parts, and queue their uploads; gives the end of those."""
-        parameters: dict[int, torch.nn.Parameter] = {}
-        with torch.no_grad(), on_error(self._abandon, transfer, parameters):
-            transfer.states = transfer.chunk.opened(transfer.memory)
-            for index in transfer.steps:
-                parameters[index] = self._parameter(transfer, index)
+    def _step_chunks(self, transfers: Sequence[ChunkTransfer]) -> Event:
+        """Step the parts of chunks, and queue their uploads; gives the end of those."""
+        parameters: dict[ChunkTransfer, dict[int, torch.nn.Parameter]] = {transfer: {} for transfer in transfers}
+        with torch.no_grad(), on_error(self._abandon, parameters):
+            for transfer, mine in parameters.items():
+                if not self._traits.steps_alone:
+                    self.tier.load(transfer)
+                transfer.states = transfer.chunk.opened(transfer.memory)
+                for index in transfer.steps:
+                    mine[index] = self._parameter(transfer, index)
             began, used = time.perf_counter(), 0
-            for index, parameter in parameters.items():
-                step, part = transfer.steps[index], transfer.chunk.parts[index]
-                scratch = scratch_of(step.held.work_dtype)[used:] if step.needs_scratch else None
-                parameter.grad = step.values(part.start, part.form, scratch)
-                used += 0 if scratch is None else parameter.numel()
-            self.step_parts(transfer, parameters)
-            end = self._upload(transfer, parameters)
-            self._count(transfer, time.perf_counter() - began)
-            return end
+            for transfer, mine in parameters.items():
+                for index, parameter in mine.items():
+                    step, part = transfer.steps[index], transfer.chunk.parts[index]
+                    # A class of the user's own may keep a gradient.
+                    uses_scratch = step.needs_scratch and self._traits.steps_alone
+                    scratch = scratch_of(step.held.work_dtype)[used:] if uses_scratch else None
+                    parameter.grad = step.values(part.start, part.form, scratch)
+                    used += 0 if scratch is None else parameter.numel()
+            if self._traits.steps_alone:
+                for transfer, mine in parameters.items():
+                    self.step_parts(transfer, mine)
+            else:
+                transfers[0].cost.written = self._step_together(parameters)
+            ends = [self._upload(transfer, mine) for transfer, mine in parameters.items()]
+            self._count(transfers[0], time.perf_counter() - began)
+            return transfers[0].chunk.context.transfers.backend.all_of(ends)
 
-    def _abandon(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> None:
+    def _step_together(self, parameters: Mapping[ChunkTransfer, dict[int, torch.nn.Parameter]]) -> dict[int, Settings]:
+        """Step parameters of any group and GPU in one call. Gives the group entries that the class changed."""
+        groups: dict[int, Settings] = {}
+        places: dict[torch.nn.Parameter, tuple[object, ...]] = {}
+        lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        for transfer, mine in parameters.items():
+            for index, made in mine.items():
+                held = transfer.chunk.parts[index].held
+                own = mine[index] = self._own.setdefault(held, made)
+                own.data, own.grad = made.data, made.grad
+                places[own] = _place_of(made)
+                groups.setdefault(held.group, {**transfer.settings, "params": []})["params"].append(own)
+            lent.update(self.lend(transfer, mine))
+        before = [dict(group) for group in groups.values()]
+        self._optimizer.step(list(groups.values()), lent)
+        if any(_place_of(own) != place for own, place in places.items()):
+            raise UnsupportedError(
+                f"{self._name} gave a parameter other memory (p.data = ...) in step(), expected that it writes the "
+                f"memory that is there: p.copy_(...). Parameters that it wrote in place may have changed."
+            )
+        for transfer, mine in parameters.items():
+            for own in mine.values():
+                own.grad = None
+            self.take_back(transfer, mine, lent)
+        return {index: written_by_step(group, old) for (index, group), old in zip(groups.items(), before, strict=True)}
+
+    def _abandon(self, parameters: Mapping[ChunkTransfer, Mapping[int, torch.nn.Parameter]]) -> None:
         """A step has failed. The frames of its error, which the user may keep, hold these objects."""
-        self.tier.drop(transfer)
-        for parameter in parameters.values():
-            parameter.data, parameter.grad = parameter.new_empty(0), None
+        for transfer, mine in parameters.items():
+            self.tier.drop(transfer)
+            for parameter in mine.values():
+                parameter.data, parameter.grad = parameter.new_empty(0), None
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, updated from the parameter."""
@@ -304,7 +259,6 @@ class CpuStore(StateStore):
         transfers = part.held.context.transfers
         if part.held.streamed is not None:
             # Blocks have read it by then, and the user has written it.
-            assert transfer.ready is not None
             transfer.ready.synchronize()
             values = _home(part)
         else:
@@ -340,8 +294,7 @@ class CpuStore(StateStore):
                     values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
                     values.as_strided(*part.form).copy_(parameter)
             uploads.append(Upload(local, part.start, source))
-        assert transfer.ready is not None
-        end = context.transfers.update(uploads, transfer.ready) if uploads else transfer.ready
+        end = context.transfers.receive(uploads, transfer.ready) if uploads else transfer.ready
         for part in pinned:
             assert memory is not None
             memory.uploaded(part, end)
@@ -353,7 +306,7 @@ class CpuStore(StateStore):
 
     def _count(self, transfer: ChunkTransfer, seconds: float) -> None:
         """Count the CPU's time: the mean of the workers."""
-        divides = self._in_memory is not None and self._steps_alone and transfer.chunk.parts[0].held.cut
+        divides = self._in_memory is not None and self._traits.steps_alone and transfer.chunk.parts[0].held.cut
         with self._lock:
             transfer.cost.host_seconds += seconds / self._workers if divides else seconds
 
@@ -366,9 +319,9 @@ def _read_parts(transfer: ChunkTransfer) -> dict[int, ChunkPart]:
 
 def _home(part: ChunkPart) -> torch.Tensor:
     """The pinned memory of a streamed parameter, where the CPU reads and writes it."""
-    memory, local = part.home(), part.held.local()
-    part.held.context.transfers.backend.host_access(memory, write=True)
-    return Cells(memory, local.dtype).tensor().as_strided(*part.form)
+    cells = part.home()
+    part.held.context.transfers.backend.host_access(cells.memory, write=True)
+    return cells.tensor().as_strided(*part.form)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:

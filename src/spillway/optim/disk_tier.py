@@ -52,10 +52,7 @@ class DiskTier(CpuTier):
         held.context.transfers.spill_file()
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
-        chunk, layout = transfer.chunk, transfer.next_layout()
-        total = pages(chunk.layout.nbytes) if chunk.is_stored else 0
-        total += 0 if layout is None else pages(layout.nbytes)
-        return total + super().nbytes(transfer)
+        return pages(transfer.stored_bytes) + pages(transfer.made_bytes) + super().nbytes(transfer)
 
     def reserve(self, chunk: StateChunk, layout: Layout) -> DiskPlace:
         return DiskPlace(chunk.context.transfers.spill_file(), layout.nbytes)
@@ -64,9 +61,6 @@ class DiskTier(CpuTier):
         chunk, context = transfer.chunk, transfer.chunk.context
         with on_error(self.drop, transfer):
             super().load(transfer)
-            layout = transfer.next_layout()
-            if layout is not None:
-                transfer.room = self.memory(context, layout.nbytes)
             if chunk.is_stored:
                 transfer.memory = self.memory(context, chunk.layout.nbytes)
                 transfer.arrived = _move(context.transfers.backend, chunk.place, transfer.memory, read=True)
@@ -94,10 +88,9 @@ class DiskTier(CpuTier):
 
     def drop(self, transfer: ChunkTransfer) -> None:
         super().drop(transfer)
-        for memory in (transfer.memory, transfer.room):
-            if memory is not None:
-                self.release(transfer.chunk.context, memory)
-        transfer.memory = transfer.room = None
+        if transfer.memory is not None:
+            self.release(transfer.chunk.context, transfer.memory)
+            transfer.memory = None
 
     def store(self, transfer: ChunkTransfer, place: DiskPlace, layout: Layout) -> None:
         if layout.slots:

@@ -3,10 +3,10 @@
 NOTE [ Steps beside compute ]
 
 The GPU steps chunks on a stream of its own, the *step stream*, beside the user's compute stream. The CPU worker thread
-queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. The
-worker thread waits for copies in only where they read gradients that were summed on the CPU, before it adds the next
-ones. So ``step()`` and hooks of backward only queue tasks, and the GPU computes the rest of backward or the next
-forward meanwhile. The order is kept by these waits:
+queues everything: copies in, the step, copies out. If the CPU steps other parameters, a thread of its own does so. A
+gradient that was summed on the CPU is copied in before the next one is added there. So ``step()`` and hooks of backward
+only queue tasks, and the GPU computes the rest of backward or the next forward meanwhile. The order is kept by these
+waits:
 
 1. The step stream waits for what the caller's compute stream had been given when the step was queued: kernels that
    read or write the parameter, its gradient, and a factor of clipping.
@@ -20,17 +20,14 @@ forward meanwhile. The order is kept by these waits:
    ``overlap_forward`` in the block that has the parameter. The task has bumped no version: the caller's thread did.
 
 The step stream reads memory that compute allocated: factors, settings that are tensors, gradients that are plain
-tensors. They are kept until compute has waited for the step. A user may write a plain gradient in place at any time, so
-``step()`` waits for parameters that have one. ``p.grad`` of an offloaded gradient is noted or queued behind the step.
+tensors. They are kept until compute has waited for the step. A user may write a plain gradient at any time: it is lent
+to the step (``GradientInUse``), or ``step()`` waits. Writes to an offloaded gradient are queued behind the step.
 
 A step during backward reads the gradient as autograd left it, and not the copy that is on its way to the CPU. These
 gradients stay on the GPU until compute has waited for their steps. Past the in-flight limit it waits for the oldest.
 
 A step's short kernels wait for long kernels of the model, which hold all multiprocessors, whatever the stream's
-priority: 8.8 ms of an attention backward that took 9.1 ms (H100, a trace). So chunks are as large as the default
-in-flight limit allows: with twice the elements, a step of 4 x 16,384 tokens took 2,586 ms where it took 2,811 (H200).
-These were no faster: four step streams in turn instead of one; a worker thread that is at most 32 chunks ahead of the
-GPU; and copies of a block's weights that wait for its step where compute does not.
+priority. So chunks are as large as the default in-flight limit allows.
 
 During backward a chunk is stepped when the gradients of all its parameters have arrived. If the user sets another one
 by hand afterwards, ``step()`` loads the chunk again, after its copy out.
@@ -39,30 +36,22 @@ NOTE [ Master weights cross whole ]
 
 A ``bfloat16`` parameter has the upper half of its master weight, rounded. Sixteen more bits do not give the master:
 
-* A finite master ``m`` that rounds to ``h`` is, as integers, ``(h << 16) + d``. If ``h`` is odd, ``d`` is from -32767
-  to 32767. If ``h`` is even, both ties round to it: ``d`` is from -32768 to 32768, which are 65,537 values. The lowest
-  bit of ``h`` does not tell these two ties apart, since ``h`` is even for both.
-* Many NaNs round to the same ``h``, which the CPU and the GPU choose differently. Their payload and sign are lost.
-* A step keeps the bits of a master weight only where it rounds to the parameter (NOTE [ A step reads the parameter ] in
-  ``host_parameter.py``). The correction to a value that was overwritten through ``.data`` would make a wrong master of
-  the new one. Only the old ``h`` tells, element by element, and it is the half that would be left out. A checksum of a
-  chunk tells that something was written, and not which elements.
-
-So all 32 bits of a master weight are stored, and cross in both directions.
+* A master that rounds to ``h`` is, as integers, ``(h << 16) + d``. If ``h`` is even, both ties round to it: ``d`` has
+  65,537 values. Many NaNs round to the same ``h``, too.
+* The correction to a value that was overwritten through ``.data`` would make a wrong master of the new one (NOTE [ A
+  step reads the parameter ] in ``host_parameter.py``). Only the old ``h`` tells, which would be left out.
 
 NOTE [ The ring on the GPU ]
 
 Parameters without a master weight are stepped where they are. The GPU's memory for all chunks that are under way is
 within the in-flight limit (512 MiB by default). Exceptions are a parameter that is larger and cannot be cut, and a
 parameter's first step, in which the class makes the state. Half of the limit is for chunks that arrive.
-A bound of 256 MiB was slower with streamed parameters: chunks share the link with the copies of weights, and need some
-slack.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -117,11 +106,7 @@ class PinnedTier(ChunkTier):
         self._wholes: weakref.WeakValueDictionary[Hashable, Pinned] = weakref.WeakValueDictionary()
 
     def nbytes(self, transfer: ChunkTransfer) -> int:
-        stored = transfer.chunk.layout.nbytes if transfer.chunk.is_stored else 0
-        gradients = sum(aligned(cells.memory.nbytes, _LINE) for _, cells, _ in _pinned_gradients(transfer))
-        homes = sum(aligned(part.nbytes, _LINE) for _, part in _streamed_parts(transfer))
-        layout = transfer.next_layout()
-        return aligned(stored, _LINE) + gradients + homes + (0 if layout is None else layout.nbytes)
+        return _loaded_bytes(transfer, _beside(transfer)) + transfer.made_bytes
 
     def reserve(self, chunk: StateChunk, layout: Layout) -> tuple[_Range, ...]:
         if chunk.is_cut:
@@ -132,42 +117,29 @@ class PinnedTier(ChunkTier):
     def load(self, transfer: ChunkTransfer) -> None:
         chunk, context = transfer.chunk, transfer.chunk.context
         backend, incoming = context.transfers.backend, self.streams_of(context).incoming
-        stored = chunk.layout.nbytes if chunk.is_stored else 0
-        gradients, homes = list(_pinned_gradients(transfer)), list(_streamed_parts(transfer))
-        nbytes, layout = transfer.nbytes, transfer.next_layout()
-        if layout is not None:
-            transfer.room = self.memory(context, layout.nbytes)
-            nbytes -= layout.nbytes
-        if not (stored or gradients or homes):
+        beside = list(_beside(transfer))
+        nbytes = _loaded_bytes(transfer, beside)
+        if not (chunk.is_stored or beside):
             return
         memory = transfer.memory = self.memory(context, nbytes)
         # The step stream has waited until all that is stored is there.
         backend.wait(incoming, backend.record(backend.compute()))
-        ranges: tuple[_Range, ...] = chunk.place if stored else ()
+        ranges: tuple[_Range, ...] = chunk.place if chunk.is_stored else ()
         for one in ranges:
             self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
-        start = memory.start + aligned(stored, _LINE)
-        for index, (source, dtype), arrived in gradients:
-            if arrived is not None:
-                backend.wait(incoming, arrived)
+        start = memory.start + aligned(transfer.stored_bytes, _LINE)
+        for into, index, (source, dtype), after in beside:
+            if after is not None:
+                backend.wait(incoming, after)
             self._copy_in(context, Bytes(memory.storage, start, source.nbytes), source)
-            transfer.gradients[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
+            into[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
-        if homes:
-            # The user's writes come before. So do the copies of the step before, which compute has waited for.
-            assert transfer.ready is not None
-            backend.wait(incoming, transfer.ready)
-        for index, part in homes:
-            self._copy_in(context, Bytes(memory.storage, start, part.nbytes), part.home())
-            dtype = part.held.local().dtype
-            transfer.homes[index] = over(memory.storage, dtype, start // dtype.itemsize, *part.form)
-            start += aligned(part.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
-        for _, part in homes:
-            part.home_until(transfer.arrived)
         for one in ranges:
             one.pinned.after("in", transfer.arrived)
-        for step in (transfer.steps[index] for index, _, _ in gradients):
+        for index in transfer.homes:
+            chunk.parts[index].home_until(transfer.arrived)
+        for step in map(transfer.steps.__getitem__, transfer.gradients):
             # The next owners of the gradient's memory come after.
             if step.sum is not None and step.sum.pinned is not None:
                 step.sum.pinned.after("in", transfer.arrived)
@@ -198,7 +170,7 @@ class PinnedTier(ChunkTier):
         if transfer.left is not None:
             backend = transfer.chunk.context.transfers.backend
             backend.wait(backend.compute(), transfer.left)
-        transfer.memory = transfer.room = None
+        transfer.memory = None
         transfer.states = []
         transfer.gradients.clear()
         transfer.homes.clear()
@@ -206,36 +178,24 @@ class PinnedTier(ChunkTier):
     def store(self, transfer: ChunkTransfer, place: tuple[_Range, ...], layout: Layout) -> None:
         if not place:
             return
-        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
-        backend, memory = transfers.backend, transfer.memory
+        backend, memory = transfer.chunk.context.transfers.backend, transfer.memory
         assert memory is not None
-        backend.wait(outgoing, backend.record(backend.compute()))
-        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
-            for one in place:
-                for event in one.pinned.before_write():
-                    backend.wait(outgoing, event)
-                if one.nbytes:
-                    source = Bytes(memory.storage, memory.start + one.start, one.nbytes)
-                    backend.copy(outgoing, one.bytes(), source)
-                    transfers.count(sent=one.nbytes)
-        transfer.left = backend.record(outgoing)
         for one in place:
-            one.pinned.after("out", transfer.left)
+            for event in one.pinned.before_write():
+                backend.wait(self.streams_of(transfer.chunk.context).outgoing, event)
+        sources = [Bytes(memory.storage, memory.start + one.start, one.nbytes) for one in place]
+        end = self._copy_out(transfer, [(one.bytes(), source) for one, source in zip(place, sources, strict=True)])
+        for one in place:
+            one.pinned.after("out", end)
 
     def store_homes(self, transfer: ChunkTransfer) -> Event:
         """Queue the copies of streamed parameters that were stepped to their homes; gives their end."""
-        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
-        backend = transfers.backend
-        backend.wait(outgoing, backend.record(backend.compute()))
-        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
-            for index, values in transfer.homes.items():
-                home = transfer.chunk.parts[index].home()
-                backend.copy(outgoing, home, memory_of(values))
-                transfers.count(sent=home.nbytes)
-        transfer.left = backend.record(outgoing)
+        parts = transfer.chunk.parts
+        copies = [(parts[index].home().memory, memory_of(values)) for index, values in transfer.homes.items()]
+        end = self._copy_out(transfer, copies)
         for index in transfer.homes:
-            transfer.chunk.parts[index].home_until(transfer.left)
-        return transfer.left
+            parts[index].home_until(end)
+        return end
 
     def finish(self, transfer: ChunkTransfer) -> None:
         self.drop(transfer)
@@ -283,6 +243,19 @@ class PinnedTier(ChunkTier):
             whole = self._wholes[key] = Pinned(arena, part.held.numel * slot.dtype.itemsize)
         return _Range(slot.start, slot.nbytes, whole, part.start * slot.dtype.itemsize)
 
+    def _copy_out(self, transfer: ChunkTransfer, copies: Sequence[tuple[Bytes, Bytes]]) -> Event:
+        """Queue copies to pinned memory after the step; gives their end."""
+        transfers, outgoing = transfer.chunk.context.transfers, self.streams_of(transfer.chunk.context).outgoing
+        backend = transfers.backend
+        backend.wait(outgoing, backend.record(backend.compute()))
+        with on_error(lambda: backend.wait(backend.compute(), backend.record(outgoing))):
+            for target, source in copies:
+                if source.nbytes:
+                    backend.copy(outgoing, target, source)
+                    transfers.count(sent=source.nbytes)
+        transfer.left = backend.record(outgoing)
+        return transfer.left
+
     def _copy_in(self, context: DeviceContext, target: Bytes, source: Bytes) -> None:
         if source.nbytes:
             context.transfers.backend.copy(self.streams_of(context).incoming, target, source)
@@ -308,18 +281,10 @@ class GpuStore(StateStore):
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         ends: dict[HostParameter, list[Event]] = {}
         by_context = self.transfers_of(steps, cost)
-        for context, transfers in by_context.items():
+        cost.kept += (step.factors for step in steps)
+        for transfers in by_context.values():
             for transfer in transfers:
                 cost.kept += transfer.settings.values()
-            of_context = {step.held: step for transfer in transfers for step in transfer.steps.values()}
-            cost.kept += (step.factors for step in of_context.values())
-            for held in of_context:
-                held.wait_for_home()
-            # Those that were offloaded, too, are still being read by the copy.
-            gradients = [step.on_device for step in of_context.values() if step.on_device is not None and not step.raw]
-            ready = context.transfers.ready([*(held.local().detach() for held in of_context), *gradients])
-            for transfer in transfers:
-                transfer.ready = ready
         # From here on, every chunk that the pipeline expects gets its task.
         for context, transfers in by_context.items():
             streamed = self._streamed.setdefault(context, _Streamed(context, self.tier))
@@ -335,19 +300,11 @@ class GpuStore(StateStore):
                 )
                 for step in transfer.steps.values():
                     ends.setdefault(step.held, []).append(end)
-        for held, some in ends.items():
-            held.mark_written()
-            held.updated = held.context.transfers.backend.all_of(some)
-            held.gradient.reader = some[-1]
-            cost.streamed += held.numel
+        cost.streamed += self.note_queued(ends)
 
     def settle(self, cost: StepCost) -> None:
         for context, streamed in self._streamed.items():
-            end = context.stepper.run(streamed.settle)
-            cost.closing.append(end)
-            if streamed.has_sums:
-                # Later tasks of the worker thread write the sums.
-                context.lane.run(partial(streamed.wait_for_sums, end))
+            cost.closing.append(context.stepper.run(streamed.settle))
         self._streamed = {}
 
     def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
@@ -375,7 +332,6 @@ class GpuStore(StateStore):
     def _step_chunk(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> Event:
         context = transfer.chunk.context
         backend = context.transfers.backend
-        assert transfer.ready is not None
         stepping = self.tier.streams_of(context).stepping
         with torch.no_grad(), backend.compute_on(stepping):
             pipeline.take(transfer)
@@ -389,8 +345,7 @@ class GpuStore(StateStore):
                     parameters = {index: self._parameter(transfer, index) for index in transfer.steps}
                     self.step_parts(transfer, parameters)
                 for index, parameter in parameters.items():
-                    part = transfer.chunk.parts[index]
-                    values = part.values() if part.held.streamed is None else transfer.homes[index]
+                    part, values = transfer.chunk.parts[index], _values(transfer, index)
                     if part.held.has_master:
                         values.copy_(parameter)
                     backend.compute_access(memory_of(values))
@@ -414,8 +369,7 @@ class GpuStore(StateStore):
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
         part = transfer.chunk.parts[index]
-        values = part.values() if part.held.streamed is None else transfer.homes[index]
-        parameter = self.parameter(transfer, index, values)
+        parameter = self.parameter(transfer, index, _values(transfer, index))
         snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
         found = found.to(part.held.work_dtype)
@@ -433,14 +387,7 @@ class _Streamed:
         self.has_sums = False
         """Whether copies in read gradients that were summed on the CPU."""
         self._backend = context.transfers.backend
-        self._streams = tier.streams_of(context)
-        self._loaded: Event | None = None
-
-    def wait_for_sums(self, settled: TaskEnd) -> None:
-        """Wait until no copy reads the sums; for the CPU worker thread."""
-        settled.finish()
-        assert self._loaded is not None
-        self._loaded.synchronize()
+        self._stepping = tier.streams_of(context).stepping
 
     # All below is for the thread that queues the steps.
 
@@ -451,34 +398,45 @@ class _Streamed:
 
     def settle(self) -> None:
         """The step stream waits for all chunks that are being stored."""
-        with self._backend.compute_on(self._streams.stepping):
-            self._loaded = self._backend.record(self._streams.incoming)
+        with self._backend.compute_on(self._stepping):
             self.pipeline.settle()
 
 
-def _streamed_parts(transfer: ChunkTransfer) -> Iterator[tuple[int, ChunkPart]]:
-    """The parts that are stepped, and whose parameters are in pinned memory."""
-    for index in transfer.steps:
-        part = transfer.chunk.parts[index]
-        if part.held.streamed is not None:
-            yield index, part
+def _values(transfer: ChunkTransfer, index: int) -> torch.Tensor:
+    """A part's elements of its parameter on the GPU: its own, or the copy of its home."""
+    return transfer.homes[index] if index in transfer.homes else transfer.chunk.parts[index].values()
 
 
-def _pinned_gradients(transfer: ChunkTransfer) -> Iterator[tuple[int, Cells, Event | None]]:
-    """The gradients that are loaded with a chunk: the part, its elements, and the event after which they are there."""
+_Beside = tuple[dict[int, torch.Tensor], int, Cells, Event | None]
+"""Elements that are loaded beside the states of a chunk: whose tensors, for which part, and the event to wait for."""
+
+
+def _beside(transfer: ChunkTransfer) -> Iterator[_Beside]:
+    """Gradients in pinned memory, and then homes, whose copies in wait for compute."""
+    parts = {index: transfer.chunk.parts[index] for index in transfer.steps}
     for index, step in transfer.steps.items():
-        part = transfer.chunk.parts[index]
-        raw, total = step.raw, step.sum
+        part, raw, total = parts[index], step.raw, step.sum
         if step.on_device is not None:
             continue
         if total is not None:
             assert total.pinned is not None
             size = total.dtype.itemsize
-            yield index, Cells(total.pinned.range(part.start * size, part.numel * size), total.dtype), None
+            source = Cells(total.pinned.range(part.start * size, part.numel * size), total.dtype)
+            yield transfer.gradients, index, source, None
         elif raw is not None:
             size, memory = raw.dtype.itemsize, raw.memory
-            source = Bytes(memory.storage, memory.start + part.start * size, part.numel * size)
-            yield index, Cells(source, raw.dtype), raw.batch.arrived
+            source = Cells(Bytes(memory.storage, memory.start + part.start * size, part.numel * size), raw.dtype)
+            yield transfer.gradients, index, source, raw.batch.arrived
+    for index, part in parts.items():
+        if part.held.streamed is not None:
+            # The user's writes come before. So do the copies of the step before, which compute has waited for.
+            yield transfer.homes, index, part.home(), transfer.ready
+
+
+def _loaded_bytes(transfer: ChunkTransfer, beside: Iterable[_Beside]) -> int:
+    """Bytes of a chunk's memory on the GPU, each tensor beside the states aligned."""
+    sizes = [transfer.stored_bytes, *(cells.memory.nbytes for _, _, cells, _ in beside)]
+    return sum(aligned(size, _LINE) for size in sizes)
 
 
 def _views(layout: Layout, place: tuple[_Range, ...]) -> Iterator[tuple[tuple[int, Hashable], torch.Tensor]]:

@@ -114,7 +114,6 @@ class DeviceContext:
             )
 
     def close(self, *, lost: bool) -> None:
-        """Finish all queued tasks, and end."""
         self.lane.close()
         self.workers.close()
         self.stepper.close()
@@ -131,8 +130,8 @@ class DeviceContext:
         # An inference tensor has no version: its value may have changed.
         version = None if value.is_inference() else version_of(value)
         last = self._factor
-        known = last is not None and last[0] is value and version is not None and last[1] == version
-        if last is None or not known or last[2].operation != operation:
+        is_known = last is not None and last[0] is value and version is not None and last[1] == version
+        if last is None or not is_known or last[2].operation != operation:
             last = self._factor = (value, version, Factor(operation, value, self.transfers))
         return last[2]
 
@@ -169,9 +168,11 @@ class GradientSum:
         else:
             self._memory = held.new_flat_tensor(self.dtype)
 
-    @property
     def tensor(self) -> torch.Tensor:
+        """The flat sum, which the thread may write."""
         if self.pinned is not None:
+            # The last step's copy to the GPU reads it.
+            self.pinned.synchronize("in")
             self._backend.host_access(self.pinned.block, write=True)
         return self._memory
 
@@ -186,7 +187,6 @@ class Snapshot:
     factors: tuple[Factor, ...] = ()
     on_device: torch.Tensor | None = None
     """The gradient itself, if it is on the GPU and is stepped there."""
-    _arrived: torch.Tensor | None = None
 
     @property
     def number(self) -> int:
@@ -216,7 +216,7 @@ class Snapshot:
         If it changes, it is in scratch memory, if that is large enough.
         """
         held, factors = self.held, list(self.factors)
-        found = self.sum.tensor if self.sum is not None else self._read()
+        found = self.sum.tensor() if self.sum is not None else self._read()
         found = found.as_strided(*(form or held.form), int(found.storage_offset()) + start)
         if scratch is not None:
             scratch = scratch.as_strided(*(form or held.form)) if found.numel() <= len(scratch) else None
@@ -229,10 +229,8 @@ class Snapshot:
         return found
 
     def _read(self) -> torch.Tensor:
-        if self._arrived is None:
-            assert self.raw is not None
-            self._arrived = self.held.context.transfers.read(self.raw)
-        return self._arrived
+        assert self.raw is not None
+        return self.held.context.transfers.read(self.raw)
 
 
 class _CpuNorm(NamedTuple):
@@ -274,7 +272,6 @@ class Gradient:
             self.context.transfers.give_back(self.raw)
 
     def begin(self, tensor: torch.Tensor) -> None:
-        """Replace the gradient by a new one."""
         self._check_open()
         self.clear()
         self.arrive(tensor)
@@ -320,9 +317,8 @@ class Gradient:
         if not alone:
             self.context.accumulates = True
             self._settle()
-            self._add(sent, first=False)
-        elif self.context.accumulates:
-            self._add(sent, first=True)
+        if self.context.accumulates:
+            self._add(sent, first=alone)
         else:
             self.raw = sent
         if self.count == self.context.expected and not self.norms:
@@ -331,7 +327,6 @@ class Gradient:
                 self.measure(order)
 
     def scale(self, operation: str, value: torch.Tensor | float) -> None:
-        """Multiply (``"mul_"``), or divide (``"div_"``)."""
         self._check_open()
         self.factors.append(self.context.factor(operation, value))
 
@@ -342,7 +337,7 @@ class Gradient:
         self.summed = True
 
         def fill() -> None:
-            total.tensor.zero_()
+            total.tensor().zero_()
 
         self.context.lane.run(fill)
 
@@ -362,13 +357,6 @@ class Gradient:
         self._wait_for_reader()
         self.context.transfers.flush()
         return Snapshot(self.held, self.raw, self.sum if self.summed else None, tuple(self.factors), on_device)
-
-    def snapshot_for_device(self, now: torch.Tensor) -> Snapshot:
-        """The same for a step on the GPU. ``now`` is the local part of ``p.grad``, which may be a plain tensor."""
-        if isinstance(now, OffloadedGradient):
-            return self.snapshot()
-        self.clear()
-        return Snapshot(self.held, on_device=with_strides_of(now, self.held.local()))
 
     def norm(self, order: float) -> torch.Tensor:
         """Its norm in the type of the step; a tensor without dimensions, on the GPU."""
@@ -425,11 +413,9 @@ class Gradient:
         values, ready = self.snapshot(), transfers.ready()
 
         def upload() -> Event:
-            gradient = flat(values.values())
-            nbytes = target.numel() * dtype.itemsize
-            block = transfers.pinned(nbytes)
+            gradient, block = flat(values.values()), transfers.pinned(target.nbytes)
             transfers.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
-            end = transfers.receive([Upload(target, 0, Cells(block.first(nbytes), dtype))], ready)
+            end = transfers.receive([Upload(target, 0, Cells(block.first(target.nbytes), dtype))], ready)
             transfers.arena.free(block, (end,))
             return end
 
@@ -479,7 +465,7 @@ class Gradient:
 
             def apply() -> None:
                 for factor in factors:
-                    factor.apply(total.tensor)
+                    factor.apply(total.tensor())
 
             self.context.lane.run(apply)
             self.factors = []
@@ -488,7 +474,7 @@ class Gradient:
         total, transfers = self._sum(), self.context.transfers
 
         def add() -> None:
-            _add_to(total.tensor, transfers.read(sent), first=first)
+            _add_to(total.tensor(), transfers.read(sent), first=first)
             transfers.give_back(sent)
 
         transfers.flush()

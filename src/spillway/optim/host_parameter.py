@@ -192,7 +192,6 @@ class HostParameter:
         return version_of(self.parameter), version_of(local), local.storage_offset(), storage
 
     def release(self) -> None:
-        """Free all memory, and remove the hook."""
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None

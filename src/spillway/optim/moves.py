@@ -10,7 +10,7 @@ import torch
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.options import FractionTuner, ShareTuner
+from spillway.optim.options import FractionTuner, ShareTuner, Tuner
 from spillway.optim.placement import Placement
 from spillway.optim.states import StateViews
 from spillway.optim.stepping import StepQueue
@@ -22,54 +22,44 @@ if TYPE_CHECKING:
 
 
 class Moves:
-    """Moves parameters' states between steps. A state that cannot be moved stays where it is.
+    """Moves parameters' states between steps. A state that cannot be moved stays where it is."""
 
-    Args:
-        tuner: chooses the fraction that the CPU steps, from the times of the first steps. ``None``: it is given.
-    """
-
-    def __init__(
-        self, placement: Placement, steps: StepQueue, views: StateViews, tuner: FractionTuner | None = None
-    ) -> None:
+    def __init__(self, placement: Placement, steps: StepQueue, views: StateViews) -> None:
         self._placement = placement
         self._steps = steps
         self._views = views
-        self._tuner = tuner
-        self._share_tuner: ShareTuner | None = None
-
-    def measure_share(self) -> None:
-        """Choose the CPU's share from the times of the next steps, if there is a GPU, and no share was given."""
-        if self._placement.options.measures_share and self._placement.cpu_share < 1:
-            self._share_tuner = ShareTuner()
-
-    def step_begins(self) -> None:
-        """Move parameters to or from the CPU, if the measured steps say so."""
-        if self._tuner is not None:
-            # The GPU may not have waited for the last step yet.
-            chosen = self._tuner.note(self._steps.older.times(), self._placement.fraction())
-            if chosen is not None:
-                self.divide(chosen)
+        self._tuner: Tuner | None = None
+        options = placement.options
+        if options.fraction == "auto":
+            self._tuner = FractionTuner(options.slowdown)
+        elif options.measures_share and placement.cpu_share < 1:
+            # There is a GPU.
+            self._tuner = ShareTuner()
 
     def step_is_queued(self) -> None:
-        """Let the CPU step another share of the elements, if the measured steps say so."""
-        tuner = self._share_tuner
+        """Let the CPU step more or fewer elements, if the measured steps say so."""
+        tuner, placement = self._tuner, self._placement
         if tuner is None:
             return
+        is_share = isinstance(tuner, ShareTuner)
         # Now, since the next backward may step. The GPU may not have waited for the last step yet.
-        chosen = tuner.note(self._steps.older.times())
+        chosen = tuner.note(self._steps.older.times(), placement.cpu_share if is_share else placement.fraction())
         if tuner.is_done:
-            self._share_tuner = None
+            self._tuner = None
         if chosen is None:
             return
         self.finish_steps()
-        for parameter in self.to_stores(chosen):
-            self._views.show(parameter)
-        self._steps.forget_costs()
+        if is_share:
+            for parameter in self.to_stores(chosen):
+                self._views.show(parameter)
+            self._steps.forget_costs()
+        else:
+            self.divide(chosen)
 
     def check_alone(self) -> None:
         """Raise in a process group, if a number is to be measured."""
-        option, number = ("fraction", "fraction") if self._tuner is not None else ("step_on", "cpu_share")
-        if (self._tuner is not None or self._share_tuner is not None) and many_processes():
+        option, number = ("step_on", "cpu_share") if isinstance(self._tuner, ShareTuner) else ("fraction", "fraction")
+        if self._tuner is not None and many_processes():
             raise UnsupportedError(
                 f"{option}='auto' in a process group: ranks would choose different numbers. Give the same {number} on "
                 f"every rank. A run of one process finds it: optimizer.{number}."
@@ -84,42 +74,31 @@ class Moves:
 
     # Between CPU and GPU.
 
-    @property
-    def chooses_fraction(self) -> bool:
-        """Whether the fraction is chosen from the times of steps."""
-        return self._tuner is not None
-
     def divide(self, fraction: float) -> None:
-        """Let the CPU step this share of all elements."""
-        parameters = list(self._placement.parameters())
-        on_cpu = self._placement.on_cpu(parameters, fraction)
+        placement = self._placement
+        parameters = list(placement.parameters())
+        on_cpu = placement.on_cpu(parameters, fraction)
         for (group, parameter), here in zip(parameters, on_cpu, strict=True):
-            held = self._placement.held.get(parameter)
+            held = placement.held.get(parameter)
             if here and held is None:
-                self._steps.watch(self._to_cpu(group, parameter))
+                state = placement.device.state_of(parameter)
+                placement.held[parameter] = placement.new_held(group, parameter, state)
+                placement.device.discard(parameter)
+                self._steps.watch(placement.held[parameter])
             elif held is not None and not here:
                 self._to_device(held)
             else:
                 continue
             self._views.show(parameter)
 
-    def _to_cpu(self, group: int, parameter: torch.Tensor) -> HostParameter:
-        placement = self._placement
-        held = placement.made(group, parameter)
-        with on_error(placement.remove, held):
-            placement.held[parameter] = held
-            placement.stores_by_parameter()[parameter].add(held)
-            held.store.put([(held, placement.device.state_of(parameter))])
-        placement.device.discard(parameter)
-        return held
-
     def _to_device(self, held: HostParameter) -> None:
         (state,), parameter, device = held.store.load_all([held]), held.parameter, self._placement.device
         with on_error(device.discard, parameter):
             device.add(parameter, held.group, held.work_dtype)
-            device.put_state(parameter, state, self._placement.groups())
+            device.put_state(parameter, state)
         self._steps.bring_back(held)
-        self._placement.remove(held)
+        del self._placement.held[parameter]
+        self._placement.drop(held)
 
     # Between stores.
 
@@ -141,10 +120,9 @@ class Moves:
     # After parameters to another device.
 
     def check_streaming(self) -> None:
-        """See :meth:`OffloadedOptimizer.check_streaming`."""
         placement = self._placement
         stays = any(parameter not in placement.held for _, parameter in placement.parameters())
-        if self._tuner is not None or placement.options.budget is not None or stays:
+        if placement.options.fraction == "auto" or placement.options.budget is not None or stays:
             raise UsageError(
                 "got an optimizer with a fraction or a device_budget, some of whose state stays on the GPU, expected "
                 "none of them with stream=. Leave both out."
@@ -179,13 +157,14 @@ class Moves:
         with contextlib.ExitStack() as undo:
             made = []
             for held in moved:
-                made.append(self._copy_of(held))
-                undo.callback(_discard, made[-1])
+                (state,) = held.store.load_all([held])
+                made.append(placement.new_held(held.group, held.parameter, state))
+                undo.callback(placement.drop, made[-1])
             undo.pop_all()
         for before, after in zip(moved, made, strict=True):
             gradient = before.gradient.restore() if before.gradient.is_current() else before.parameter.grad
             before.unhook()
-            placement.remove(before)
+            placement.drop(before)
             placement.held[after.parameter] = after
             after.parameter.grad = None
             self._steps.watch(after)
@@ -207,25 +186,9 @@ class Moves:
         on_device = any(not placement.context_of(device).transfers.backend.direct_disk for device in devices)
         if placement.options.measures_share and placement.cpu_share == 1 and on_device:
             placement.cpu_share = placement.options.first_cpu_share
-            self._share_tuner = ShareTuner()
-
-    def _copy_of(self, held: HostParameter) -> HostParameter:
-        """A parameter that has moved, where it is now, with a copy of its state."""
-        (state,) = held.store.load_all([held])
-        made = self._placement.made(held.group, held.parameter)
-        store = self._placement.stores_by_parameter()[held.parameter]
-        with on_error(_discard, made):
-            store.add(made)
-            store.put([(made, state)])
-        return made
+            self._tuner = ShareTuner()
 
 
 def has_moved(held: HostParameter) -> bool:
     """Whether the parameter is on another device now."""
     return local_of(held.parameter).device != held.context.transfers.backend.device
-
-
-def _discard(made: HostParameter) -> None:
-    if hasattr(made, "store"):
-        made.store.discard(made)
-    made.release()

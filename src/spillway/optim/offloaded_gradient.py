@@ -255,7 +255,6 @@ class LentGradients:
         return self._read.get(held)
 
     def lend(self, held: HostParameter, gradient: Tensor) -> None:
-        """Hold a gradient."""
         self.take_back(held)
         self._read[held] = gradient
         self.nbytes[held.context] += gradient.nbytes

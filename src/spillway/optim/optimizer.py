@@ -15,7 +15,7 @@ from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.moves import Moves
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
-from spillway.optim.options import Fraction, FractionTuner, MasterDtype, Options, check_fraction
+from spillway.optim.options import Fraction, MasterDtype, Options, check_fraction
 from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
@@ -125,7 +125,7 @@ class OffloadedOptimizer(Optimizer):
         **defaults: Any,
     ) -> None:
         device_class = optimizer_class if device_class is None else device_class
-        traits = ClassTraits.of(optimizer_class)
+        ClassTraits.of(optimizer_class)
         ClassTraits.of(device_class, what="device_class")
         arguments = ClassArguments.of(optimizer_class, device_class, defaults)
         options = Options(
@@ -146,11 +146,6 @@ class OffloadedOptimizer(Optimizer):
                 "device_class differs from optimizer_class with fraction='auto', but a parameter takes its state along "
                 "to the GPU. Leave device_class out, or give a number."
             )
-        if step_in_backward and not traits.steps_alone:
-            raise UnsupportedError(
-                f"step_in_backward=True with {optimizer_class.__name__}: a class that is not torch's may step all "
-                f"parameters in one call. Leave the option out, or use a class of torch.optim."
-            )
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
         self._ready = False
@@ -159,12 +154,10 @@ class OffloadedOptimizer(Optimizer):
         groups = lambda: self.param_groups  # noqa: E731
         self._placement = Placement(optimizer_class, device_class, arguments, options, self._session, groups)
         self._views = StateViews(self._placement.state_of, self._open_state)
-        self._steps = StepQueue(self._placement, self._views, groups, self._check_usable)
-        tuner = FractionTuner(slowdown) if fraction == "auto" else None
-        self._moves = Moves(self._placement, self._steps, self._views, tuner)
+        self._steps = StepQueue(self._placement, self._views, self._check_usable)
         super().__init__(params, arguments.defaults)
         self._add(list(self._placement.parameters()))
-        self._moves.measure_share()
+        self._moves = Moves(self._placement, self._steps, self._views)
         self._session.finish_at_close(self)
         self._ready = True
 
@@ -180,7 +173,6 @@ class OffloadedOptimizer(Optimizer):
                 loss = closure()
         self._moves.check_alone()
         self._steps.begin()
-        self._moves.step_begins()
         self._steps.run()
         self._moves.step_is_queued()
         return loss
@@ -300,7 +292,7 @@ class OffloadedOptimizer(Optimizer):
                 "divide() of an optimizer whose parameters are streamed, which steps all of them with state in CPU "
                 "memory. Call attached.remove() first."
             )
-        if self._moves.chooses_fraction or options.budget is not None or options.step_in_backward:
+        if options.fraction == "auto" or options.budget is not None or options.step_in_backward:
             raise UsageError(
                 "divide() of an optimizer with fraction='auto', a device_budget or step_in_backward=True, which decide "
                 "the fraction themselves. Leave these out, or give a number."

@@ -20,6 +20,8 @@ from spillway.runtime.backend import label
 
 State = dict[Hashable, Any]
 """A parameter's state: tensors, numbers, and a ``Slot`` (``states.py``) for each tensor that is elsewhere."""
+Settings = dict[str, Any]
+"""A param group's entries, without its parameters."""
 MASTER = "master"
 """The name of the fp32 master weight in a parameter's state."""
 
@@ -259,7 +261,6 @@ class StatePrediction:
         return state
 
     def nbytes(self, shape: Sequence[int], dtype: torch.dtype, settings: Mapping[str, Any]) -> int:
-        """Bytes of that state."""
         strides = torch.empty(shape, device="meta").stride()
         state = self.state(shape, strides, dtype, settings)
         return sum(value.nbytes for value in state.values() if isinstance(value, torch.Tensor))

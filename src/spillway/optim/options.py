@@ -7,6 +7,7 @@ import math
 import os
 import statistics
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -259,17 +260,19 @@ class StepTimes(NamedTuple):
     """How long the CPU computed."""
 
 
-class _Measurement:
-    """Gives the median times of a few steps, after some that are not measured."""
+class Tuner(ABC):
+    """Chooses a number from the median times of a few training steps, after some that are not measured."""
 
     def __init__(self) -> None:
-        self.begin()
+        self.is_done = False
+        """Whether the number is final."""
+        self._skip = WARM_UP
+        self._seen: list[StepTimes] = []
 
-    def begin(self) -> None:
-        """Begin again: something has changed."""
-        self._skip, self._seen = WARM_UP, list[StepTimes]()
-
-    def note(self, seen: StepTimes) -> StepTimes | None:
+    def note(self, seen: StepTimes, now: float) -> float | None:
+        """Note a training step with a number. Gives the number of the next steps, if it changes."""
+        if self.is_done:
+            return None
         if self._skip:
             self._skip -= 1
             return None
@@ -277,10 +280,17 @@ class _Measurement:
         if len(self._seen) < MEASURED:
             return None
         seen_all, self._seen = self._seen, []
-        return StepTimes(*(statistics.median(values) for values in zip(*seen_all, strict=True)))
+        chosen = self._choose(StepTimes(*(statistics.median(values) for values in zip(*seen_all, strict=True))), now)
+        if chosen is not None:
+            self._skip = WARM_UP
+        return chosen
+
+    @abstractmethod
+    def _choose(self, middle: StepTimes, now: float) -> float | None:
+        """The number of the next steps, if it changes."""
 
 
-class FractionTuner:
+class FractionTuner(Tuner):
     """Chooses the fraction of elements that the CPU steps, for ``fraction="auto"``.
 
     The CPU's work grows with the fraction. A part of it is hidden behind the GPU's work, and the rest is a stall. So
@@ -289,26 +299,21 @@ class FractionTuner:
     """
 
     def __init__(self, slowdown: float) -> None:
+        super().__init__()
         self._slowdown = slowdown
-        self._measurement = _Measurement()
         self._choices = 0
         self._cheap = 0
         """How often in a row a choice was cheap enough."""
 
-    def note(self, seen: StepTimes, fraction: float) -> float | None:
-        """Note a step at a fraction. Gives the fraction of the next steps, if it changes."""
-        if self._choices >= MOST_CHOICES or self._cheap >= ENOUGH or fraction == 0:
-            return None
-        middle = self._measurement.note(seen)
-        if middle is None:
-            return None
-        chosen = affordable(middle, fraction, self._slowdown)
-        if chosen >= fraction:
+    def _choose(self, middle: StepTimes, now: float) -> float | None:
+        chosen = affordable(middle, now, self._slowdown)
+        if chosen >= now:
             self._cheap += 1
+            self.is_done = self._cheap == ENOUGH
             return None
-        self._measurement.begin()
         self._cheap = 0
         self._choices += 1
+        self.is_done = self._choices == MOST_CHOICES or chosen == 0
         return chosen
 
 
@@ -327,27 +332,19 @@ def affordable(seen: StepTimes, fraction: float, slowdown: float) -> float:
     return min(fraction, _MARGIN * fraction * (hidden + allowed) / max(seen.host_seconds, 1e-9))
 
 
-class ShareTuner:
+class ShareTuner(Tuner):
     """Chooses the share of elements that the CPU steps, for ``step_on="auto"``: that of the fastest training step.
 
     At first the GPU steps all. Then shares of the CPU are tried, from small to large, as long as steps get faster.
     """
 
-    def __init__(self) -> None:
-        self.is_done = False
-        self._place = 0
-        self._fastest = math.inf
-        self._measurement = _Measurement()
+    _place = 0
+    _fastest = math.inf
 
-    def note(self, seen: StepTimes) -> float | None:
-        """Note a training step. Gives the share of the next steps, if it changes."""
-        middle = self._measurement.note(seen)
-        if middle is None:
-            return None
+    def _choose(self, middle: StepTimes, now: float) -> float | None:
         if middle.step_seconds > _MARGIN * self._fastest:
             self.is_done = True
             return SHARES[self._place - 1]
-        self._measurement.begin()
         self._fastest = middle.step_seconds
         self._place += 1
         self.is_done = self._place == len(SHARES)

@@ -52,7 +52,7 @@ from spillway.optim.options import Options, alternating, compute_with, counted, 
 from spillway.optim.state_store import StateStore, StepCost
 from spillway.optim.states import device_copy
 from spillway.optim.tensors import follow, local_of
-from spillway.optim.transfers import Transfers
+from spillway.optim.transfers import Transfers, on_error
 from spillway.runtime.backend import HostQueue
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
@@ -93,7 +93,7 @@ class Placement:
         self.groups = groups
         self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
         self._threads: tuple[HostQueue, HostQueue, HostQueue] | None = None
-        self.device = DeviceStep(device_class, arguments)
+        self.device = DeviceStep(device_class, arguments, groups)
         self.stores = self._new_stores()
         self.cpu_share = options.first_cpu_share
         """The share of elements that the CPU steps, if all parameters were held. See :func:`alternating`."""
@@ -110,7 +110,6 @@ class Placement:
         return list(itertools.compress(self.parameters(), may_stay))
 
     def fraction(self) -> float:
-        """The share of all elements that the CPU steps."""
         sizes = {parameter: local_of(parameter).numel() for _, parameter in self.parameters()}
         return sum(sizes[parameter] for parameter in self.held) / max(1, sum(sizes.values()))
 
@@ -132,7 +131,7 @@ class Placement:
         fraction, stores = self.options.fraction, self.stores_by_parameter()
         on_cpu = self.on_cpu(parameters, fraction if isinstance(fraction, (int, float)) else 1.0)
         # All of them are made before the first is added: one may be refused.
-        held = [self.made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
+        held = [self._made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
         for one in held:
             self.held[one.parameter] = one
             stores[one.parameter].add(one)
@@ -141,9 +140,16 @@ class Placement:
                 self.device.add(parameter, group, self.options.work_dtype(parameter))
         return held
 
-    def remove(self, held: HostParameter) -> None:
-        """The CPU no longer steps a parameter. Its state is gone."""
-        self.held.pop(held.parameter, None)
+    def new_held(self, group: int, parameter: torch.Tensor, state: State) -> HostParameter:
+        """A parameter that comes from elsewhere, in its store with a copy of its state. It is not in ``held`` yet."""
+        made, store = self._made(group, parameter), self.stores_by_parameter()[parameter]
+        with on_error(made.release), on_error(store.discard, made):
+            store.add(made)
+            store.put([(made, state)])
+        return made
+
+    def drop(self, held: HostParameter) -> None:
+        """A parameter is no longer stepped here. Its state is gone."""
         held.store.discard(held)
         held.release()
 
@@ -158,16 +164,13 @@ class Placement:
                 yield store, mine
 
     def prepare(self, held: Iterable[HostParameter]) -> None:
-        """Reserve memory in all stores, before anything is stepped. See :meth:`StateStore.prepare`."""
         for store, some in self.of_stores(held):
             store.prepare(some)
 
     def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
-        """Those parameters that may be stepped during backward, of some whose gradients have arrived."""
         return [one for store, some in self.of_stores(waiting) for one in store.complete(some)]
 
     def settle(self, cost: StepCost) -> None:
-        """All parameters of a step are queued: complete it, or queue that."""
         for store in self.stores:
             store.settle(cost)
 
@@ -190,7 +193,7 @@ class Placement:
         for parameter, state in states:
             held = self.held.get(parameter)
             if held is None:
-                self.device.put_state(parameter, state, self.groups())
+                self.device.put_state(parameter, state)
             else:
                 held.check()
                 loaded[held] = state
@@ -198,12 +201,11 @@ class Placement:
             store.put([(one, loaded[one]) for one in some])
 
     def begin_states(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Give new parameters the states that the class's constructor makes."""
         for store, some in self.of_stores(self.held[one] for one in parameters if one in self.held):
             store.begin(some)
         for parameter in parameters:
             if parameter not in self.held:
-                self.device.begin_state(parameter, self.groups())
+                self.device.begin_state(parameter)
 
     def close(self) -> None:
         for store in self.stores:
@@ -246,11 +248,12 @@ class Placement:
 
     def _new_stores(self) -> tuple[StateStore, ...]:
         """The GPU's first: its copies begin before the CPU is busy."""
-        tier, step_on = self.options.tier, self.options.step_on
-        if not self.traits.steps_alone and (tier, step_on) != ("host", "cpu"):
+        tier, step_on, early = self.options.tier, self.options.step_on, self.options.step_in_backward
+        if not self.traits.steps_alone and (tier, step_on, early) != ("host", "cpu", False):
             raise UnsupportedError(
-                f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}: a class that is not torch's may "
-                f"step all parameters in one call, which needs all of their state at once. Leave both options out."
+                f"{self._class.__name__} with tier={tier!r} and step_on={step_on!r}, step_in_backward={early}: a class "
+                f"that is not torch's may step all parameters in one call, which needs all of their state and "
+                f"gradients at once. Leave these options out, or use a class of torch.optim."
             )
         stores: list[StateStore] = []
         if step_on != "cpu":
@@ -265,7 +268,7 @@ class Placement:
         group = self.groups()[held.group]
         return cpu_settings_of(group, fused=self.traits.is_fused(group, held.work_dtype))
 
-    def made(self, group: int, parameter: torch.Tensor) -> HostParameter:
+    def _made(self, group: int, parameter: torch.Tensor) -> HostParameter:
         """A parameter to be stepped by a store, which has yet to add it."""
         context = self.context_of(local_of(parameter).device)
         return HostParameter(parameter, group, context, self.options.work_dtype(parameter))
@@ -301,7 +304,8 @@ class Placement:
 class DeviceStep:
     """Steps parameters on their GPU, with fp32 master weights there if they need some."""
 
-    def __init__(self, optimizer_class: type[Optimizer], arguments: ClassArguments) -> None:
+    def __init__(self, optimizer_class: type[Optimizer], arguments: ClassArguments, groups: Groups) -> None:
+        self._groups = groups
         self._optimizer = BorrowingOptimizer(optimizer_class, arguments.device)
         self._arguments = arguments
         self._states: defaultdict[torch.Tensor, State] = defaultdict(dict)
@@ -318,11 +322,10 @@ class DeviceStep:
         self._work[parameter] = (group, work_dtype)
 
     def discard(self, parameter: torch.Tensor) -> None:
-        """Remove a parameter and its state."""
         self._states.pop(self._masters.pop(parameter, parameter), None)
         del self._work[parameter]
 
-    def step(self, groups: Sequence[dict[str, Any]]) -> None:
+    def step(self) -> None:
         """Step the parameters that have a gradient."""
         by_group = defaultdict(list)
         for parameter, (index, _) in self._work.items():
@@ -334,13 +337,13 @@ class DeviceStep:
         if not by_group:
             return
         indices = sorted(by_group)
-        lent = [{**self._settings(groups[index]), "params": by_group[index]} for index in indices]
+        lent = [{**self._settings(index), "params": by_group[index]} for index in indices]
         for group in lent:
             self._begin(group["params"], group)
         before = [dict(group) for group in lent]
         self._optimizer.step(lent, self._states)
         for index, group, old in zip(indices, lent, before, strict=True):
-            groups[index].update(written_by_step(group, old))
+            self._groups()[index].update(written_by_step(group, old))
         with torch.no_grad():
             for parameter, master in self._masters.items():
                 if master.grad is not None:
@@ -355,14 +358,13 @@ class DeviceStep:
             state[MASTER] = stepped.detach()
         return state
 
-    def begin_state(self, parameter: torch.Tensor, groups: Sequence[dict[str, Any]]) -> None:
-        """Give a new parameter the state that the class's constructor makes."""
-        self._begin([self._ready(parameter)], groups[self._work[parameter][0]])
+    def begin_state(self, parameter: torch.Tensor) -> None:
+        self._begin([self._ready(parameter)], self._groups()[self._work[parameter][0]])
 
-    def put_state(self, parameter: torch.Tensor, state: State, groups: Sequence[dict[str, Any]]) -> None:
+    def put_state(self, parameter: torch.Tensor, state: State) -> None:
         """Copy a state to the GPU. Without a master weight, one is made from the parameter."""
         group, dtype = self._work[parameter]
-        settings = groups[group]
+        settings = self._groups()[group]
         on_device = bool(settings.get("capturable") or settings.get("fused"))
         state = {
             key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
@@ -378,7 +380,6 @@ class DeviceStep:
 
     @torch.no_grad()
     def refresh_master_weights(self) -> None:
-        """Take all master weights from their parameters."""
         for parameter, master in self._masters.items():
             master.copy_(parameter)
 
@@ -386,8 +387,8 @@ class DeviceStep:
         self._masters.clear()
         self._states.clear()
 
-    def _settings(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**self._arguments.defaults, **group, **self._arguments.device_only}
+    def _settings(self, group: int) -> dict[str, Any]:
+        return {**self._arguments.defaults, **self._groups()[group], **self._arguments.device_only}
 
     @torch.no_grad()
     def _ready(self, parameter: torch.Tensor) -> torch.Tensor:

@@ -35,10 +35,10 @@ from torch.optim import Optimizer
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, State, StatePrediction, for_cpu
+from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings, State, StatePrediction, for_cpu
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
-from spillway.optim.tensors import CHUNK, batches, flat, follow
+from spillway.optim.tensors import CHUNK, flat, follow
 from spillway.optim.transfers import on_error
 from spillway.runtime.backend import Event, Stalls, finish
 from spillway.runtime.bytes import over
@@ -52,8 +52,6 @@ _LINE = 64
 
 _TOGETHER = 1 << 20
 """Least elements that are stepped at once in backward. Small parameters wait for each other, or for ``step``."""
-
-Settings = dict[str, Any]
 
 SettingsOf = Callable[[HostParameter], Settings]
 """Gives the settings of a parameter's group, for the place of its step."""
@@ -80,6 +78,8 @@ class StepCost:
     """Bytes written there."""
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
+    written: dict[int, Settings] = field(default_factory=dict)
+    """Group entries that the class changed, by group; complete when the step is done."""
     kept: list[object] = field(default_factory=list)
     """Owners of memory that the step reads on another stream. Compute waits for it before they are dropped."""
     _began: float = field(default_factory=time.perf_counter)
@@ -155,16 +155,11 @@ class StateStore(ABC):
         # Small parameters wait for each other.
         return list(waiting) if sum(one.numel for one in waiting) >= _TOGETHER else []
 
-    def end_step(self) -> dict[int, Settings]:
-        """A step has ended. Gives the group entries that the class changed, by group."""
-        return {}
-
     def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
         """A copy of a value of a state that is loaded: for the step, with tensors of elements on the CPU."""
         return host_copy(key, value, held)
 
     def add(self, held: HostParameter) -> None:
-        """Add a parameter."""
         self.tier.add(held)
         self.take_over(held)
         self._new.append(held)
@@ -176,7 +171,13 @@ class StateStore(ABC):
     def state_of(self, held: HostParameter) -> State:
         """A parameter's state, with slots for tensors that are elsewhere."""
         pieces = [chunk.states[index] for chunk, index in self._parts_of(held)]
-        return {name: self.tier.whole(held, name, value) for name, value in _common(pieces)}
+        state = {}
+        for name, _ in _common(pieces):
+            values = [piece[name] for piece in pieces]
+            # Some pieces may be stored, if others could not be.
+            stored = next((value for value in values if isinstance(value, Slot)), None)
+            state[name] = _joined(held, values) if stored is None else stored
+        return state
 
     def open(self, held: HostParameter) -> State:
         """All of a parameter's state, on the CPU. The next step begins with what is written there."""
@@ -207,12 +208,7 @@ class StateStore(ABC):
                 # A class makes its state in the first step.
                 chunk.target = None
                 continue
-            settings = self._settings(chunk.parts[0].held)
-            states = [
-                self._predicted(chunk, index, settings) if index in indices else _on_meta(chunk.states[index])
-                for index in range(len(chunk.parts))
-            ]
-            layout = Layout.of(states)
+            layout = Layout.of(self._predicted(chunk, indices))
             chunk.target = None if layout == chunk.layout else (layout, self._place(chunk, layout))
 
     def load_all(self, held: Sequence[HostParameter]) -> list[State]:
@@ -263,7 +259,6 @@ class StateStore(ABC):
             chunk.states[index].pop(MASTER, None)
 
     def discard(self, held: HostParameter) -> None:
-        """Remove a parameter and its state."""
         for chunk, index in self._chunks.pop(held, ()):
             # Parameters that share the chunk keep it. It gets another layout.
             chunk.states[index] = {}
@@ -276,7 +271,7 @@ class StateStore(ABC):
             self.discard(held)
         self._new.clear()
 
-    def transfers_of(self, steps: Iterable[Snapshot], cost: StepCost) -> dict[DeviceContext, list[ChunkTransfer]]:
+    def transfers_of(self, steps: Sequence[Snapshot], cost: StepCost) -> dict[DeviceContext, list[ChunkTransfer]]:
         """The transfers of a step, by GPU, in the order of the steps."""
         by_chunk: dict[StateChunk, dict[int, Snapshot]] = {}
         for step in steps:
@@ -286,12 +281,33 @@ class StateStore(ABC):
                 by_chunk.setdefault(chunk, {})[index] = step
         transfers: dict[DeviceContext, list[ChunkTransfer]] = {}
         settings: dict[Hashable, Settings] = {}
+        ready = {context: self._ready(context, steps) for context in {step.held.context: None for step in steps}}
         for chunk, found in by_chunk.items():
             held = chunk.parts[0].held
             if held.kind not in settings:
                 settings[held.kind] = self._settings(held)
-            transfers.setdefault(chunk.context, []).append(ChunkTransfer(chunk, found, settings[held.kind], cost))
+            transfer = ChunkTransfer(chunk, found, settings[held.kind], cost, ready[chunk.context])
+            transfers.setdefault(chunk.context, []).append(transfer)
         return transfers
+
+    def _ready(self, context: DeviceContext, steps: Sequence[Snapshot]) -> Event:
+        """The event after which a step may read parameters and gradients of a GPU, and write the parameters.
+
+        Compute may have read and written parameters since the last step.
+        """
+        mine = [step for step in steps if step.held.context is context]
+        for step in mine:
+            step.held.wait_for_home()
+        # One that was offloaded, too, is still being read by the copy.
+        gradients = [step.on_device for step in mine if step.on_device is not None and step.raw is None]
+        return context.transfers.ready([*(step.held.local() for step in mine), *gradients])
+
+    def note_queued(self, ends: Mapping[HostParameter, Sequence[Event]]) -> int:
+        """Steps of parameters are queued, which end with these events. Gives the number of their elements."""
+        for held, some in ends.items():
+            held.mark_written()
+            held.gradient.reader = held.updated = held.context.transfers.backend.all_of(some)
+        return sum(held.numel for held in ends)
 
     def parameter(self, transfer: ChunkTransfer, index: int, values: torch.Tensor) -> torch.nn.Parameter:
         """The tensor that is stepped for a part whose parameter has these values: its master weight, if it has one."""
@@ -352,27 +368,18 @@ class StateStore(ABC):
 
     def _packed(self, transfer: ChunkTransfer, pipeline: TransferPipeline) -> tuple[Layout, Any]:
         """Move all tensors of the states into the transfer's memory, in the layout of their place."""
-        chunk, states, memory = transfer.chunk, transfer.states, transfer.memory
-        if chunk.is_stored and chunk.layout.is_of(states, memory):
-            return chunk.layout, chunk.place
+        chunk, states, before = transfer.chunk, transfer.states, transfer.memory
         layout = Layout.of(states)
         place = self._place(chunk, layout)
         if layout.nbytes and (layout != chunk.layout or not chunk.is_stored):
-            if transfer.room is None or layout != transfer.next_layout():
-                if transfer.room is not None:
-                    self.tier.release(chunk.context, transfer.room)
-                    transfer.room = None
-                transfer.room = pipeline.with_room(lambda: self.tier.memory(chunk.context, layout.nbytes))
-            memory = transfer.room
+            transfer.memory = pipeline.with_room(lambda: self.tier.memory(chunk.context, layout.nbytes))
         for slot in layout.slots:
-            view, value = slot.view(memory), states[slot.part][slot.name]
+            view, value = slot.view(transfer.memory), states[slot.part][slot.name]
             if value.data_ptr() != view.data_ptr():
                 view.copy_(value)
             states[slot.part][slot.name] = view
-        if memory is transfer.room and memory is not None:
-            if transfer.memory is not None:
-                self.tier.release(chunk.context, transfer.memory)
-            transfer.memory, transfer.room = memory, None
+        if before is not None and before is not transfer.memory:
+            self.tier.release(chunk.context, before)
         return layout, place
 
     def _place(self, chunk: StateChunk, layout: Layout) -> Any:
@@ -414,27 +421,35 @@ class StateStore(ABC):
                 fits = context.transfers.window // (_IN_FLIGHT * _BYTES_AN_ELEMENT)
                 # Each costs kernels and waits. On the CPU caches count more.
                 most = min(2 * CHUNK if self.steps_on_device else CHUNK, max(_LEAST, fits // _LINE * _LINE))
-            of_device = [held for held in self._new if held.context is context]
-            for alike in batches(of_device, most, size=lambda one: one.numel, key=lambda one: one.kind):
-                first, size = alike[0], alike[0].numel
-                parts = [[ChunkPart(one, 0, one.numel) for one in alike]]
-                if first.cut and size > most:
-                    parts = [[ChunkPart(first, at, min(most, size - at))] for at in range(0, size, most)]
-                for chunk in [StateChunk(some) for some in parts]:
-                    for index, part in enumerate(chunk.parts):
-                        self._chunks.setdefault(part.held, []).append((chunk, index))
+            together: list[list[ChunkPart]] = []
+            for held in (one for one in self._new if one.context is context):
+                size, last = held.numel, together[-1] if together else []
+                if held.cut and size > most:
+                    together += [[ChunkPart(held, at, min(most, size - at))] for at in range(0, size, most)]
+                elif (
+                    last
+                    and last[0].held.kind == held.kind
+                    and not last[0].is_cut
+                    and sum(part.numel for part in last) + size <= most
+                ):
+                    last.append(ChunkPart(held, 0, size))
+                else:
+                    together.append([ChunkPart(held, 0, size)])
+            for chunk in map(StateChunk, together):
+                for index, part in enumerate(chunk.parts):
+                    self._chunks.setdefault(part.held, []).append((chunk, index))
         self._new.clear()
 
-    def _predicted(self, chunk: StateChunk, index: int, settings: Settings) -> State:
-        """A part's state after a step, in meta tensors."""
-        part = chunk.parts[index]
-        if chunk.begun[index]:
-            state = _on_meta(chunk.states[index])
-        else:
-            state = self._prediction.state(*part.form, part.held.work_dtype, settings)
-        if part.held.has_master:
-            state[MASTER] = torch.empty_strided(*part.form, dtype=part.held.work_dtype, device="meta")
-        return state
+    def _predicted(self, chunk: StateChunk, stepped: Iterable[int]) -> list[State]:
+        """The states of a chunk after a step of some of its parts, in meta tensors."""
+        states, settings = [_on_meta(state) for state in chunk.states], self._settings(chunk.parts[0].held)
+        for index in stepped:
+            part = chunk.parts[index]
+            if not chunk.begun[index]:
+                states[index] = self._prediction.state(*part.form, part.held.work_dtype, settings)
+            if part.held.has_master:
+                states[index][MASTER] = torch.empty_strided(*part.form, dtype=part.held.work_dtype, device="meta")
+        return states
 
 
 def _common(pieces: Sequence[State]) -> list[tuple[Hashable, Any]]:
@@ -466,5 +481,5 @@ def _joined(held: HostParameter, pieces: Sequence[Any]) -> Any:
     if adjacent and end <= storage.data_ptr() + storage.nbytes():
         return over(storage, first.dtype, int(first.storage_offset()), *held.form)
     whole = held.new_host_tensor(first.dtype)
-    torch.cat(list(pieces), out=flat(whole))
+    torch.cat([piece.cpu() for piece in pieces], out=flat(whole))
     return whole

@@ -46,7 +46,6 @@ class StateView(dict[Any, Any]):
         self._fetch: Callable[[], State] | None = None
 
     def show(self, state: State, fetch: Callable[[], State]) -> None:
-        """Show a state."""
         self.clear()
         self.update(state)
         self._shown = dict(state)
@@ -76,9 +75,10 @@ class StateView(dict[Any, Any]):
     pop = _after_loading(dict.pop)
     popitem = _after_loading(dict.popitem)
     setdefault = _after_loading(dict.setdefault)
-
-    def copy(self) -> dict[Any, Any]:
-        return dict(self)
+    copy = _after_loading(dict.copy)
+    __or__ = _after_loading(dict.__or__)
+    __ror__ = _after_loading(dict.__ror__)
+    __repr__ = _after_loading(dict.__repr__)
 
     def __iter__(self) -> Iterator[Any]:
         return super().__iter__()
@@ -90,15 +90,6 @@ class StateView(dict[Any, Any]):
 
     def __ne__(self, other: object) -> bool:
         return not self == other
-
-    def __or__(self, other: Any) -> Any:
-        return dict(self) | other
-
-    def __ror__(self, other: Any) -> Any:
-        return other | dict(self)
-
-    def __repr__(self) -> str:
-        return repr(dict(self))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return dict, (dict(self),)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,13 +16,14 @@ from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
 from spillway._torch import tree_map_only, version_of
-from spillway.checkpointing.blocks import Blocks, find_blocks
+from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UsageError
+from spillway.optim.forward_waits import wait_in_forward
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.offloaded_gradient import LentGradients, OffloadedGradient, put_gradient
 from spillway.optim.optimizer_class import is_plain
-from spillway.optim.placement import Groups, Placement
+from spillway.optim.placement import Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.tensors import is_distributed, local_of, many_processes, with_strides_of
@@ -33,15 +33,11 @@ from spillway.runtime.backend import Event, label
 if TYPE_CHECKING:
     from spillway.parameters.homes import StreamedParameter
 
-Wait = Callable[[Iterable[Tensor]], None]
-
 
 class StepQueue:
     """Queues steps as gradients arrive, and lets compute wait for the stepped parameters."""
 
-    def __init__(
-        self, placement: Placement, views: StateViews, groups: Groups, check_usable: Callable[[], None]
-    ) -> None:
+    def __init__(self, placement: Placement, views: StateViews, check_usable: Callable[[], None]) -> None:
         self.pending: set[HostParameter] = set()
         """Parameters that were stepped, and that compute has not waited for."""
         self.early = BackwardSteps(self._step_early, placement.complete)
@@ -49,7 +45,7 @@ class StepQueue:
         """Costs of the last two steps, and of the one that is under way."""
         self._placement = placement
         self._views = views
-        self._groups = groups
+        self._groups = placement.groups
         self._check_usable = check_usable
         self._forward_hooks: list[RemovableHandle] = []
         self._covered: set[Tensor] = set()
@@ -93,7 +89,7 @@ class StepQueue:
         """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
         with torch.no_grad(), label("optimizer step"), on_error(self._mark_stale):
             steps = self._queue()
-            self._placement.device.step(self._groups())
+            self._placement.device.step()
             for parameter in self._placement.device:
                 self._views.show(parameter)
             # The user may write plain gradients as soon as this returns.
@@ -247,23 +243,24 @@ class StepQueue:
     def _param_steps(self, some: Iterable[HostParameter]) -> Iterator[Snapshot]:
         offloads = self._placement.options.offload_gradients
         for held in some:
-            gradient, on_device = held.parameter.grad, held.store.steps_on_device
+            gradient = held.parameter.grad
             if gradient is None:
                 held.fresh_gradient().clear()
                 continue
-            held.check()
             local = local_of(gradient)
             if isinstance(local, OffloadedGradient):
                 stands = held.adopt(local)
                 if stands is not local:
                     put_gradient(held, stands)
-            elif on_device:
-                held.fresh_gradient()
+            elif held.store.steps_on_device:
+                held.fresh_gradient().clear()
+                yield Snapshot(held, on_device=with_strides_of(local, held.local()))
+                continue
             elif offloads and not gradient.requires_grad:
                 _offload_gradient(held, gradient)
             else:
                 held.fresh_gradient().begin(local)
-            yield held.gradient.snapshot_for_device(local) if on_device else held.gradient.snapshot()
+            yield held.gradient.snapshot()
 
     def _arrive(self, held: Iterable[HostParameter]) -> None:
         """Let compute wait for some parameters. The last of them end the step."""
@@ -281,9 +278,8 @@ class StepQueue:
         for one in arriving:
             self._views.show(one.parameter)
         if arriving and not self.pending:
-            for store in self._placement.stores:
-                for index, written in store.end_step().items():
-                    self._groups()[index].update(written)
+            for index, written in self.now.written.items():
+                self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
@@ -437,13 +433,11 @@ class BackwardSteps:
             )
 
     def reset(self) -> None:
-        """Forget what arrived and was stepped."""
         for held in self._arrived:
             held.gradient.sealed = False
         self._arrived, self._waiting, self.stepped, self._settings = set(), [], set(), {}
 
     def _check_settings(self, index: int, group: dict[str, Any]) -> None:
-        """Raise if a group's settings have changed."""
         # A scheduler adds "initial_lr" when it is made.
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
         now = {
@@ -465,59 +459,3 @@ def _stamp(setting: Tensor) -> object:
     if setting.device.type == "cpu":
         return setting.tolist()
     return id(setting), None if setting.is_inference() else version_of(setting)
-
-
-def wait_in_forward(model: Module, wait: Wait, blocks: Blocks | None) -> list[RemovableHandle]:
-    """Hook each block of a model, so that it waits for its parameters when it is called.
-
-    The model waits for parameters that are in no block, or in a block and elsewhere too. Modules that have parameters
-    of their own wait for them as well: for calls that come by neither, and for state dicts.
-    """
-    if not isinstance(model, Module):
-        raise UsageError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
-    # Dynamo breaks the graph for it. A block has waited for what is in it.
-    untraced: Wait = torch.compiler.disable(wait)  # type: ignore[no-untyped-call]
-    handles: list[RemovableHandle] = []
-
-    def hook(module: Module, before: _Before, *, of_states: bool = False) -> None:
-        if before.parameters:
-            handles.append(module.register_forward_pre_hook(before, prepend=True))
-            if of_states:
-                handles.append(module.register_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
-                handles.append(module.register_load_state_dict_pre_hook(before))  # type: ignore[no-untyped-call]
-
-    found = [named.module for named in find_blocks(model, blocks)]
-    inside = {module for block in found for module in block.modules()}
-    outside = {one for module in model.modules() if module not in inside for one in module.parameters(recurse=False)}
-    in_blocks = Counter(parameter for block in found for parameter in block.parameters())
-    of_model = outside.union(one for one, blocks_with_it in in_blocks.items() if blocks_with_it > 1)
-    for block in found:
-        hook(block, _Before(untraced, [one for one in block.parameters() if one not in of_model]))
-    for module in model.modules():
-        in_block = module in inside
-        hook(
-            module,
-            _Before(wait if in_block else untraced, module.parameters(recurse=False), in_block=in_block),
-            of_states=True,
-        )
-    hook(model, _Before(untraced, [one for one in model.parameters() if one in of_model]))
-    return handles
-
-
-class _Before:
-    """A hook that waits. In a copy of the module, also a pickled one, it is a hook of Python's that does nothing.
-
-    Compiled code calls a block, which has waited for the modules in it. Only an eager call may be of such a module.
-    """
-
-    def __init__(self, wait: Wait, parameters: Iterable[Tensor], *, in_block: bool = False) -> None:
-        self.parameters = list(parameters)
-        self._wait = wait
-        self._in_block = in_block
-
-    def __call__(self, *_: Any) -> None:
-        if not (self._in_block and torch.compiler.is_compiling()):
-            self._wait(self.parameters)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (contextlib.nullcontext(), "__exit__")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import TypeVar
 
 import torch
 
@@ -16,7 +14,6 @@ from spillway.runtime.bytes import Bytes
 
 CHUNK = 1 << 22
 """Elements that the CPU works on at a time, so that they stay in its caches between two passes."""
-_Item = TypeVar("_Item")
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -116,19 +113,3 @@ def _rounds_to(master: torch.Tensor, parameter: torch.Tensor) -> bool:
     rounded.copy_(master)
     bits = torch.int64 if numel * size % 8 == 0 and parameter.storage_offset() * size % 8 == 0 else torch.uint8
     return torch.equal(rounded.view(bits), parameter.view(bits))
-
-
-def batches(
-    items: Iterable[_Item], most: int, size: Callable[[_Item], int], key: Callable[[_Item], Hashable] = lambda _: None
-) -> Iterator[list[_Item]]:
-    """Neighbours of the same key whose sizes add up to at most so much; a larger item alone."""
-    batch: list[_Item] = []
-    total = 0
-    for item in items:
-        if batch and (total + size(item) > most or key(item) != key(batch[-1])):
-            yield batch
-            batch, total = [], 0
-        batch.append(item)
-        total += size(item)
-    if batch:
-        yield batch

@@ -180,7 +180,7 @@ class Transfers:
         return self.host_view(sent.memory, sent.dtype, sent.numel, write=False)
 
     def receive(self, uploads: Sequence[Upload], after: Event) -> Event:
-        """Queue copies to the GPU, after an event; gives their end."""
+        """Queue copies to the GPU, after an event; gives their end. The targets may be dropped meanwhile."""
         with self._lock:
             if after is not self._followed:
                 self.backend.wait(self._back, after)
@@ -197,11 +197,7 @@ class Transfers:
                 else:
                     self.backend.convert(self._back, Cells(target, tensor.dtype), source)
                 self.received_bytes += memory.nbytes
-            return self.backend.record(self._back)
-
-    def update(self, uploads: Sequence[Upload], after: Event) -> Event:
-        """The same for the user's tensors. The user may drop one while its copy is under way."""
-        end = self.receive(uploads, after)
+            end = self.backend.record(self._back)
         for upload in uploads:
             self.backend.hand_back(memory_of(upload.target), (self._back,))
         return end
