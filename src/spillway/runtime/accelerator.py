@@ -41,7 +41,7 @@ import torch
 
 from spillway._torch import current_device, stream_handle
 from spillway.errors import BackendError, TierFullError, UnsupportedError
-from spillway.runtime.arena import PAGE
+from spillway.runtime.arena import PAGE, anonymous_pages
 from spillway.runtime.backend import (
     Backend,
     Event,
@@ -55,7 +55,6 @@ from spillway.runtime.backend import (
     be_in_task,
 )
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.cpu import CpuBackend, anonymous_pages
 from spillway.runtime.system import near_cpus
 
 _MOST_THREADS = 16
@@ -391,17 +390,3 @@ def _registered(slab: torch.Tensor) -> torch.Tensor:
     # under it still holds them.
     weakref.finalize(slab.untyped_storage(), runtime.cudaHostUnregister, slab.data_ptr())
     return slab
-
-
-def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:
-    """The backend of a device, on the user's ``streams`` if there are any. Raises ``BackendError`` if there is none."""
-    if device.type == "cpu":
-        return CpuBackend(device)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type == device.type:
-        return AcceleratorBackend(device, streams=streams)
-    raise BackendError(
-        f"A saved tensor is on {device}, and no backend serves that device here. Spillway serves the CPU"
-        f"{f' and {accelerator}' if accelerator else ''}. Keep the tensor with spillway.keep(), or give Session a "
-        "backend."
-    )

@@ -192,7 +192,7 @@ class Backend(ABC):
         return None
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's compute stream is being captured into a graph: see ``device.py``."""
+        """Whether the calling thread's compute stream is being captured into a graph: see ``captured.py``."""
         return False
 
     def may_wait(self) -> bool:

@@ -35,7 +35,7 @@ from spillway._torch import (
 )
 from spillway.policies import Policy
 from spillway.runtime.entry import ByteCounters
-from spillway.saved_tensors.decide import Decider, Locator
+from spillway.saved_tensors.decide import Decider
 from spillway.saved_tensors.devices import PassDevice, PassDevices
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, PartsHandle
@@ -51,11 +51,12 @@ from spillway.saved_tensors.identity import (
     why_unmovable,
 )
 from spillway.saved_tensors.order import LearnedOrders, NextPassPredictor
-from spillway.session import MIN_BYTES, Session
+from spillway.session import Session
 from spillway.types import Decision
 
 if TYPE_CHECKING:
     from spillway.runtime.tiers import Tier
+    from spillway.saved_tensors.locator import Locator
 
 # A member of an enum costs a search of its class each time that it is named.
 _KEEP = Decision.KEEP
@@ -309,9 +310,3 @@ class SavedState:
     def predictor(self, device: torch.device) -> NextPassPredictor:
         with self._lock:
             return self._predictors.setdefault(device, NextPassPredictor())
-
-
-def unscoped_scope(session: Session) -> ForwardScope:
-    """A pass of tensors that checkpointed functions save outside of any ``offload`` context."""
-    learned = session.of(SavedState).learned(None)
-    return ForwardScope(session, None, learned, min_bytes=MIN_BYTES, tag=None, tier="auto")
