@@ -23,7 +23,7 @@ from spillway.accumulate.gradients import (
     checked_weight,
     narrow,
 )
-from spillway.accumulate.options import check_arguments, check_steps_in_backward, steps_in_backward
+from spillway.accumulate.options import check_arguments, steps_in_backward
 from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
 from spillway.accumulate.wrappers import Wrappers
 from spillway.errors import UsageError
@@ -143,7 +143,6 @@ class Accumulator:
         # An optimizer with float32 master weights may sum in float32 itself.
         widens = grad_dtype is not None and not getattr(optimizer, "accumulates_in_master_dtype", False)
         self._wrappers = Wrappers(model, sync, group, waits=widens)
-        check_steps_in_backward(optimizer, max_norm=max_norm, scaler=scaler, grad_dtype=grad_dtype)
         self._sums: Float32Sums | None = None
         if widens:
             writers = self._wrappers.writers()

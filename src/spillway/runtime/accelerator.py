@@ -26,15 +26,14 @@ most, and parts of 16 MiB reach 0.98 of the bandwidth of the whole (one H100).
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -52,7 +51,6 @@ from spillway.runtime.backend import (
     Stream,
     Task,
     TaskEvent,
-    be_in_task,
 )
 from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.system import near_cpus
@@ -63,7 +61,7 @@ _PART = 16 << 20
 """Bytes of a part: see NOTE [ Copies of other code ]."""
 
 
-@functools.cache
+@cache
 def library() -> ctypes.CDLL:
     """The driver's library."""
     return ctypes.CDLL("libcuda.so.1")
@@ -160,7 +158,7 @@ class AcceleratorBackend(Backend):
         waited: list[torch.Event] = []
         self._wait(stream, event, waited)
         if waited:
-            stalls.pending.append(functools.partial(_stall_seconds, arrived, waited))
+            stalls.pending.append(partial(_stall_seconds, arrived, waited))
 
     def _wait(self, stream: Stream, event: Event, waited: list[torch.Event]) -> None:
         if isinstance(event, Several):
@@ -367,14 +365,14 @@ def _touch(slab: torch.Tensor, cpus: set[int]) -> None:
     memory = pages.numpy()
 
     def begin() -> None:
-        be_in_task()
         # Known on Linux only, which has the calls.
         allowed = cpus & os.sched_getaffinity(0) if cpus else None
         if allowed:
             os.sched_setaffinity(threading.get_native_id(), allowed)
 
-    with ThreadPoolExecutor(threads, initializer=begin) as pool:
-        list(pool.map(lambda start: memory[start : start + step].fill(0), range(0, len(pages), step)))
+    with closing(HostTasks(threads, begin, name="touch")) as tasks:
+        touched = [tasks.run(partial(memory[start : start + step].fill, 0)) for start in range(0, len(pages), step)]
+        Several(touched).synchronize()
 
 
 def _registered(slab: torch.Tensor) -> torch.Tensor:

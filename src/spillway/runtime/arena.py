@@ -191,10 +191,7 @@ class Arena:
             if block.slab.closed:
                 continue
             self._used -= block.nbytes
-            same_size = self._bins.get(block.nbytes)
-            if same_size is None:
-                same_size = self._bins[block.nbytes] = []
-            same_size.append(block)
+            self._bins.setdefault(block.nbytes, []).append(block)
 
     def _empty_bins(self, *, asks: bool) -> None:
         self._fill_bins()

@@ -24,6 +24,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
@@ -73,17 +74,14 @@ class DiskTier(Tier):
 
     def reserve(self, source: Bytes) -> list[_Piece]:
         pieces: list[_Piece] = []
-        done = False
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.free, pieces)
             for part in cut(source):
                 pieces.append(_Piece(self._file.allocate(part.nbytes)))  # noqa: PERF401  (after a failure, those before are freed)
             # The other blocks follow as writes end. Without the first, none would ever be free.
             pieces[0].block = self._stage(pieces[0].extent.nbytes)
-            done = True
-            return pieces
-        finally:
-            if not done:
-                self.free(pieces)
+            undo.pop_all()
+        return pieces
 
     def store(self, slots: Sequence[list[_Piece]], sources: Sequence[Bytes]) -> Sequence[Event]:
         copied = []
@@ -93,9 +91,7 @@ class DiskTier(Tier):
         return copied
 
     def _store(self, piece: _Piece, source: Bytes) -> Event:
-        block = piece.block = (
-            piece.block if piece.block is not None else self._stage(piece.extent.nbytes, over_cap=True)
-        )
+        block = piece.block = piece.block or self._stage(piece.extent.nbytes, over_cap=True)
         for event in block.after:
             self._backend.wait(self._out, event)
         self._backend.copy(self._out, block.first(piece.extent.nbytes), source)

@@ -25,9 +25,9 @@ from contextlib import contextmanager
 import torch
 
 from spillway.errors import SessionError
-from spillway.runtime.backend import Backend, Stream, in_task
+from spillway.runtime.backend import Backend, Stream, in_task, label
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell, batches
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -114,7 +114,9 @@ class Mover:
             move = queue.defer if defer else queue.start
             if not defer:
                 queue.follow()
-            for together in self._batches(entries, min(self.batch, batch_bytes(most))):
+            # Asked one by one: an entry may leave, or change, with the batch before.
+            leaving = (entry for entry in entries if _can_leave(entry))
+            for together in batches(leaving, min(self.batch, batch_bytes(most))):
                 queue.make_room(sum([entry.nbytes for entry in together]), most)
                 move(together, tier)
 
@@ -175,7 +177,8 @@ class Mover:
         with self._in_use() as compute:
             storage = _usable(entry, compute)
             if storage is None:
-                storage = self._prefetches.take(entry, compute)
+                with label("take"):
+                    storage = self._prefetches.take(entry, compute)
             else:
                 if entry.round == 0 and not entry.counted:
                     entry.counted = True
@@ -278,21 +281,6 @@ class Mover:
         if self._closed:
             raise SessionError("got a call on a closed session, expected an open one; make a new Session")
 
-    def _batches(self, entries: Sequence[Entry], most: int) -> Iterator[list[Entry]]:
-        """The entries that can leave, in batches of at most ``most`` bytes, or of one entry."""
-        together: list[Entry] = []
-        nbytes = 0
-        for entry in entries:
-            if entry.state is not State.RESIDENT or entry.handles == 0 or entry.tier is not None:
-                continue
-            if together and nbytes + entry.nbytes > most:
-                yield together
-                together, nbytes = [], 0
-            together.append(entry)
-            nbytes += entry.nbytes
-        if together:
-            yield together
-
     def _drop_dead(self) -> None:
         forgotten = self._forgotten
         while forgotten:
@@ -328,6 +316,10 @@ def _teller(recorder: Recorder | None) -> Tell:
                 recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
 
     return tell
+
+
+def _can_leave(entry: Entry) -> bool:
+    return entry.state is State.RESIDENT and entry.handles > 0 and entry.tier is None
 
 
 def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:

@@ -11,15 +11,16 @@ belong to a stream on which nothing was saved, such as a data loader's: so the b
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from spillway.errors import TierError, TierFullError
-from spillway.runtime.backend import Backend, Event, Stalls, Stream, labelled
+from spillway.runtime.backend import Backend, Event, Stalls, Stream, label
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.tiers import Slot, Tier
@@ -115,18 +116,18 @@ class OffloadQueue:
             if entry.state is State.AWAY and entry.round == 0 and entry.alive() is not None
         )
 
-    @labelled("release")
     def make_room(self, nbytes: int, window: int) -> None:
         """Release the oldest entries until ``nbytes`` more are within the in-flight limit."""
-        while self._leaving and self.nbytes + nbytes > window:
-            self._release(next(iter(self._leaving)))
+        with label("release"):
+            while self._leaving and self.nbytes + nbytes > window:
+                self._release(next(iter(self._leaving)))
 
-    @labelled("release")
     def release(self, entries: Sequence[Entry]) -> None:
         """Release these entries, where their copies are under way."""
-        for entry in entries:
-            if entry.state is State.LEAVING and entry.copied is not None:
-                self._release(entry)
+        with label("release"):
+            for entry in entries:
+                if entry.state is State.LEAVING and entry.copied is not None:
+                    self._release(entry)
 
     def follow(self) -> None:
         """Copies queued from now on start after everything that compute was given by now."""
@@ -138,12 +139,12 @@ class OffloadQueue:
             entry.tier = tier
             self._add(entry)
 
-    @labelled("leave")
     def start(self, entries: Sequence[Entry], tier: Tier) -> None:
         """Queue the copies out, after :meth:`follow`. Entries that do not fit into the tier stay RESIDENT."""
-        started = self._store(entries, tier)
-        for entry in started:
-            self._add(entry)
+        with label("leave"):
+            started = self._store(entries, tier)
+            for entry in started:
+                self._add(entry)
         # At the end, since a recorder may raise.
         self._tell(EventKind.LEAVE, *started)
 
@@ -212,18 +213,15 @@ class OffloadQueue:
         entry.state = State.RESIDENT
         was_deferred = entry.copied is None
         if was_deferred:
-            assert entry.tier is not None
             self.follow()
-            if not self._store((entry,), entry.tier):
+            if not self._store((entry,), _tier_of(entry)):
                 return
         try:
             self._compute.release(entry, entry.ledger.out)
         except TierError:
             # It was not stored, but it is still on the device. It is kept, and this caller gets the error.
-            assert entry.tier is not None
-            assert entry.slot is not None
             slot, entry.slot, entry.copied = entry.slot, None, None
-            entry.tier.free(slot)
+            _tier_of(entry).free(slot)
             raise
         entry.state = State.AWAY
         if entry.alive() is not None:
@@ -264,9 +262,7 @@ class PrefetchQueue:
         """Set how many bytes may be prefetched, and how many have one event."""
         self._window = window
         self._batch = batch
-        self._refill_at = window - batch
 
-    @labelled("take")
     def take(self, entry: Entry, compute: Stream) -> torch.UntypedStorage:
         """The bytes of an entry that is not on the device yet, or not for this compute stream."""
         if entry.state is State.RETURNING and entry.stream != compute:
@@ -304,7 +300,7 @@ class PrefetchQueue:
 
     def prefetch(self, order: Order, compute: Stream) -> None:
         """Fetch what backward will ask for next, in order, within the limit."""
-        if self.nbytes > self._refill_at:
+        if self.nbytes + self._batch > self._window:
             return
         count, nbytes = 0, self.nbytes
         wanted: dict[Entry, None] = {}
@@ -329,28 +325,17 @@ class PrefetchQueue:
         entry.state = State.AWAY
         self._compute.drop(entry, entry.ledger.back)
 
-    @labelled("fetch")
     def _fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
-        made = []
-        for entry in entries:
-            assert entry.tier is not None
-            made.append(entry.tier.destination(entry.slot, entry.nbytes))
-        # The allocator may have given bytes that queued work on the compute stream still uses.
-        self._backend.wait(self._back, self._backend.record(compute))
-        first = 0
-        while first < len(entries):
-            # Neighbours of one tier share an event, which the first of them to be asked for waits for.
-            tier, end, nbytes = entries[first].tier, first + 1, entries[first].nbytes
-            while end < len(entries) and entries[end].tier is tier and nbytes + entries[end].nbytes <= self._batch:
-                nbytes += entries[end].nbytes
-                end += 1
-            self._load(entries[first:end], made[first:end], compute)
-            first = end
+        with label("fetch"):
+            made = iter([_tier_of(entry).destination(entry.slot, entry.nbytes) for entry in entries])
+            # The allocator may have given bytes that queued work on the compute stream still uses.
+            self._backend.wait(self._back, self._backend.record(compute))
+            # A batch shares an event, which the first of it to be asked for waits for.
+            for together in batches(entries, self._batch):
+                self._load(together, list(itertools.islice(made, len(together))), compute)
 
     def _load(self, entries: Sequence[Entry], destinations: Sequence[Bytes], compute: Stream) -> None:
-        tier = entries[0].tier
-        assert tier is not None
-        copied = tier.load([entry.slot for entry in entries], destinations)
+        copied = _tier_of(entries[0]).load([entry.slot for entry in entries], destinations)
         for entry, destination, event in zip(entries, destinations, copied, strict=True):
             entry.copied = event
             entry.storage = destination.storage
@@ -365,6 +350,25 @@ class PrefetchQueue:
 def _is_needed(entry: Entry) -> bool:
     """Whether its bytes are in a tier only, and a handle may ask for them."""
     return entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None
+
+
+def batches(entries: Iterable[Entry], most: int) -> Iterator[list[Entry]]:
+    """Neighbours of one tier, in batches of at most ``most`` bytes, or of one entry."""
+    together: list[Entry] = []
+    nbytes = 0
+    for entry in entries:
+        if together and (nbytes + entry.nbytes > most or entry.tier is not together[0].tier):
+            yield together
+            together, nbytes = [], 0
+        together.append(entry)
+        nbytes += entry.nbytes
+    if together:
+        yield together
+
+
+def _tier_of(entry: Entry) -> Tier:
+    assert entry.tier is not None
+    return entry.tier
 
 
 def _nowhere() -> None:

@@ -259,9 +259,8 @@ class SpillFile:
                 written = now
                 self._move_all(data, extent, write=True)
             with self._lock:
-                self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
-                while (oldest := next(iter(self._hour))) < self._first_bucket():
-                    del self._hour[oldest]
+                if self._per_hour is not None:
+                    self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
                 extent.checksum = written
 
     def read(self, extent: Extent, buffer: Buffer) -> None:
@@ -355,16 +354,15 @@ class SpillFile:
                 self._ranges.give(extent.offset, extent.reserved)
                 self._used -= extent.reserved
 
-    def _first_bucket(self) -> int:
-        """The oldest bucket that is not over for an hour: no hour has more than the limit."""
-        return int((self._calls.monotonic() - _HOUR) // _BUCKET)
-
     def _check_hour(self, nbytes: int) -> None:
         if self._per_hour is None:
             return
         # Extents without content are still to be written.
         promised = sum(extent.reserved for extent in list(self._live) if extent.checksum is None)
-        spent = promised + sum(self._hour[bucket] for bucket in self._hour if bucket >= self._first_bucket())
+        # A bucket counts until all of it is over for an hour: no hour has more than the limit.
+        first = int((self._calls.monotonic() - _HOUR) // _BUCKET)
+        self._hour = Counter({bucket: written for bucket, written in self._hour.items() if bucket >= first})
+        spent = promised + self._hour.total()
         if spent + nbytes > self._per_hour:
             raise TierFullError(
                 f"spill file: got {format_bytes(nbytes)} to write after {format_bytes(spent)} in this hour, expected "

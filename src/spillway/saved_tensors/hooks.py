@@ -59,7 +59,8 @@ if TYPE_CHECKING:
     from spillway.saved_tensors.locator import Locator
 
 # A member of an enum costs a search of its class each time that it is named.
-_KEEP = Decision.KEEP
+_KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
+_TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
 class ForwardScope:
@@ -252,7 +253,7 @@ class ForwardScope:
 
     def _tier_of(self, decision: Decision, device: PassDevice) -> Tier | None:
         """The tier of a decision to offload; ``None`` if that would free nothing."""
-        tier = device.tier_of(decision)
+        tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
         if device.runtime.backend.unified and tier is device.runtime.tier("host"):
             self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
             return None
@@ -263,10 +264,6 @@ class ForwardScope:
         if self._gathered is None:
             self._gathered = Gathered()
         return self._gathered.holds(storage) or is_local_part(tensor)
-
-    def flush(self) -> None:
-        """Offload the waiting tensors outside of groups: every operator that saved one has returned."""
-        self.waiting.send()
 
     def end(self, *, completed: bool) -> None:
         """The context exits.
