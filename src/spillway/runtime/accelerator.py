@@ -211,11 +211,8 @@ class AcceleratorBackend(Backend):
         return True
 
     def _hand_on(self, before: Stream, after: Stream) -> None:
-        """The second stream continues when the first is done."""
         if before is not after:
-            event: Any = torch.Event(device=self.device)
-            event.record(before)
-            after.wait_event(event)  # type: ignore[attr-defined]
+            self.wait(after, self.record_untimed(before))
 
     def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
         written, read = destination.tensor(), source.tensor()
@@ -276,8 +273,7 @@ class AcceleratorBackend(Backend):
             raise BackendError(f"cuStreamGetCaptureInfo_v2: got error {error} for {stream}, expected none")
         return number.value if status.value == _CAPTURE_ACTIVE else None
 
-    def record_captured(self, stream: Stream) -> Event:
-        # An event of a capture cannot be timed.
+    def record_untimed(self, stream: Stream) -> Event:
         event = torch.Event(device=self.device)
         event.record(stream)  # type: ignore[arg-type]
         return event

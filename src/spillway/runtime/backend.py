@@ -205,8 +205,8 @@ class Backend(ABC):
         """The number of the capture that the stream is part of; ``None`` for none."""
         return None
 
-    def record_captured(self, stream: Stream) -> Event:
-        """An event on a stream that is part of a capture."""
+    def record_untimed(self, stream: Stream) -> Event:
+        """As :meth:`record`, for a capture, whose events cannot be timed."""
         return self.record(stream)
 
     def alias(self, block: Bytes) -> torch.Tensor:

@@ -78,7 +78,7 @@ class CapturingBackend(Backend):
 
     def record(self, stream: Stream) -> Event:
         capture = self._inner.capture_of(stream)
-        return CapturedEvent(None if capture is None else self._inner.record_captured(stream), capture)
+        return CapturedEvent(None if capture is None else self._inner.record_untimed(stream), capture)
 
     def wait(self, stream: Stream, event: Event) -> None:
         if isinstance(event, Several):

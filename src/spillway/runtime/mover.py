@@ -64,7 +64,7 @@ class Mover:
         self._tell = tell = _teller(recorder)
         self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
-        self._prefetches = PrefetchQueue(backend, back, self._compute, window=window, batch=self.batch, tell=tell)
+        self._prefetches = PrefetchQueue(backend, back, self._compute, tell)
         # Not reentrant: a finaliser that finds it taken, even by its own thread, leaves a note.
         self._lock = threading.Lock()
         self._forgotten: deque[tuple[Entry, int]] = deque()
@@ -140,7 +140,6 @@ class Mover:
                 self._claims[owner] = window
             self.window = min(self._claims.values(), default=self._own_window)
             self.batch = batch_bytes(self.window)
-            self._prefetches.resize(self.window, self.batch)
 
     def listen(self, listener: Callable[[bool], object]) -> None:
         """Call a method before (with ``True``) and after each call that may change how many bytes are in flight.
@@ -160,7 +159,7 @@ class Mover:
     def fetch(self, entries: Sequence[Entry]) -> None:
         """Reload entries in the state AWAY, whatever the limit."""
         with self._in_use() as compute:
-            self._prefetches.fetch(entries, compute)
+            self._prefetches.fetch(entries, compute, self.batch)
 
     def take(self, entry: Entry, asked_round: int, order: Order | None = None) -> tuple[torch.UntypedStorage, int]:
         """The entry's bytes on the device, ready for the calling thread's compute stream.
@@ -188,7 +187,7 @@ class Mover:
                 entry.asked += 1
                 _release_if_asked_by_all(entry)
             if order is not None:
-                self._prefetches.prefetch(order, compute)
+                self._prefetches.prefetch(order, compute, self.window, self.batch)
             return storage, entry.round
 
     def forget(self, entry: Entry, asked_round: int) -> None:

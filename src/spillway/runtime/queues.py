@@ -246,29 +246,21 @@ class Order(Protocol):
 class PrefetchQueue:
     """Entries that are RETURNING on the stream ``back``. Used with the mover's lock held."""
 
-    def __init__(
-        self, backend: Backend, back: Stream, compute: ComputeStreams, *, window: int, batch: int, tell: Tell
-    ) -> None:
+    def __init__(self, backend: Backend, back: Stream, compute: ComputeStreams, tell: Tell) -> None:
         self._backend = backend
         self._back = back
         self._compute = compute
-        self.resize(window, batch)
         self._tell = tell
         self._awaited: Event | None = None
         self.nbytes = 0
         """Bytes of all of them."""
-
-    def resize(self, window: int, batch: int) -> None:
-        """Set how many bytes may be prefetched, and how many have one event."""
-        self._window = window
-        self._batch = batch
 
     def take(self, entry: Entry, compute: Stream) -> torch.UntypedStorage:
         """The bytes of an entry that is not on the device yet, or not for this compute stream."""
         if entry.state is State.RETURNING and entry.stream != compute:
             self.drop(entry)
         if entry.state is not State.RETURNING:
-            self._fetch((entry,), compute)
+            self._fetch((entry,), compute, entry.nbytes)
         storage, copied, entry.copied = entry.storage, entry.copied, None
         assert storage is not None
         assert copied is not None
@@ -292,28 +284,31 @@ class PrefetchQueue:
         self._tell(EventKind.TAKE, entry)
         return storage
 
-    def fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
-        """Fetch these, whatever the limit. Entries that are not AWAY, or that are alive, are skipped."""
+    def fetch(self, entries: Sequence[Entry], compute: Stream, batch: int) -> None:
+        """Fetch these, whatever the limit. Entries that are not AWAY, or that are alive, are skipped.
+
+        ``batch``: so many bytes may share an event.
+        """
         wanted = [entry for entry in entries if _is_needed(entry)]
         if wanted:
-            self._fetch(wanted, compute)
+            self._fetch(wanted, compute, batch)
 
-    def prefetch(self, order: Order, compute: Stream) -> None:
-        """Fetch what backward will ask for next, in order, within the limit."""
-        if self.nbytes + self._batch > self._window:
+    def prefetch(self, order: Order, compute: Stream, window: int, batch: int) -> None:
+        """Fetch what backward will ask for next, in order, until ``window`` bytes are under way."""
+        if self.nbytes + batch > window:
             return
         count, nbytes = 0, self.nbytes
         wanted: dict[Entry, None] = {}
         for entry in order.upcoming():
             if entry is not None and _is_needed(entry) and entry not in wanted:
                 nbytes += entry.nbytes
-                if nbytes > self._window:
+                if nbytes > window:
                     break
                 wanted[entry] = None
             count += 1
         if wanted:
             try:
-                self._fetch(list(wanted), compute)
+                self._fetch(list(wanted), compute, batch)
             except (TierError, torch.OutOfMemoryError):
                 # Backward has not asked for it yet. When it does, it fetches the entry and gets the error.
                 return
@@ -325,13 +320,13 @@ class PrefetchQueue:
         entry.state = State.AWAY
         self._compute.drop(entry, entry.ledger.back)
 
-    def _fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
+    def _fetch(self, entries: Sequence[Entry], compute: Stream, batch: int) -> None:
         with label("fetch"):
             made = iter([_tier_of(entry).destination(entry.slot, entry.nbytes) for entry in entries])
             # The allocator may have given bytes that queued work on the compute stream still uses.
             self._backend.wait(self._back, self._backend.record(compute))
             # A batch shares an event, which the first of it to be asked for waits for.
-            for together in batches(entries, self._batch):
+            for together in batches(entries, batch):
                 self._load(together, list(itertools.islice(made, len(together))), compute)
 
     def _load(self, entries: Sequence[Entry], destinations: Sequence[Bytes], compute: Stream) -> None:

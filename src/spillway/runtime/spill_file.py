@@ -494,8 +494,10 @@ def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
     """The descriptor of a new anonymous file, and whether it is in ``O_DIRECT`` mode."""
     try:
         with ExitStack() as undo:
-            fd = _open_anonymous(directory, calls)
+            fd, name = _open_new(directory, calls)
             undo.callback(calls.close, fd)
+            if name:
+                calls.unlink(name)
             direct = _made_direct(fd, calls)
             undo.pop_all()
         return fd, direct
@@ -507,19 +509,15 @@ def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
         ) from error
 
 
-def _open_anonymous(directory: Path, calls: SystemCalls) -> int:
+def _open_new(directory: Path, calls: SystemCalls) -> tuple[int, str]:
+    """The descriptor, and the name that is to be removed, if the system cannot do without."""
     if hasattr(os, "O_TMPFILE"):
         # Systems differ in how they refuse it. After any refusal, the way below decides.
         with suppress(OSError):
             # O_EXCL: the file can never be given a name.
-            return calls.open(str(directory), os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-    path = str(directory / f".spillway-{secrets.token_hex(16)}")
-    fd = calls.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
-    with ExitStack() as undo:
-        undo.callback(calls.close, fd)
-        calls.unlink(path)
-        undo.pop_all()
-    return fd
+            return calls.open(str(directory), os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600), ""
+    name = str(directory / f".spillway-{secrets.token_hex(16)}")
+    return calls.open(name, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600), name
 
 
 def _made_direct(fd: int, calls: SystemCalls) -> bool:
