@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from spillway.recomputing import Recompute, recompute
     from spillway.runtime.binding import Affinity, bind_to_device
     from spillway.saved_tensors.groups import Groups
-    from spillway.saved_tensors.listed import SavedTensorReport, list_saved_tensors
+    from spillway.saved_tensors.locator import SavedTensorReport, list_saved_tensors
     from spillway.session import Session
     from spillway.types import (
         Decision,
@@ -151,7 +151,7 @@ _MODULES = {
     "recomputing": "Recompute recompute",
     "runtime.binding": "Affinity bind_to_device",
     "saved_tensors.groups": "Groups",
-    "saved_tensors.listed": "SavedTensorReport list_saved_tensors",
+    "saved_tensors.locator": "SavedTensorReport list_saved_tensors",
     "session": "Session",
     "types": "Decision Event EventKind EventList GroupStats OptimizerStats SavedTensor StepStats",
 }

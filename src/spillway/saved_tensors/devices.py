@@ -90,13 +90,10 @@ class PassDevices(dict[torch.device, PassDevice]):
             self._predictor_of(device).add(order)
 
     @property
-    def were_asked(self) -> bool:
-        """Whether backward has asked for an offloaded tensor."""
-        return any(each.order.was_asked for each in self.values())
-
-    @property
-    def were_dropped(self) -> bool:
-        """Whether the graph is gone before backward asked for any offloaded tensor."""
+    def are_done(self) -> bool:
+        """Whether backward has asked for an offloaded tensor, or the graph is gone before it did."""
+        if any(each.order.was_asked for each in self.values()):
+            return True
         for each in self.values():
             # After this, dead handles are known to be dead.
             each.runtime.mover.read_notes()

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -197,8 +197,8 @@ class ForwardScope:
 
     def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, decision: Decision | None) -> Handle:
         """A handle of a plain tensor: of a dropped output, of bytes that are registered, or of new ones."""
-        output = self.outputs.get(storage) if self.outputs.any else None
-        dropped = None if output is None else output.pack(tensor, torch.empty(0, device=tensor.device))
+        pack_output = self.outputs.get(storage)
+        dropped = None if pack_output is None else pack_output(tensor, torch.empty(0, device=tensor.device))
         if dropped is not None:
             return dropped
         device = self.devices[tensor.device]
@@ -279,14 +279,6 @@ class ForwardScope:
         self.devices.end(total, groups, may_be_disabled=self._may_be_disabled)
 
 
-class Output(Protocol):
-    """An output of a checkpointed block that can be recomputed."""
-
-    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> Handle | None:
-        """A handle of a tensor over it; ``None`` if it was written since."""
-        ...
-
-
 class SavedState:
     """A session's state of saved tensors: ``session.of(SavedState)``."""
 
@@ -294,8 +286,8 @@ class SavedState:
         self.identity = Identity()
         self.marks: StorageMarks[bool] = StorageMarks()
         """Storages that the user marked: True to offload, False to keep."""
-        self.outputs: StorageMarks[Output] = StorageMarks()
-        """Storages of outputs that can be recomputed."""
+        self.outputs: StorageMarks[Callable[[torch.Tensor, torch.Tensor], Handle | None]] = StorageMarks()
+        """Storages of outputs that can be recomputed, each with what makes a handle; ``None``: it was written since."""
         self._learned: dict[str | None, LearnedOrders] = {}
         self._predictors: dict[torch.device, NextPassPredictor] = {}
         self._lock = threading.Lock()

@@ -64,7 +64,7 @@ def current_scope(session: Session) -> ForwardScope:
     unscoped: ForwardScope | None = getattr(session.unscoped, "scope", None)
     if unscoped is not None:
         devices = unscoped.devices
-        if devices.are_elsewhere or unscoped.was_recomputed or devices.were_asked or devices.were_dropped:
+        if devices.are_elsewhere or unscoped.was_recomputed or devices.are_done:
             # If a capture has begun or ended, waiting tensors stay on the device.
             unscoped.end(completed=not devices.are_elsewhere)
             unscoped = None
