@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,25 +34,14 @@ class Decider:
     """Bytes offloaded so far, for the policy to read. An adapter may reset it."""
     total_bytes: int | None = None
     """Bytes that the last similar pass saved, for the policy to read."""
-    _count: int = 0
-    _part_of: type[torch.Tensor] | None = None
-
-    @contextmanager
-    def inside(self, wrapper: type[torch.Tensor]) -> Iterator[None]:
-        """Inside, decisions are about parts of a wrapper subclass."""
-        outer, self._part_of = self._part_of, wrapper
-        try:
-            yield
-        finally:
-            self._part_of = outer
+    count: int = 0
+    """Storages that were saved so far, also those that are decided about elsewhere."""
+    part_of: type[torch.Tensor] | None = None
+    """The wrapper subclass whose parts are decided about."""
 
     @property
     def keeps_all(self) -> bool:
         return isinstance(self.policy, Keep) and self.groups.rules is None
-
-    def pass_over(self) -> None:
-        """The next storage is decided elsewhere."""
-        self._count += 1
 
     def __call__(
         self,
@@ -65,8 +52,8 @@ class Decider:
         group: Group | None,
     ) -> Decision:
         """The decision about ``nbytes`` of a storage, for the first tensor over them that was saved."""
-        position = self._count
-        self._count += 1
+        position = self.count
+        self.count += 1
         marked = self.marks.get(storage)
         if marked is not None:
             return _OFFLOAD if marked else _KEEP
@@ -88,7 +75,7 @@ class Decider:
             self.total_bytes,
             module,
             function,
-            self._part_of,
+            self.part_of,
             None if group is None else group.name,
         )
         decision = self.policy(saved)

@@ -185,7 +185,8 @@ class ForwardScope:
         names, context = flatten(tensor)
         parts: dict[str, Handle] = {}
         objects: dict[str, Any] = {}
-        with self.decider.inside(type(tensor)):
+        outer, self.decider.part_of = self.decider.part_of, type(tensor)
+        try:
             for name in names:
                 part = getattr(tensor, name)
                 # A jagged tensor is identified by its offsets, the very object: only its values may be offloaded.
@@ -193,6 +194,8 @@ class ForwardScope:
                     parts[name] = self._pack(part, decision)
                 else:
                     objects[name] = part
+        finally:
+            self.decider.part_of = outer
         return PartsHandle(tensor, parts, objects, context)
 
     def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, decision: Decision | None) -> Handle:

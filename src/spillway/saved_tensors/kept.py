@@ -63,7 +63,7 @@ class Keeping:
         else:
             handle = KeptHandle(tensor)
             if nbytes:
-                scope.decider.pass_over()
+                scope.decider.count += 1
                 scope.count_kept(nbytes)
         if type(handle) is KeptHandle and handle.saved is None:
             self._kept.append(weakref.ref(handle))
