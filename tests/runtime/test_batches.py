@@ -78,6 +78,9 @@ def test_an_entry_that_was_offloaded_before_is_not_stored_again() -> None:
     events = EventList()
     mover = Mover(adversary, window=1 << 20, recorder=events)
     tier, there = host(adversary, mover), entries(1)
+    mover.see(there[0])
+    # The second handle has not asked: the entry stays on the device, and keeps its slot.
+    assert mover.adopt(there[0], same_content=True)
     mover.put(there, tier)
     push_out(mover, tier)
     mover.take(there[0], -1)
