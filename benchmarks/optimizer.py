@@ -349,7 +349,7 @@ def synchronize(device: torch.device) -> None:
 
 def host_rates(options: argparse.Namespace) -> dict[str, float]:
     """GB/s of CPU memory (additions, as STREAM counts them), and of a step of float32 parameters."""
-    from spillway.runtime.cpu import anonymous_pages
+    from spillway.runtime.arena import anonymous_pages
 
     numel = options.host_elements
     if options.threads:

@@ -25,9 +25,9 @@ from spillway.checkpointing.schema import facts_of
 from spillway.planner.hardware import seconds_of
 from spillway.planner.planner import USABLE
 from spillway.profiler.target_kernels import effort_of
+from spillway.runtime.arena import anonymous_pages
 from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stalls, Stream, Task
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.cpu import anonymous_pages
 
 
 def scaled(hardware: Hardware, *, nbytes: float, flops: float) -> Hardware:

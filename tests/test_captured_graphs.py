@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.runtime.device import CapturedRuntime, CapturingBackend, DeviceRuntime
+from spillway.runtime.captured import CapturedRuntime, CapturingBackend
+from spillway.runtime.device import DeviceRuntime
 from spillway.testing import AdversaryBackend
 
 

@@ -310,7 +310,7 @@ def slowed(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, other: Any) 
 
 
 def test_without_fetching_ahead_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert slowed(monkeypatch, PrefetchQueue, "prefetch", lambda self, order, compute: None) > 1.1
+    assert slowed(monkeypatch, PrefetchQueue, "prefetch", lambda self, order, compute, window, batch: None) > 1.1
 
 
 def test_in_an_order_that_is_not_learned_it_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:

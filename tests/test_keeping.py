@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
+from spillway._torch import pop_hooks, top_hooks
 from spillway.checkpointing.selectors import Planned
 from spillway.recomputing import call_checkpointed
-from spillway.saved_tensors.scopes import current_scope
+from spillway.saved_tensors.scopes import HiddenHooks, current_scope, restore_hooks
 from spillway.testing import AdversaryBackend
 from spillway.types import Decision
 
@@ -245,3 +247,17 @@ def test_what_was_kept_dies_with_its_graph(call: Call, session: spillway.Session
         memory = weakref.ref(output.untyped_storage())
         del output
     assert memory() is None
+
+
+def test_hidden_hooks_are_put_back_below_those_on_the_stack(session: spillway.Session) -> None:
+    with spillway.offload(session=session):
+        hooks = top_hooks(True)
+        assert hooks is not None
+        pop_hooks()
+        hidden = HiddenHooks(hooks)
+        seen: list[Tensor] = []
+        with saved_tensors_hooks(lambda tensor: seen.append(tensor), lambda packed: packed):
+            restore_hooks()
+            torch.ones(3, requires_grad=True).exp()
+        assert hidden.was_wanted and len(seen) == 1
+        assert top_hooks(True) == hooks

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -183,6 +186,25 @@ def circles(graph: dict[str, set[str]]) -> list[str]:
         for targets in left.values():
             targets.difference_update(free)
     return [f"{node} -> {', '.join(sorted(targets))}" for node, targets in sorted(left.items())]
+
+
+def test_offload_is_imported_without_modules_that_few_programs_need() -> None:
+    code = "import sys, spillway.offloading; print(*(name for name in sys.modules if name.startswith('spillway.')))"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(SOURCE)}, stdout=subprocess.PIPE
+    )
+    loaded = {name.rpartition(".")[2] for name in run.stdout.decode().split()}
+    assert "mover" in loaded
+    assert not loaded & {
+        "accelerator",
+        "cpu",
+        "captured",
+        "disk_tier",
+        "spill_directory",
+        "spill_file",
+        "locator",
+        "kept",
+    }
 
 
 def test_planner_and_runtime_know_nothing_of_autograd() -> None:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from spillway.planning import longest, plan, profile, simulate
     from spillway.recomputing import Recompute, recompute
     from spillway.runtime.binding import Affinity, bind_to_device
-    from spillway.saved_tensors.decide import SavedTensorReport, list_saved_tensors
     from spillway.saved_tensors.groups import Groups
+    from spillway.saved_tensors.locator import SavedTensorReport, list_saved_tensors
     from spillway.session import Session
     from spillway.types import (
         Decision,
@@ -150,8 +150,8 @@ _MODULES = {
     "planning": "longest plan profile simulate",
     "recomputing": "Recompute recompute",
     "runtime.binding": "Affinity bind_to_device",
-    "saved_tensors.decide": "SavedTensorReport list_saved_tensors",
     "saved_tensors.groups": "Groups",
+    "saved_tensors.locator": "SavedTensorReport list_saved_tensors",
     "session": "Session",
     "types": "Decision Event EventKind EventList GroupStats OptimizerStats SavedTensor StepStats",
 }

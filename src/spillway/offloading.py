@@ -23,10 +23,8 @@ from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.groups import Group, Groups, check_name
 from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
 from spillway.saved_tensors.hooks import ForwardScope, SavedState
-from spillway.saved_tensors.kept import restore_hooks
-from spillway.saved_tensors.locator import Locator
 from spillway.saved_tensors.order import LearnedOrders
-from spillway.saved_tensors.scopes import entered_scopes, within_scope
+from spillway.saved_tensors.scopes import entered_scopes, restore_hooks, within_scope
 from spillway.session import MIN_BYTES, Session
 from spillway.types import StepStats
 from spillway.units import parse_bytes, parse_share
@@ -154,7 +152,11 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def _enter(self, session: Session, learned: LearnedOrders, stack: ExitStack) -> ByteCounters:
         """Begin a pass that ``stack`` ends; gives its counters."""
         modules, operators = wants_modules(self._policy), wants_operators(self._policy)
-        locator = Locator(modules=modules, operators=operators) if modules or operators else None
+        locator = None
+        if modules or operators:
+            from spillway.saved_tensors.locator import Locator
+
+            locator = Locator(modules=modules, operators=operators)
         current = ForwardScope(
             session,
             self._policy,

@@ -31,8 +31,7 @@ from spillway.checkpointing.replayable import Arguments, ReplayedFunction, modul
 from spillway.checkpointing.selectors import Choices, Planned, Selector
 from spillway.errors import UsageError
 from spillway.saved_tensors.handles import in_replay
-from spillway.saved_tensors.kept import restore_hooks
-from spillway.saved_tensors.scopes import current_scope, scope_of_hooks
+from spillway.saved_tensors.scopes import current_scope, restore_hooks, scope_of_hooks
 from spillway.session import Session
 from spillway.types import Decision
 

@@ -17,15 +17,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
-import spillway.runtime
 from spillway.errors import SessionError, UsageError
+from spillway.runtime.device import DeviceRuntime, Runtime, backend_for
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
+from spillway.runtime.system import host_budget as default_host_budget
 from spillway.types import GroupStats, Recorder, StepStats
 from spillway.units import parse_bytes
 
 if TYPE_CHECKING:
     from spillway.runtime.backend import Backend
-    from spillway.runtime.device import DeviceRuntime, Runtime
     from spillway.runtime.spill_file import SpillFile
 
 _Kind = TypeVar("_Kind")
@@ -94,9 +94,9 @@ class Session:
         self.window = _size(window, "window")
         """The in-flight limit that was given; ``None``: the default of each device."""
         given = _size(host_budget, "host_budget")
-        self._host_budget = spillway.runtime.host_budget() if given is None else given
+        self._host_budget = default_host_budget() if given is None else given
         self._make_file = functools.partial(
-            spillway.runtime.SpillFile,
+            _make_file,
             spill_directory,
             capacity=_size(disk_budget, "disk_budget"),
             bytes_per_hour=_size(disk_bytes_per_hour, "disk_bytes_per_hour"),
@@ -104,7 +104,7 @@ class Session:
         )
         self._file: SpillFile | None = None if spill_directory is None else self._make_file()
         self._recorder = recorder
-        self._make_backend = backend or functools.partial(spillway.runtime.backend_for, streams=streams)
+        self._make_backend = backend or functools.partial(backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
         self._delayed: deque[Callable[[], None]] = deque()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -317,7 +317,7 @@ class Session:
         window = self.window
         if window is None:
             window = _CPU_WINDOW if device.type == "cpu" else _ACCELERATOR_WINDOW
-        return spillway.runtime.DeviceRuntime(
+        return DeviceRuntime(
             self._make_backend(device),
             self._spill_file,
             window=window,
@@ -330,6 +330,12 @@ class Session:
             if self._file is None:
                 self._file = self._make_file()
             return self._file
+
+
+def _make_file(directory: str | os.PathLike[str] | None, **options: Any) -> SpillFile:
+    from spillway.runtime.spill_file import SpillFile  # not at the top: only a session that spills to disk needs it
+
+    return SpillFile(directory, **options)
 
 
 def _size(size: int | str | None, what: str) -> int | None:

@@ -41,9 +41,9 @@ from dataclasses import dataclass
 import torch
 
 from spillway.errors import RaceError
+from spillway.runtime.arena import anonymous_pages
 from spillway.runtime.backend import Backend, Event, HostQueue, Several, Stream, Task, TaskEnd, finish, raise_again
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.cpu import anonymous_pages
 
 POISON = 0xA5
 """The byte that unwritten memory is full of."""

@@ -22,9 +22,10 @@ from recompute.regions import HiddenAttribute
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.partial_replay import PartialReplay
 from spillway.errors import RecomputeError
-from spillway.runtime.accelerator import AcceleratorBackend, backend_for
+from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
+from spillway.runtime.device import backend_for
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

@@ -13,9 +13,10 @@ from torch.nn import functional
 
 import spillway
 from spillway import EventKind, EventList
-from spillway.runtime.accelerator import AcceleratorBackend, backend_for
+from spillway.runtime.accelerator import AcceleratorBackend
 from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
+from spillway.runtime.device import backend_for
 from support import Context, Trial, Way, assert_identical, assert_nothing_left, grads, run
 
 pytestmark = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from itertools import groupby
 
 import pytest
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.errors import TierFullError
-from spillway.runtime.arena import PAGE, Arena, Block, FreeRanges, pages
+from spillway.runtime.arena import PAGE, Arena, Block, FreeRanges, anonymous_pages, pages
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.cpu import anonymous_pages
+from spillway.runtime.pinned import Pinned
 from spillway.runtime.tiers import HostTier
 from spillway.testing import AdversaryBackend
 
@@ -263,3 +264,12 @@ def test_what_was_made_in_inference_mode_is_written_outside_of_it() -> None:
         assert some.tensor().is_inference()
     some.tensor().fill_(1)
     assert not some.tensor().is_inference()
+
+
+def test_memory_as_a_storage_of_its_own_keeps_its_owner_alive() -> None:
+    arena = Arena(anonymous_pages, capacity=1 << 30)
+    storage = Pinned(arena, 100).alias().untyped_storage()
+    gc.collect()
+    assert arena.used_bytes == PAGE
+    del storage
+    assert arena.used_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 
 import spillway
 from spillway.errors import TransferError
-from spillway.runtime import tiers
+from spillway.runtime import disk_tier
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
@@ -23,7 +24,7 @@ from spillway.runtime.entry import ByteCounters, Entry
 from spillway.runtime.mover import Mover
 from spillway.runtime.tiers import HostTier
 from spillway.testing import AdversaryBackend
-from spillway.types import Event, EventKind
+from spillway.types import Decision, Event, EventKind, EventList, SavedTensor
 
 NBYTES = 4000
 
@@ -70,6 +71,43 @@ def test_an_entry_that_is_named_twice_is_fetched_once() -> None:
         assert first_number(mover.take(entry, -1)[0]) == entry.number
     assert mover.counts()["returning bytes"] == 0
     adversary.check()
+
+
+def test_an_entry_that_was_offloaded_before_is_not_stored_again() -> None:
+    adversary = AdversaryBackend()
+    events = EventList()
+    mover = Mover(adversary, window=1 << 20, recorder=events)
+    tier, there = host(adversary, mover), entries(1)
+    mover.see(there[0])
+    # The second handle has not asked: the entry stays on the device, and keeps its slot.
+    assert mover.adopt(there[0], same_content=True)
+    mover.put(there, tier)
+    push_out(mover, tier)
+    mover.take(there[0], -1)
+    mover.put(there, tier)
+    assert [kind for kind, entry in events.schedule() if entry == 0] == ["leave", "release", "return", "take"]
+    adversary.check()
+
+
+def test_neighbours_in_two_tiers_are_fetched_each_from_its_own(tmp_path: Path) -> None:
+    def gradient(context: contextlib.AbstractContextManager[object]) -> torch.Tensor:
+        leaf = torch.linspace(-1, 1, 100, requires_grad=True)
+        with context:
+            hidden = leaf
+            for _ in range(40):
+                hidden = hidden.tanh()
+        hidden.sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    def in_turn(saved: SavedTensor) -> Decision:
+        return Decision.OFFLOAD_HOST if saved.position % 2 else Decision.OFFLOAD_DISK
+
+    # A batch is an eighth of the window: two tensors.
+    with spillway.Session(window=8192, spill_directory=tmp_path, allow_memory_filesystem=True) as session:
+        context = spillway.offload(session=session, policy=in_turn, min_bytes=0)
+        assert torch.equal(gradient(context), gradient(contextlib.nullcontext()))
+        assert context.stats().reloaded_bytes > 0
 
 
 @pytest.mark.parametrize("kind", [EventKind.LEAVE, EventKind.RETURN], ids=str)
@@ -144,7 +182,7 @@ class LateBack(CpuBackend):
 def test_a_piece_that_cannot_be_read_does_not_free_what_the_others_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tiers, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(disk_tier, "PIECE_BYTES", 4096)
     backend = LateBack()
     options = {"spill_directory": tmp_path, "allow_memory_filesystem": True, "window": 0}
     with spillway.Session(backend=lambda device: backend, **options) as session:  # type: ignore[arg-type]

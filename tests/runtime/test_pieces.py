@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.runtime import tiers
+from spillway.runtime import disk_tier
 from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
 
@@ -23,7 +23,7 @@ class Staged(CpuBackend):
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiers, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(disk_tier, "PIECE_BYTES", PIECE)
 
 
 def gradient(session: spillway.Session | None, elements: int) -> torch.Tensor:
@@ -72,3 +72,14 @@ def test_a_storage_larger_than_the_host_budget_goes_piece_by_piece(tmp_path: Pat
         assert context.stats().kept_bytes == 0
         assert context.stats().reloaded_bytes == 4 * 8 * PIECE
         assert session.host_bytes <= 3 * PIECE
+
+
+def test_pieces_of_a_storage_that_does_not_fit_are_given_back(tmp_path: Path) -> None:
+    options = {"spill_directory": tmp_path, "allow_memory_filesystem": True, "disk_budget": 2 * PIECE}
+    with spillway.Session(backend=Staged, **options) as session:  # type: ignore[arg-type]
+        context = spillway.offload(session=session, tier="disk", min_bytes=0)
+        with context:
+            loss = torch.randn(3 * PIECE // 4, requires_grad=True).exp().sum()
+        assert context.stats().kept_bytes == 3 * PIECE
+        assert session.used_bytes == (0, 0)
+        loss.backward()

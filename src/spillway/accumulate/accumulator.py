@@ -23,7 +23,7 @@ from spillway.accumulate.gradients import (
     checked_weight,
     narrow,
 )
-from spillway.accumulate.options import check_arguments, check_steps_in_backward, steps_in_backward
+from spillway.accumulate.options import check_arguments, steps_in_backward
 from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
 from spillway.accumulate.wrappers import Wrappers
 from spillway.errors import UsageError
@@ -143,16 +143,13 @@ class Accumulator:
         # An optimizer with float32 master weights may sum in float32 itself.
         widens = grad_dtype is not None and not getattr(optimizer, "accumulates_in_master_dtype", False)
         self._wrappers = Wrappers(model, sync, group, waits=widens)
-        check_steps_in_backward(optimizer, max_norm=max_norm, scaler=scaler, grad_dtype=grad_dtype)
-        self._sums: Float32Sums | None = None
-        if widens:
-            writers = self._wrappers.writers()
-            self._sums = Float32Sums((each, writers.get(id(each), Writer.AUTOGRAD)) for each in self._parameters())
+        writers, widened = self._wrappers.writers(), self._parameters() if widens else ()
+        self._sums = Float32Sums((each, writers.get(id(each), Writer.AUTOGRAD)) for each in widened)
         enabled = scaler if scaler is not None and scaler.is_enabled() else None
         self._stepper = Stepper(
             optimizer, self._wrappers, self._sums, steps, normalize, max_norm, scaler=enabled, scheduler=scheduler
         )
-        self._finalizer = weakref.finalize(self, narrow, () if self._sums is None else self._sums.parameters)
+        self._finalizer = weakref.finalize(self, narrow, self._sums.parameters)
         self._finalizer.atexit = False
         self._index = 0
         self._state = State.EMPTY
@@ -287,13 +284,11 @@ class Accumulator:
             self._totals.add(loss, weight)
             if micro.last:
                 self._totals.reduce()
-            if self._sums is not None:
-                self._sums.before_backward(reduces=reduces)
+            self._sums.before_backward(reduces=reduces)
             loss = self._stepper.scaled(loss)
             with self._steps_of_optimizer(micro):
                 loss.backward()  # type: ignore[no-untyped-call]
-            if self._sums is not None:
-                self._sums.after_backward(reduces=reduces)
+            self._sums.after_backward(reduces=reduces)
             self._wrappers.check(last=micro.last)
         micro.had_backward = True
         self.micro_batches += 1
@@ -326,7 +321,7 @@ class Accumulator:
                 f"reduced over ranks; open the last one by accumulator.micro(last=True), or call discard()"
             )
         with self._spoiled_by_errors(), label("accumulation_step"):
-            record = self._stepper.step(self._parameters(), self._totals, index=self._index, count=self.micro_batches)
+            record = self._stepper.step(self._parameters(), self._totals, self._index)
         self.last, self.stepped = record, True
         self._index += 1
         self._clear()
@@ -340,7 +335,7 @@ class Accumulator:
         if not micro.last or micro.dropped or self._wrappers.is_any:
             # Wrappers reduce gradients after autograd has added them.
             return cast("AbstractContextManager[object]", optimizer.accumulate())
-        normalize = self._stepper.normalize_each(self._parameters(), self._totals, count=self.micro_batches + 1)
+        normalize = self._stepper.normalize_each(self._parameters(), self._totals)
         return cast("AbstractContextManager[object]", optimizer.last_backward(normalize))
 
     @contextmanager
@@ -420,8 +415,7 @@ class Accumulator:
 
     def _clear(self) -> None:
         """Start a new accumulation step."""
-        if self._sums is not None:
-            self._sums.narrow()
+        self._sums.narrow()
         self._optimizer.zero_grad(set_to_none=True)
         self._state = State.EMPTY
         self.micro_batches = 0

@@ -55,11 +55,8 @@ def check_arguments(
     for name, value in options.items():
         if value not in _OPTIONS[name]:
             raise UsageError(f"{name}: got {value!r}, expected {' or '.join(map(repr, _OPTIONS[name]))}")
-
-
-def check_steps_in_backward(optimizer: Optimizer, **unavailable: object) -> None:
-    """Raise for arguments that change all gradients after backward, if the optimizer steps in backward."""
-    for name, value in unavailable.items():
+    # They change all gradients after backward.
+    for name, value in (("max_norm", max_norm), ("scaler", scaler), ("grad_dtype", grad_dtype)):
         if value is not None and steps_in_backward(optimizer):
             raise UsageError(
                 f"{name}: got {value!r:.200}, but step_in_backward=True steps parameters before all gradients are "

@@ -113,7 +113,10 @@ class Totals:
     def __init__(self, groups: Sequence[Any]) -> None:
         self.weight: Weight = 0.0
         """Sum of the weights, once :meth:`finish` was called."""
-        self.micro_batches: Weight = 0
+        self.count = 0
+        """Micro-batches of this rank."""
+        self.micro_batches: Weight = 0.0
+        """Those of all ranks, once :meth:`finish` was called."""
         self.loss: Any = None
         """Sum of the losses; ``None`` without micro-batches."""
         self._groups = groups
@@ -122,8 +125,7 @@ class Totals:
         self._work: Any = None
 
     def add(self, loss: Tensor, weight: Weight) -> None:
-        """Add a micro-batch."""
-        self.micro_batches += 1
+        self.count += 1
         if isinstance(weight, Tensor):
             weight = _wide(weight)
             # An invalid weight makes the gradients not a number: a check here would stall.
@@ -138,7 +140,7 @@ class Totals:
         """Start to sum over ranks: one collective of three numbers, which overlaps the last backward."""
         if not self._groups or self.loss is None:
             return
-        count = torch.full_like(self.loss, float(self.micro_batches))
+        count = torch.full_like(self.loss, float(self.count))
         self._reduced = torch.stack([self._weight_on(self.loss), self.loss, count])
         for group in self._groups:
             self._wait()
@@ -149,6 +151,7 @@ class Totals:
         if self._groups and self._reduced is None:
             self.reduce()
         self._wait()
+        self.micro_batches = float(self.count)
         if self._reduced is not None:
             self.weight, self.loss, self.micro_batches = self._reduced.unbind()
         elif self._on_device is not None:
@@ -174,7 +177,7 @@ class Stepper:
 
     optimizer: Optimizer
     wrappers: Wrappers
-    sums: Float32Sums | None
+    sums: Float32Sums
     steps: int
     normalize: str
     max_norm: float | None
@@ -192,12 +195,10 @@ class Stepper:
         scaled: Tensor = loss if self.scaler is None else self.scaler.scale(loss)
         return scaled
 
-    def normalize_each(
-        self, parameters: Sequence[Parameter], totals: Totals, *, count: int
-    ) -> Callable[[Parameter], None]:
+    def normalize_each(self, parameters: Sequence[Parameter], totals: Totals) -> Callable[[Parameter], None]:
         """A function that normalises a gradient when it is complete; :meth:`step` does not do it again."""
         totals.finish()
-        factors = self._factors(totals.weight, count)
+        factors = self._factors(totals)
         multiplies = not factors.are_one(parameters)
 
         def normalize(parameter: Parameter) -> None:
@@ -209,22 +210,21 @@ class Stepper:
 
         return normalize
 
-    def step(self, parameters: Sequence[Parameter], totals: Totals, *, index: int, count: int) -> AccumulationStep:
-        """Normalise, clip and step. Parameters are clipped in this order. ``count`` is of this rank's micro-batches."""
+    def step(self, parameters: Sequence[Parameter], totals: Totals, index: int) -> AccumulationStep:
+        """Normalise, clip and step. Parameters are clipped in this order."""
         totals.finish()
-        factors = self._factors(totals.weight, count)
+        factors = self._factors(totals)
         left = [parameter for parameter in parameters if parameter not in self._normalized]
         multiplies = not factors.are_one(left)
         self._normalized.clear()
         if self.scaler is not None:
             self._unscaled = True
-            if multiplies or self.max_norm is not None or self.sums is not None:
+            if multiplies or self.max_norm is not None or self.sums.parameters:
                 self.scaler.unscale_(self.optimizer)
         if multiplies:
             factors.apply(left)
         norm = None if self.max_norm is None else DeviceNumber(clip(parameters, self.max_norm))
-        if self.sums is not None:
-            self.sums.narrow()
+        self.sums.narrow()
         # Read them before the scheduler changes them.
         rates = tuple(_rate(group.get("lr", math.nan)) for group in self.optimizer.param_groups)
         skipped = self._step_optimizer()
@@ -238,7 +238,7 @@ class Stepper:
             gradient_norm=norm,
             learning_rates=rates,
             skipped=skipped,
-            micro_batches=count,
+            micro_batches=totals.count,
         )
 
     def discard(self) -> None:
@@ -249,11 +249,12 @@ class Stepper:
             self.scaler.update(self.scaler.get_scale())
             self._unscaled = False
 
-    def _factors(self, weight: Weight, count: int) -> Factors:
+    def _factors(self, totals: Totals) -> Factors:
         divisors = self.wrappers.divisors()
-        totals = {"steps": float(self.wrappers.ranks * count), "sum": 1.0}
+        known = {"steps": float(self.wrappers.ranks * totals.count), "sum": 1.0}
         factor = self.steps if self.normalize == "steps" else 1
-        return Factors(totals.get(self.normalize, weight), lambda parameter: divisors.get(id(parameter), 1.0) * factor)
+        total = known.get(self.normalize, totals.weight)
+        return Factors(total, lambda parameter: divisors.get(id(parameter), 1.0) * factor)
 
     def _step_optimizer(self) -> DeviceNumber:
         """Step, unless the scaler prevents it. Returns whether the step was skipped."""

@@ -28,9 +28,9 @@ from spillway.checkpointing.blocks import Named
 from spillway.errors import RecomputeError
 from spillway.profiler.profiled_call import ProfiledCall
 from spillway.recomputing import Recompute, call_checkpointed_untraced
-from spillway.saved_tensors.decide import Locator
 from spillway.saved_tensors.handles import in_replay
 from spillway.saved_tensors.kept import PassthroughBlock
+from spillway.saved_tensors.locator import Locator
 from spillway.session import Session
 
 if TYPE_CHECKING:

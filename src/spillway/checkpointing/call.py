@@ -150,7 +150,7 @@ class CheckpointedCall(ReplayableCall):
             if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in outside:
                 slot = OutputSlot(self, len(self._slots) + len(self._outputs), index, tensor)
                 self._outputs.append(_weak(slot))
-                self._scope.outputs.set(tensor, slot)
+                self._scope.outputs.set(tensor, slot.pack)
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         metas, slots, scope = self._metas, self._slots, self._scope

@@ -231,7 +231,7 @@ class PreservingCall:
         finally:
             self._keeping.end(output)
             with below_modes():
-                self._scope.flush()
+                self._scope.waiting.send()
         if self._differs or length_hint(self._following):
             self._learned.differed(self._order.program, is_final=False)
         return output

@@ -238,7 +238,7 @@ class ReplayableCall:
             self._reached = ReachedTensors(
                 named, self._learned, self._subclass, is_observed=observed, is_compared=self._compares
             )
-            self._scope.flush()
+            self._scope.waiting.send()
         if observed:
             self._versions = [-1 if tensor.is_inference() else version_of(tensor) for tensor in tensors]
 
@@ -251,7 +251,7 @@ class ReplayableCall:
             self._learn(output, tensors)
         if self._learned.state:
             self._note_state()
-        self._scope.flush()
+        self._scope.waiting.send()
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have the arguments saved, and copied in an observed call."""

@@ -36,8 +36,8 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.gradient import DeviceContext, Gradient
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import local_of
+from spillway.runtime.arena import anonymous_pages
 from spillway.runtime.backend import Event
-from spillway.runtime.cpu import anonymous_pages
 
 if TYPE_CHECKING:
     from spillway.optim.state_store import StateStore

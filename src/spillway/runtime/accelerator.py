@@ -26,22 +26,21 @@ most, and parts of 16 MiB reach 0.98 of the bandwidth of the whole (one H100).
 from __future__ import annotations
 
 import ctypes
-import functools
 import itertools
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
+from functools import cache, partial
 from typing import Any
 
 import torch
 
 from spillway._torch import current_device, stream_handle
 from spillway.errors import BackendError, TierFullError, UnsupportedError
-from spillway.runtime.arena import PAGE
+from spillway.runtime.arena import PAGE, anonymous_pages
 from spillway.runtime.backend import (
     Backend,
     Event,
@@ -52,10 +51,8 @@ from spillway.runtime.backend import (
     Stream,
     Task,
     TaskEvent,
-    be_in_task,
 )
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.cpu import CpuBackend, anonymous_pages
 from spillway.runtime.system import near_cpus
 
 _MOST_THREADS = 16
@@ -64,7 +61,7 @@ _PART = 16 << 20
 """Bytes of a part: see NOTE [ Copies of other code ]."""
 
 
-@functools.cache
+@cache
 def library() -> ctypes.CDLL:
     """The driver's library."""
     return ctypes.CDLL("libcuda.so.1")
@@ -161,7 +158,7 @@ class AcceleratorBackend(Backend):
         waited: list[torch.Event] = []
         self._wait(stream, event, waited)
         if waited:
-            stalls.pending.append(functools.partial(_stall_seconds, arrived, waited))
+            stalls.pending.append(partial(_stall_seconds, arrived, waited))
 
     def _wait(self, stream: Stream, event: Event, waited: list[torch.Event]) -> None:
         if isinstance(event, Several):
@@ -214,11 +211,8 @@ class AcceleratorBackend(Backend):
         return True
 
     def _hand_on(self, before: Stream, after: Stream) -> None:
-        """The second stream continues when the first is done."""
         if before is not after:
-            event: Any = torch.Event(device=self.device)
-            event.record(before)
-            after.wait_event(event)  # type: ignore[attr-defined]
+            self.wait(after, self.record_untimed(before))
 
     def convert(self, stream: Stream, destination: Cells, source: Cells) -> None:
         written, read = destination.tensor(), source.tensor()
@@ -279,8 +273,7 @@ class AcceleratorBackend(Backend):
             raise BackendError(f"cuStreamGetCaptureInfo_v2: got error {error} for {stream}, expected none")
         return number.value if status.value == _CAPTURE_ACTIVE else None
 
-    def record_captured(self, stream: Stream) -> Event:
-        # An event of a capture cannot be timed.
+    def record_untimed(self, stream: Stream) -> Event:
         event = torch.Event(device=self.device)
         event.record(stream)  # type: ignore[arg-type]
         return event
@@ -368,14 +361,14 @@ def _touch(slab: torch.Tensor, cpus: set[int]) -> None:
     memory = pages.numpy()
 
     def begin() -> None:
-        be_in_task()
         # Known on Linux only, which has the calls.
         allowed = cpus & os.sched_getaffinity(0) if cpus else None
         if allowed:
             os.sched_setaffinity(threading.get_native_id(), allowed)
 
-    with ThreadPoolExecutor(threads, initializer=begin) as pool:
-        list(pool.map(lambda start: memory[start : start + step].fill(0), range(0, len(pages), step)))
+    with closing(HostTasks(threads, begin, name="touch")) as tasks:
+        touched = [tasks.run(partial(memory[start : start + step].fill, 0)) for start in range(0, len(pages), step)]
+        Several(touched).synchronize()
 
 
 def _registered(slab: torch.Tensor) -> torch.Tensor:
@@ -391,17 +384,3 @@ def _registered(slab: torch.Tensor) -> torch.Tensor:
     # under it still holds them.
     weakref.finalize(slab.untyped_storage(), runtime.cudaHostUnregister, slab.data_ptr())
     return slab
-
-
-def backend_for(device: torch.device, *, streams: Mapping[str, torch.Stream] | None = None) -> Backend:
-    """The backend of a device, on the user's ``streams`` if there are any. Raises ``BackendError`` if there is none."""
-    if device.type == "cpu":
-        return CpuBackend(device)
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and accelerator.type == device.type:
-        return AcceleratorBackend(device, streams=streams)
-    raise BackendError(
-        f"A saved tensor is on {device}, and no backend serves that device here. Spillway serves the CPU"
-        f"{f' and {accelerator}' if accelerator else ''}. Keep the tensor with spillway.keep(), or give Session a "
-        "backend."
-    )

@@ -18,6 +18,8 @@ Slabs grow with the arena: large ones are pinned faster, and the unused rest of 
 from __future__ import annotations
 
 import bisect
+import contextlib
+import mmap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -189,10 +191,7 @@ class Arena:
             if block.slab.closed:
                 continue
             self._used -= block.nbytes
-            same_size = self._bins.get(block.nbytes)
-            if same_size is None:
-                same_size = self._bins[block.nbytes] = []
-            same_size.append(block)
+            self._bins.setdefault(block.nbytes, []).append(block)
 
     def _empty_bins(self, *, asks: bool) -> None:
         self._fill_bins()
@@ -245,3 +244,17 @@ class Arena:
 def pages(nbytes: int) -> int:
     """``nbytes`` rounded up to whole pages."""
     return -(-nbytes // PAGE) * PAGE
+
+
+def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = True) -> torch.Tensor:
+    """Page-aligned zeroed CPU memory, given back to the system when the tensor dies.
+
+    ``huge`` asks the system for pages of 2 MiB. ``for_children``: a forked child gets a copy.
+    """
+    # Private: Python's default is shared pages, those of a file in memory, which are four times slower.
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    for wanted, advice in ((huge, "MADV_HUGEPAGE"), (not for_children, "MADV_DONTFORK")):
+        if wanted and hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # advice, and a kernel without such pages says EINVAL
+                pages.madvise(getattr(mmap, advice))
+    return torch.frombuffer(pages, dtype=torch.uint8)

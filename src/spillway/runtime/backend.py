@@ -20,15 +20,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import ctypes
-import functools
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn, ParamSpec, Protocol, TypeVar
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -192,7 +190,7 @@ class Backend(ABC):
         return None
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's compute stream is being captured into a graph: see ``device.py``."""
+        """Whether the calling thread's compute stream is being captured into a graph: see ``captured.py``."""
         return False
 
     def may_wait(self) -> bool:
@@ -207,15 +205,13 @@ class Backend(ABC):
         """The number of the capture that the stream is part of; ``None`` for none."""
         return None
 
-    def record_captured(self, stream: Stream) -> Event:
-        """An event on a stream that is part of a capture."""
+    def record_untimed(self, stream: Stream) -> Event:
+        """As :meth:`record`, for a capture, whose events cannot be timed."""
         return self.record(stream)
 
     def alias(self, block: Bytes) -> torch.Tensor:
         """CPU memory as a storage of its own, for the calling thread's compute stream. It keeps the memory alive."""
-        memory = (ctypes.c_ubyte * block.nbytes).from_address(block.address)
-        memory.storage = block.storage  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return block.owned_by(block.storage)
 
     def mapped(self, memory: Bytes, owner: object) -> torch.Tensor:
         """Pinned CPU memory as a tensor of the device, of bytes. It keeps the owner alive.
@@ -223,9 +219,7 @@ class Backend(ABC):
         Raises:
             UnsupportedError: if the device cannot read CPU memory.
         """
-        cells = (ctypes.c_ubyte * memory.nbytes).from_address(memory.address)
-        cells.owner = owner  # type: ignore[attr-defined]
-        return torch.frombuffer(cells, dtype=torch.uint8)
+        return memory.owned_by(owner)
 
     def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027
         """Called before host code reads or writes a block itself, for a backend that checks."""
@@ -260,11 +254,6 @@ def in_task() -> bool:
     return _here.task
 
 
-def be_in_task() -> None:
-    """From now on the calling thread runs tasks."""
-    _here.task = True
-
-
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Inside, the calling thread counts as one that runs a task."""
@@ -280,7 +269,7 @@ class HostTasks:
 
     def __init__(self, threads: int, *begin: Callable[[], None], name: str = "task") -> None:
         def start() -> None:
-            be_in_task()
+            _here.task = True
             for each in begin:
                 each()
 
@@ -346,26 +335,6 @@ def raise_again(error: BaseException) -> NoReturn:
     raise copy.copy(error).with_traceback(None) from error
 
 
-# Spans in a profiler's trace.
-
-_Arguments = ParamSpec("_Arguments")
-_Result = TypeVar("_Result")
-
-
 def label(name: str) -> AbstractContextManager[object]:
     """A span ``spillway.<name>`` in a profiler's trace (an NVTX range under ``emit_nvtx``). Free without a profiler."""
     return torch.profiler.record_function(f"spillway.{name}") if is_profiling() else nullcontext()
-
-
-def labelled(name: str) -> Callable[[Callable[_Arguments, _Result]], Callable[_Arguments, _Result]]:
-    """A decorator: calls of the function appear in a trace as ``spillway.<name>``."""
-
-    def decorate(function: Callable[_Arguments, _Result]) -> Callable[_Arguments, _Result]:
-        @functools.wraps(function)
-        def call(*args: _Arguments.args, **kwargs: _Arguments.kwargs) -> _Result:
-            with label(name):
-                return function(*args, **kwargs)
-
-        return call
-
-    return decorate

@@ -44,6 +44,12 @@ class Bytes:
         # Not through numpy, after which the user's storage could never be resized.
         return (ctypes.c_ubyte * self.nbytes).from_address(self.address)
 
+    def owned_by(self, owner: object) -> torch.Tensor:
+        """The same bytes of CPU memory as a storage of its own, which keeps ``owner`` alive."""
+        memory = self.buffer()
+        memory.owner = owner  # type: ignore[attr-defined]
+        return torch.frombuffer(memory, dtype=torch.uint8)
+
     def first(self, nbytes: int) -> Bytes:
         return self if nbytes == self.nbytes else Bytes(self.storage, self.start, nbytes)
 

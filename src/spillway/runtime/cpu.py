@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import mmap
 from collections.abc import Callable
 
 import torch
 
+from spillway.runtime.arena import anonymous_pages
 from spillway.runtime.backend import Backend, Event, HostQueue, HostTasks, Stream, Task
 from spillway.runtime.bytes import Bytes, Cells
 from spillway.runtime.process_memory import ResidentPeak, set_malloc
-
-
-def anonymous_pages(nbytes: int, *, huge: bool = False, for_children: bool = True) -> torch.Tensor:
-    """Page-aligned zeroed CPU memory, given back to the system when the tensor dies.
-
-    ``huge`` asks the system for pages of 2 MiB. ``for_children``: a forked child gets a copy.
-    """
-    # Private: Python's default is shared pages, those of a file in memory, which are four times slower.
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    for wanted, advice in ((huge, "MADV_HUGEPAGE"), (not for_children, "MADV_DONTFORK")):
-        if wanted and hasattr(mmap, advice):
-            with contextlib.suppress(OSError):  # advice, and a kernel without such pages says EINVAL
-                pages.madvise(getattr(mmap, advice))
-    return torch.frombuffer(pages, dtype=torch.uint8)
 
 
 class _Compute:

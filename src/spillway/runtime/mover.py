@@ -25,9 +25,9 @@ from contextlib import contextmanager
 import torch
 
 from spillway.errors import SessionError
-from spillway.runtime.backend import Backend, Stream, in_task
+from spillway.runtime.backend import Backend, Stream, in_task, label
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell, batches
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -64,7 +64,7 @@ class Mover:
         self._tell = tell = _teller(recorder)
         self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
-        self._prefetches = PrefetchQueue(backend, back, self._compute, window=window, batch=self.batch, tell=tell)
+        self._prefetches = PrefetchQueue(backend, back, self._compute, tell)
         # Not reentrant: a finaliser that finds it taken, even by its own thread, leaves a note.
         self._lock = threading.Lock()
         self._forgotten: deque[tuple[Entry, int]] = deque()
@@ -114,7 +114,9 @@ class Mover:
             move = queue.defer if defer else queue.start
             if not defer:
                 queue.follow()
-            for together in self._batches(entries, min(self.batch, batch_bytes(most))):
+            # Asked one by one: an entry may leave, or change, with the batch before.
+            leaving = (entry for entry in entries if _can_leave(entry))
+            for together in batches(leaving, min(self.batch, batch_bytes(most))):
                 queue.make_room(sum([entry.nbytes for entry in together]), most)
                 move(together, tier)
 
@@ -138,7 +140,6 @@ class Mover:
                 self._claims[owner] = window
             self.window = min(self._claims.values(), default=self._own_window)
             self.batch = batch_bytes(self.window)
-            self._prefetches.resize(self.window, self.batch)
 
     def listen(self, listener: Callable[[bool], object]) -> None:
         """Call a method before (with ``True``) and after each call that may change how many bytes are in flight.
@@ -158,7 +159,7 @@ class Mover:
     def fetch(self, entries: Sequence[Entry]) -> None:
         """Reload entries in the state AWAY, whatever the limit."""
         with self._in_use() as compute:
-            self._prefetches.fetch(entries, compute)
+            self._prefetches.fetch(entries, compute, self.batch)
 
     def take(self, entry: Entry, asked_round: int, order: Order | None = None) -> tuple[torch.UntypedStorage, int]:
         """The entry's bytes on the device, ready for the calling thread's compute stream.
@@ -175,7 +176,8 @@ class Mover:
         with self._in_use() as compute:
             storage = _usable(entry, compute)
             if storage is None:
-                storage = self._prefetches.take(entry, compute)
+                with label("take"):
+                    storage = self._prefetches.take(entry, compute)
             else:
                 if entry.round == 0 and not entry.counted:
                     entry.counted = True
@@ -185,7 +187,7 @@ class Mover:
                 entry.asked += 1
                 _release_if_asked_by_all(entry)
             if order is not None:
-                self._prefetches.prefetch(order, compute)
+                self._prefetches.prefetch(order, compute, self.window, self.batch)
             return storage, entry.round
 
     def forget(self, entry: Entry, asked_round: int) -> None:
@@ -278,21 +280,6 @@ class Mover:
         if self._closed:
             raise SessionError("got a call on a closed session, expected an open one; make a new Session")
 
-    def _batches(self, entries: Sequence[Entry], most: int) -> Iterator[list[Entry]]:
-        """The entries that can leave, in batches of at most ``most`` bytes, or of one entry."""
-        together: list[Entry] = []
-        nbytes = 0
-        for entry in entries:
-            if entry.state is not State.RESIDENT or entry.handles == 0 or entry.tier is not None:
-                continue
-            if together and nbytes + entry.nbytes > most:
-                yield together
-                together, nbytes = [], 0
-            together.append(entry)
-            nbytes += entry.nbytes
-        if together:
-            yield together
-
     def _drop_dead(self) -> None:
         forgotten = self._forgotten
         while forgotten:
@@ -328,6 +315,10 @@ def _teller(recorder: Recorder | None) -> Tell:
                 recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
 
     return tell
+
+
+def _can_leave(entry: Entry) -> bool:
+    return entry.state is State.RESIDENT and entry.handles > 0 and entry.tier is None
 
 
 def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import weakref
 from collections.abc import Hashable
@@ -58,9 +57,7 @@ class Pinned:
 
     def alias(self) -> torch.Tensor:
         """The bytes as a storage of their own, which holds this object."""
-        memory = (ctypes.c_ubyte * max(self.nbytes, 1)).from_address(self.block.address)
-        memory.pinned = self  # type: ignore[attr-defined]
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return self.range(0, max(self.nbytes, 1)).owned_by(self)
 
 
 class _Mapped:

@@ -11,15 +11,16 @@ belong to a stream on which nothing was saved, such as a data loader's: so the b
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import torch
 
 from spillway.errors import TierError, TierFullError
-from spillway.runtime.backend import Backend, Event, Stalls, Stream, labelled
+from spillway.runtime.backend import Backend, Event, Stalls, Stream, label
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.entry import Entry, State
 from spillway.runtime.tiers import Slot, Tier
@@ -115,18 +116,18 @@ class OffloadQueue:
             if entry.state is State.AWAY and entry.round == 0 and entry.alive() is not None
         )
 
-    @labelled("release")
     def make_room(self, nbytes: int, window: int) -> None:
         """Release the oldest entries until ``nbytes`` more are within the in-flight limit."""
-        while self._leaving and self.nbytes + nbytes > window:
-            self._release(next(iter(self._leaving)))
+        with label("release"):
+            while self._leaving and self.nbytes + nbytes > window:
+                self._release(next(iter(self._leaving)))
 
-    @labelled("release")
     def release(self, entries: Sequence[Entry]) -> None:
         """Release these entries, where their copies are under way."""
-        for entry in entries:
-            if entry.state is State.LEAVING and entry.copied is not None:
-                self._release(entry)
+        with label("release"):
+            for entry in entries:
+                if entry.state is State.LEAVING and entry.copied is not None:
+                    self._release(entry)
 
     def follow(self) -> None:
         """Copies queued from now on start after everything that compute was given by now."""
@@ -138,12 +139,12 @@ class OffloadQueue:
             entry.tier = tier
             self._add(entry)
 
-    @labelled("leave")
     def start(self, entries: Sequence[Entry], tier: Tier) -> None:
         """Queue the copies out, after :meth:`follow`. Entries that do not fit into the tier stay RESIDENT."""
-        started = self._store(entries, tier)
-        for entry in started:
-            self._add(entry)
+        with label("leave"):
+            started = self._store(entries, tier)
+            for entry in started:
+                self._add(entry)
         # At the end, since a recorder may raise.
         self._tell(EventKind.LEAVE, *started)
 
@@ -212,18 +213,15 @@ class OffloadQueue:
         entry.state = State.RESIDENT
         was_deferred = entry.copied is None
         if was_deferred:
-            assert entry.tier is not None
             self.follow()
-            if not self._store((entry,), entry.tier):
+            if not self._store((entry,), _tier_of(entry)):
                 return
         try:
             self._compute.release(entry, entry.ledger.out)
         except TierError:
             # It was not stored, but it is still on the device. It is kept, and this caller gets the error.
-            assert entry.tier is not None
-            assert entry.slot is not None
             slot, entry.slot, entry.copied = entry.slot, None, None
-            entry.tier.free(slot)
+            _tier_of(entry).free(slot)
             raise
         entry.state = State.AWAY
         if entry.alive() is not None:
@@ -248,31 +246,21 @@ class Order(Protocol):
 class PrefetchQueue:
     """Entries that are RETURNING on the stream ``back``. Used with the mover's lock held."""
 
-    def __init__(
-        self, backend: Backend, back: Stream, compute: ComputeStreams, *, window: int, batch: int, tell: Tell
-    ) -> None:
+    def __init__(self, backend: Backend, back: Stream, compute: ComputeStreams, tell: Tell) -> None:
         self._backend = backend
         self._back = back
         self._compute = compute
-        self.resize(window, batch)
         self._tell = tell
         self._awaited: Event | None = None
         self.nbytes = 0
         """Bytes of all of them."""
 
-    def resize(self, window: int, batch: int) -> None:
-        """Set how many bytes may be prefetched, and how many have one event."""
-        self._window = window
-        self._batch = batch
-        self._refill_at = window - batch
-
-    @labelled("take")
     def take(self, entry: Entry, compute: Stream) -> torch.UntypedStorage:
         """The bytes of an entry that is not on the device yet, or not for this compute stream."""
         if entry.state is State.RETURNING and entry.stream != compute:
             self.drop(entry)
         if entry.state is not State.RETURNING:
-            self._fetch((entry,), compute)
+            self._fetch((entry,), compute, entry.nbytes)
         storage, copied, entry.copied = entry.storage, entry.copied, None
         assert storage is not None
         assert copied is not None
@@ -296,28 +284,31 @@ class PrefetchQueue:
         self._tell(EventKind.TAKE, entry)
         return storage
 
-    def fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
-        """Fetch these, whatever the limit. Entries that are not AWAY, or that are alive, are skipped."""
+    def fetch(self, entries: Sequence[Entry], compute: Stream, batch: int) -> None:
+        """Fetch these, whatever the limit. Entries that are not AWAY, or that are alive, are skipped.
+
+        ``batch``: so many bytes may share an event.
+        """
         wanted = [entry for entry in entries if _is_needed(entry)]
         if wanted:
-            self._fetch(wanted, compute)
+            self._fetch(wanted, compute, batch)
 
-    def prefetch(self, order: Order, compute: Stream) -> None:
-        """Fetch what backward will ask for next, in order, within the limit."""
-        if self.nbytes > self._refill_at:
+    def prefetch(self, order: Order, compute: Stream, window: int, batch: int) -> None:
+        """Fetch what backward will ask for next, in order, until ``window`` bytes are under way."""
+        if self.nbytes + batch > window:
             return
         count, nbytes = 0, self.nbytes
         wanted: dict[Entry, None] = {}
         for entry in order.upcoming():
             if entry is not None and _is_needed(entry) and entry not in wanted:
                 nbytes += entry.nbytes
-                if nbytes > self._window:
+                if nbytes > window:
                     break
                 wanted[entry] = None
             count += 1
         if wanted:
             try:
-                self._fetch(list(wanted), compute)
+                self._fetch(list(wanted), compute, batch)
             except (TierError, torch.OutOfMemoryError):
                 # Backward has not asked for it yet. When it does, it fetches the entry and gets the error.
                 return
@@ -329,28 +320,17 @@ class PrefetchQueue:
         entry.state = State.AWAY
         self._compute.drop(entry, entry.ledger.back)
 
-    @labelled("fetch")
-    def _fetch(self, entries: Sequence[Entry], compute: Stream) -> None:
-        made = []
-        for entry in entries:
-            assert entry.tier is not None
-            made.append(entry.tier.destination(entry.slot, entry.nbytes))
-        # The allocator may have given bytes that queued work on the compute stream still uses.
-        self._backend.wait(self._back, self._backend.record(compute))
-        first = 0
-        while first < len(entries):
-            # Neighbours of one tier share an event, which the first of them to be asked for waits for.
-            tier, end, nbytes = entries[first].tier, first + 1, entries[first].nbytes
-            while end < len(entries) and entries[end].tier is tier and nbytes + entries[end].nbytes <= self._batch:
-                nbytes += entries[end].nbytes
-                end += 1
-            self._load(entries[first:end], made[first:end], compute)
-            first = end
+    def _fetch(self, entries: Sequence[Entry], compute: Stream, batch: int) -> None:
+        with label("fetch"):
+            made = iter([_tier_of(entry).destination(entry.slot, entry.nbytes) for entry in entries])
+            # The allocator may have given bytes that queued work on the compute stream still uses.
+            self._backend.wait(self._back, self._backend.record(compute))
+            # A batch shares an event, which the first of it to be asked for waits for.
+            for together in batches(entries, batch):
+                self._load(together, list(itertools.islice(made, len(together))), compute)
 
     def _load(self, entries: Sequence[Entry], destinations: Sequence[Bytes], compute: Stream) -> None:
-        tier = entries[0].tier
-        assert tier is not None
-        copied = tier.load([entry.slot for entry in entries], destinations)
+        copied = _tier_of(entries[0]).load([entry.slot for entry in entries], destinations)
         for entry, destination, event in zip(entries, destinations, copied, strict=True):
             entry.copied = event
             entry.storage = destination.storage
@@ -365,6 +345,25 @@ class PrefetchQueue:
 def _is_needed(entry: Entry) -> bool:
     """Whether its bytes are in a tier only, and a handle may ask for them."""
     return entry.state is State.AWAY and entry.handles > 0 and entry.alive() is None
+
+
+def batches(entries: Iterable[Entry], most: int) -> Iterator[list[Entry]]:
+    """Neighbours of one tier, in batches of at most ``most`` bytes, or of one entry."""
+    together: list[Entry] = []
+    nbytes = 0
+    for entry in entries:
+        if together and (nbytes + entry.nbytes > most or entry.tier is not together[0].tier):
+            yield together
+            together, nbytes = [], 0
+        together.append(entry)
+        nbytes += entry.nbytes
+    if together:
+        yield together
+
+
+def _tier_of(entry: Entry) -> Tier:
+    assert entry.tier is not None
+    return entry.tier
 
 
 def _nowhere() -> None:

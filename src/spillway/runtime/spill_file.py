@@ -59,7 +59,7 @@ from spillway.errors import (
 )
 from spillway.runtime.arena import FreeRanges
 from spillway.runtime.backend import quiet
-from spillway.runtime.system import choose_directory, mounts
+from spillway.runtime.spill_directory import choose_directory, mounts
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -259,9 +259,8 @@ class SpillFile:
                 written = now
                 self._move_all(data, extent, write=True)
             with self._lock:
-                self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
-                while (oldest := next(iter(self._hour))) < self._first_bucket():
-                    del self._hour[oldest]
+                if self._per_hour is not None:
+                    self._hour[int(self._calls.monotonic() // _BUCKET)] += extent.reserved
                 extent.checksum = written
 
     def read(self, extent: Extent, buffer: Buffer) -> None:
@@ -355,16 +354,15 @@ class SpillFile:
                 self._ranges.give(extent.offset, extent.reserved)
                 self._used -= extent.reserved
 
-    def _first_bucket(self) -> int:
-        """The oldest bucket that is not over for an hour: no hour has more than the limit."""
-        return int((self._calls.monotonic() - _HOUR) // _BUCKET)
-
     def _check_hour(self, nbytes: int) -> None:
         if self._per_hour is None:
             return
         # Extents without content are still to be written.
         promised = sum(extent.reserved for extent in list(self._live) if extent.checksum is None)
-        spent = promised + sum(self._hour[bucket] for bucket in self._hour if bucket >= self._first_bucket())
+        # A bucket counts until all of it is over for an hour: no hour has more than the limit.
+        first = int((self._calls.monotonic() - _HOUR) // _BUCKET)
+        self._hour = Counter({bucket: written for bucket, written in self._hour.items() if bucket >= first})
+        spent = promised + self._hour.total()
         if spent + nbytes > self._per_hour:
             raise TierFullError(
                 f"spill file: got {format_bytes(nbytes)} to write after {format_bytes(spent)} in this hour, expected "
@@ -496,8 +494,10 @@ def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
     """The descriptor of a new anonymous file, and whether it is in ``O_DIRECT`` mode."""
     try:
         with ExitStack() as undo:
-            fd = _open_anonymous(directory, calls)
+            fd, name = _open_new(directory, calls)
             undo.callback(calls.close, fd)
+            if name:
+                calls.unlink(name)
             direct = _made_direct(fd, calls)
             undo.pop_all()
         return fd, direct
@@ -509,19 +509,15 @@ def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
         ) from error
 
 
-def _open_anonymous(directory: Path, calls: SystemCalls) -> int:
+def _open_new(directory: Path, calls: SystemCalls) -> tuple[int, str]:
+    """The descriptor, and the name that is to be removed, if the system cannot do without."""
     if hasattr(os, "O_TMPFILE"):
         # Systems differ in how they refuse it. After any refusal, the way below decides.
         with suppress(OSError):
             # O_EXCL: the file can never be given a name.
-            return calls.open(str(directory), os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600)
-    path = str(directory / f".spillway-{secrets.token_hex(16)}")
-    fd = calls.open(path, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600)
-    with ExitStack() as undo:
-        undo.callback(calls.close, fd)
-        calls.unlink(path)
-        undo.pop_all()
-    return fd
+            return calls.open(str(directory), os.O_TMPFILE | os.O_RDWR | os.O_EXCL, 0o600), ""
+    name = str(directory / f".spillway-{secrets.token_hex(16)}")
+    return calls.open(name, os.O_CREAT | os.O_RDWR | os.O_EXCL, 0o600), name
 
 
 def _made_direct(fd: int, calls: SystemCalls) -> bool:

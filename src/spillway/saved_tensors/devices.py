@@ -10,15 +10,10 @@ import torch
 
 from spillway.saved_tensors.order import AccessOrder, LearnedOrders, NextPassPredictor, PastGroup, offload_benefit
 from spillway.session import Session
-from spillway.types import Decision
 
 if TYPE_CHECKING:
     from spillway.runtime.device import Runtime
     from spillway.runtime.tiers import Tier
-
-# A member of an enum costs a search of its class each time that it is named.
-_OFFLOAD = Decision.OFFLOAD
-_TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +24,6 @@ class PassDevice:
     tier: Tier
     """The tier of :attr:`Decision.OFFLOAD`."""
     order: AccessOrder
-
-    def tier_of(self, decision: Decision) -> Tier:
-        """The tier of a decision to offload."""
-        return self.tier if decision is _OFFLOAD else self.runtime.tier(_TIERS[decision])
 
 
 class PassDevices(dict[torch.device, PassDevice]):
@@ -99,13 +90,10 @@ class PassDevices(dict[torch.device, PassDevice]):
             self._predictor_of(device).add(order)
 
     @property
-    def were_asked(self) -> bool:
-        """Whether backward has asked for an offloaded tensor."""
-        return any(each.order.was_asked for each in self.values())
-
-    @property
-    def were_dropped(self) -> bool:
-        """Whether the graph is gone before backward asked for any offloaded tensor."""
+    def are_done(self) -> bool:
+        """Whether backward has asked for an offloaded tensor, or the graph is gone before it did."""
+        if any(each.order.was_asked for each in self.values()):
+            return True
         for each in self.values():
             # After this, dead handles are known to be dead.
             each.runtime.mover.read_notes()

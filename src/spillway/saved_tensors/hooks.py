@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -35,7 +35,7 @@ from spillway._torch import (
 )
 from spillway.policies import Policy
 from spillway.runtime.entry import ByteCounters
-from spillway.saved_tensors.decide import Decider, Locator
+from spillway.saved_tensors.decide import Decider
 from spillway.saved_tensors.devices import PassDevice, PassDevices
 from spillway.saved_tensors.groups import Groups, PassGroups, Waiting
 from spillway.saved_tensors.handles import Handle, KeptHandle, OffloadedHandle, PartsHandle
@@ -51,14 +51,16 @@ from spillway.saved_tensors.identity import (
     why_unmovable,
 )
 from spillway.saved_tensors.order import LearnedOrders, NextPassPredictor
-from spillway.session import MIN_BYTES, Session
+from spillway.session import Session
 from spillway.types import Decision
 
 if TYPE_CHECKING:
     from spillway.runtime.tiers import Tier
+    from spillway.saved_tensors.locator import Locator
 
 # A member of an enum costs a search of its class each time that it is named.
-_KEEP = Decision.KEEP
+_KEEP, _OFFLOAD = Decision.KEEP, Decision.OFFLOAD
+_TIERS = {Decision.OFFLOAD_HOST: "host", Decision.OFFLOAD_DISK: "disk"}
 
 
 class ForwardScope:
@@ -183,7 +185,8 @@ class ForwardScope:
         names, context = flatten(tensor)
         parts: dict[str, Handle] = {}
         objects: dict[str, Any] = {}
-        with self.decider.inside(type(tensor)):
+        outer, self.decider.part_of = self.decider.part_of, type(tensor)
+        try:
             for name in names:
                 part = getattr(tensor, name)
                 # A jagged tensor is identified by its offsets, the very object: only its values may be offloaded.
@@ -191,12 +194,14 @@ class ForwardScope:
                     parts[name] = self._pack(part, decision)
                 else:
                     objects[name] = part
+        finally:
+            self.decider.part_of = outer
         return PartsHandle(tensor, parts, objects, context)
 
     def _pack_storage(self, tensor: torch.Tensor, storage: torch.UntypedStorage, decision: Decision | None) -> Handle:
         """A handle of a plain tensor: of a dropped output, of bytes that are registered, or of new ones."""
-        output = self.outputs.get(storage) if self.outputs.any else None
-        dropped = None if output is None else output.pack(tensor, torch.empty(0, device=tensor.device))
+        pack_output = self.outputs.get(storage)
+        dropped = None if pack_output is None else pack_output(tensor, torch.empty(0, device=tensor.device))
         if dropped is not None:
             return dropped
         device = self.devices[tensor.device]
@@ -251,7 +256,7 @@ class ForwardScope:
 
     def _tier_of(self, decision: Decision, device: PassDevice) -> Tier | None:
         """The tier of a decision to offload; ``None`` if that would free nothing."""
-        tier = device.tier_of(decision)
+        tier = device.tier if decision is _OFFLOAD else device.runtime.tier(_TIERS[decision])
         if device.runtime.backend.unified and tier is device.runtime.tier("host"):
             self.ledger.note("kept on the device: it shares its memory with the CPU, so offloading would free nothing")
             return None
@@ -262,10 +267,6 @@ class ForwardScope:
         if self._gathered is None:
             self._gathered = Gathered()
         return self._gathered.holds(storage) or is_local_part(tensor)
-
-    def flush(self) -> None:
-        """Offload the waiting tensors outside of groups: every operator that saved one has returned."""
-        self.waiting.send()
 
     def end(self, *, completed: bool) -> None:
         """The context exits.
@@ -281,14 +282,6 @@ class ForwardScope:
         self.devices.end(total, groups, may_be_disabled=self._may_be_disabled)
 
 
-class Output(Protocol):
-    """An output of a checkpointed block that can be recomputed."""
-
-    def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> Handle | None:
-        """A handle of a tensor over it; ``None`` if it was written since."""
-        ...
-
-
 class SavedState:
     """A session's state of saved tensors: ``session.of(SavedState)``."""
 
@@ -296,8 +289,8 @@ class SavedState:
         self.identity = Identity()
         self.marks: StorageMarks[bool] = StorageMarks()
         """Storages that the user marked: True to offload, False to keep."""
-        self.outputs: StorageMarks[Output] = StorageMarks()
-        """Storages of outputs that can be recomputed."""
+        self.outputs: StorageMarks[Callable[[torch.Tensor, torch.Tensor], Handle | None]] = StorageMarks()
+        """Storages of outputs that can be recomputed, each with what makes a handle; ``None``: it was written since."""
         self._learned: dict[str | None, LearnedOrders] = {}
         self._predictors: dict[torch.device, NextPassPredictor] = {}
         self._lock = threading.Lock()
@@ -309,9 +302,3 @@ class SavedState:
     def predictor(self, device: torch.device) -> NextPassPredictor:
         with self._lock:
             return self._predictors.setdefault(device, NextPassPredictor())
-
-
-def unscoped_scope(session: Session) -> ForwardScope:
-    """A pass of tensors that checkpointed functions save outside of any ``offload`` context."""
-    learned = session.of(SavedState).learned(None)
-    return ForwardScope(session, None, learned, min_bytes=MIN_BYTES, tag=None, tier="auto")

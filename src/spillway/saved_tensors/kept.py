@@ -23,17 +23,16 @@ hooks are taken off torch's stack while the block runs. They stay on
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from spillway._torch import Hooks, is_alias_of, pop_hooks, push_hooks, top_hooks, tree_leaves, why_hooks_are_disabled
+from spillway._torch import is_alias_of, pop_hooks, push_hooks, top_hooks, tree_leaves
 from spillway.saved_tensors.handles import Handle, KeptHandle
 from spillway.saved_tensors.identity import KeptStorage, SavedStorage, reach
-from spillway.saved_tensors.scopes import scope_of_hooks
+from spillway.saved_tensors.scopes import HiddenHooks, scope_of_hooks
 from spillway.types import Decision
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ class Keeping:
         else:
             handle = KeptHandle(tensor)
             if nbytes:
-                scope.decider.pass_over()
+                scope.decider.count += 1
                 scope.count_kept(nbytes)
         if type(handle) is KeptHandle and handle.saved is None:
             self._kept.append(weakref.ref(handle))
@@ -108,8 +107,7 @@ class PassthroughBlock:
         if top_hooks(True) is not None:
             push_hooks(*hooks)
             return function(*args, **kwargs)
-        hidden = _Hidden(hooks, _here.hidden)
-        _here.hidden = hidden
+        hidden = HiddenHooks(hooks)
         try:
             output = function(*args, **kwargs)
         finally:
@@ -129,41 +127,3 @@ class PassthroughBlock:
         given = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
         self._is_seen = any(scope.identity.known(each) is not None for each in given)
         return output
-
-
-class _Hidden:
-    """The hooks of a pass that are off the stack."""
-
-    def __init__(self, hooks: Hooks, outer: _Hidden | None) -> None:
-        self._hooks: Hooks | None = hooks
-        self._outer = outer
-        self.was_wanted = False
-
-    def end(self) -> None:
-        """Put them back: below all others."""
-        if self._hooks is None:
-            return
-        above: list[Hooks] = []
-        while (top := top_hooks(True)) is not None:
-            above.append(top)
-            pop_hooks()
-        push_hooks(*self._hooks)
-        for each in reversed(above):
-            push_hooks(*each)
-        self._hooks, _here.hidden = None, self._outer
-
-
-class _Here(threading.local):
-    hidden: _Hidden | None = None
-
-
-_here = _Here()
-
-
-def restore_hooks() -> None:
-    """Called in code that needs the pass to see its tensors: puts hidden hooks back."""
-    hidden = _here.hidden
-    if hidden is not None:
-        hidden.was_wanted = True
-        if why_hooks_are_disabled() is None:
-            hidden.end()
