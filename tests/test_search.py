@@ -323,6 +323,7 @@ def test_an_active_plan_of_checkpointing_may_be_above_the_budget_by_the_rounding
             except BudgetError:
                 # No plan takes less.
                 break
+        assert any("cached blocks were freed" in note for note in attached.notes) is (part == 1001)
         said = [note for note in attached.notes if "over the budget" in note]
         assert bool(said) is not stays, said
         assert len(freed) == (0 if part == 999 else 2 if stays else 1)

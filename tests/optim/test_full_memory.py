@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -214,3 +216,27 @@ def test_small_gradients_that_leave_together_are_not_lost(
     train(plain, reference, data[2:])
     assert_same_values(model, plain)
     optimizer.close()
+
+
+def test_steps_in_backward_hold_no_more_memory_than_the_workers_need() -> None:
+    # Real threads: the adversary runs their tasks when they are waited for. Each parameter is a step of its own.
+    with spillway.Session(window=8 << 20, host_budget=100 << 20) as session:
+        model = torch.nn.Sequential(*[torch.nn.Linear(1024, 1024, bias=False) for _ in range(16)]).bfloat16()
+        optimizer = OffloadedOptimizer(
+            model.parameters(), torch.optim.AdamW, session=session, step_in_backward=True, threads=1, lr=1e-3
+        )
+        stepped = optimizer._placement.stores[-1]._optimizer
+        step_each = stepped.step_each
+
+        def slowly(*args: Any, **options: Any) -> Any:
+            time.sleep(0.05)
+            return step_each(*args, **options)
+
+        with pytest.MonkeyPatch.context() as patch:
+            for _ in range(2):
+                model(torch.randn(2, 1024, dtype=torch.bfloat16)).float().square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.synchronize()
+                patch.setattr(stepped, "step_each", slowly)
+        optimizer.close()

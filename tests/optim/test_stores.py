@@ -493,6 +493,25 @@ def test_a_parameter_that_is_held_no_more_leaves_its_neighbours(here: spillway.S
     other.close()
 
 
+def test_a_parameter_whose_gradient_finds_no_memory_on_the_device_stays_where_it_was(
+    here: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    models = net(BF16), net(BF16)
+    one, other = (OffloadedOptimizer(model.parameters(), AdamW, session=here, lr=1e-2, fused=True) for model in models)
+    Loop(dtype=BF16, steps=2).run(models[0], one)
+    with monkeypatch.context() as patch:
+        patch.setattr(one._moves._steps, "bring_back", lambda held: [][0])
+        with pytest.raises(IndexError):
+            one._moves._to_device(one._placement.held[next(iter(models[0].parameters()))])
+    Loop(dtype=BF16, steps=2, seed=2).run(models[0], one)
+    Loop(dtype=BF16, steps=2).run(models[1], other)
+    Loop(dtype=BF16, steps=2, seed=2).run(models[1], other)
+    # It is stepped once, and not on the device, too.
+    assert same(*models)
+    one.close()
+    other.close()
+
+
 class Own(AdamW):
     """Of which nothing is known."""
 

@@ -22,7 +22,7 @@ from spillway.parameters import streamed as streaming
 from spillway.parameters.homes import StreamedParameter
 from spillway.parameters.streamed import StreamedModel
 from spillway.planner.planner import make_curve, make_plan, spread, with_weights
-from spillway.profiler import compile as compiling
+from spillway.profiler import step_trace
 from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
 
@@ -232,7 +232,7 @@ def test_training_has_the_bits_of_a_resident_model(is_trained: bool, overlaps: b
 @FROZEN_OR_TRAINED
 def test_two_plans_in_turn_and_larger_inputs(is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Larger inputs stream all weights again, until there is a plan for them."""
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     placed: list[tuple[str, ...]] = []
     place = StreamedModel.place
 

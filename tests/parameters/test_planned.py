@@ -27,7 +27,7 @@ from spillway.parameters.streamed import StreamedModel
 from spillway.planner.plan import program_of
 from spillway.planner.planner import planning_rates
 from spillway.planner.timeline import simulate_program
-from spillway.profiler import compile as compiling
+from spillway.profiler import step_trace
 from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
 
@@ -223,7 +223,7 @@ def test_a_plan_that_is_given(is_trained: bool) -> None:
 @FROZEN_OR_TRAINED
 def test_two_plans_in_turn_and_larger_inputs(is_trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on an accelerator, torch's own checkpointing is timed beside the plan."""
-    monkeypatch.setattr(compiling, "queues", lambda device: True)
+    monkeypatch.setattr(step_trace, "queues", lambda device: True)
     timers: list[PlanTimer] = []
 
     class Timer(PlanTimer):

@@ -71,3 +71,20 @@ def test_the_report_says_where_operators_come_from() -> None:
     page = to_page(facts_of(profile, spillway.plan(profile, budget="1GiB", hardware=hardware), hardware))
     assert f"<td><code>inner.0 at {HERE}:{FIRST + 1}</code></td>" in page
     assert f"<td><code>{HERE}:{FIRST + 2}</code></td>" in page
+
+
+@pytest.mark.filterwarnings("error:Using `torch.compile", "ignore:The .grad attribute")
+def test_a_block_with_a_compiled_module_in_it_is_profiled_without_hooks() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = torch.compile(Block(), backend="eager")
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.inner(x) * 2
+            return y
+
+    operators = spillway.profile(nn.Sequential(*(Outer() for _ in range(3))), torch.randn(8, 16)).kinds[0].operators
+    line = Outer.forward.__code__.co_firstlineno + 1
+    assert {each.module for each in operators} == {""}
+    assert f"{HERE}:{line}" in {each.line for each in operators}

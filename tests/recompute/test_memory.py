@@ -6,11 +6,15 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+# The first checkpointed call would import it. That import leaves frames behind until garbage is collected.
+import torch._dynamo
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -255,3 +259,22 @@ def test_a_call_holds_few_objects_that_a_collection_of_garbage_goes_through(
     torchs = objects_after(lambda: checkpoint(block, x, use_reentrant=False))
     ours = objects_after(lambda: spillway.recompute(block, x, session=session))
     assert ours <= 1.5 * torchs, (ours, torchs)
+
+
+def test_a_call_that_raised_holds_nothing_to_compare(session: spillway.Session, no_collector: None) -> None:
+    seen: list[weakref.ref[torch.UntypedStorage]] = []
+    kept: list[Tensor] = []
+
+    def fails(x: Tensor) -> Tensor:
+        kept.append(x.exp())
+        last = kept[0].sin().exp()
+        seen.append(weakref.ref(last.untyped_storage()))
+        raise ValueError
+
+    x = torch.randn(64, 64, requires_grad=True)
+    # Without the traceback, whose frames hold the tensor.
+    with suppress(ValueError):
+        spillway.recompute(fails, x, session=session)
+    assert seen[0]() is None
+    kept[0].sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, x.detach().exp())

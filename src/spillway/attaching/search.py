@@ -25,6 +25,9 @@ MOST_APART = 16
 """A second step above the budget within so many steps is an error, if there is no plan for less."""
 _EVALUATED = "an evaluation between two steps had a peak over the budget, which is of training alone"
 _LEARNED = "a step with inputs of a new size, which is learned from, was over the budget"
+_ROUNDED = (
+    "a step of torch's own checkpointing was above the budget by less than a thousandth: cached blocks were freed"
+)
 _MOST_UNJUDGED = 4
 """Steps of a plan that are not judged, since they were learned from."""
 _GRAINS = 256
@@ -320,6 +323,7 @@ class PeakMonitor:
             notes.once(f"a step of this rank had a peak over the budget of {format_bytes(budget)}")
         elif peak > budget and self._steps - self._rounded_at >= MOST_APART and search.is_rounding(peak):
             self._rounded_at = self._steps
+            notes.once(_ROUNDED)
             memory.reset_peak()
         elif peak > budget:
             notes.append(f"a step had a peak of {format_bytes(peak)}, {format_bytes(peak - budget)} over the budget")

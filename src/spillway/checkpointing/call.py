@@ -47,7 +47,7 @@ from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.replayable import ReplayableCall, ReplayedFunction, replay_argument
 from spillway.checkpointing.selectors import Choices
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
-from spillway.checkpointing.tensors import below_modes, is_plain, is_strided, tensors_in
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_plain, is_strided, tensors_in
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
 from spillway.types import Decision
@@ -124,6 +124,7 @@ class CheckpointedCall(ReplayableCall):
         except BaseException:
             # A replay ends with the last tensor that was saved by then.
             self._records = self._compares = False
+            self._fingerprints = Fingerprints()
             if self._preserved is not None:
                 self._preserved.is_other = True
             raise
@@ -163,8 +164,9 @@ class CheckpointedCall(ReplayableCall):
                 scope.advance()
             number = len(metas)
             meta = meta_of(tensor)
-            # Most calls save the same: one object for all.
-            metas.append(before[number] if number < len(before) and before[number] == meta else meta)
+            # Most calls save the same: one object for all. Other tensors may have symbolic sizes, not to be compared.
+            is_known = type(tensor) in PLAIN and number < len(before) and before[number] == meta
+            metas.append(before[number] if is_known else meta)
             if preserved is not None and not self._keeps:
                 if looks:
                     with below_modes(tensor):

@@ -122,8 +122,8 @@ class Fingerprints:
         self._pending: list[tuple[int, torch.Tensor, int]] = []
         self._nodes: dict[int, int] = {}
         """For each of them, the number that autograd gave next when it was saved."""
-        self._odd: dict[torch.device, torch.Tensor] = {}
-        """The most odd numbers so far: to make them takes seven kernels, and a block saves some thirty tensors."""
+        self._odd: dict[torch.Stream | None, torch.Tensor] = {}
+        """The most odd numbers of each stream: to make them takes seven kernels, and a block saves thirty tensors."""
 
     def add(self, number: int, tensor: torch.Tensor, node: int) -> None:
         self._pending.append((number, tensor, node))
@@ -156,9 +156,10 @@ class Fingerprints:
         self.found = {number: each for number, each in self.found.items() if self._nodes[number] not in unwritten}
 
     def _odd_of(self, count: int, device: torch.device) -> torch.Tensor:
-        odd = self._odd.get(device)
+        stream = None if device.type == "cpu" else torch.accelerator.current_stream(device)
+        odd = self._odd.get(stream)
         if odd is None or len(odd) < count:
-            odd = self._odd[device] = odd_numbers(count, device)
+            odd = self._odd[stream] = odd_numbers(count, device)
         return odd[:count]
 
 

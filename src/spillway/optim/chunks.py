@@ -293,15 +293,22 @@ class TransferPipeline:
     """Loads chunks in order, ahead of their steps, and stores them again.
 
     Half of the in-flight limit is for prefetched chunks. A chunk larger than the limit is transferred alone.
+    ``given_out`` has the unfinished steps of workers, which other pipelines may share.
     """
 
-    def __init__(self, tier: ChunkTier, window: int, transfers: Iterable[ChunkTransfer]) -> None:
+    def __init__(
+        self,
+        tier: ChunkTier,
+        window: int,
+        transfers: Iterable[ChunkTransfer],
+        given_out: deque[TaskEnd] | None = None,
+    ) -> None:
         self._tier = tier
         self._window = window
         self._expected = deque(transfers)
         self._arriving: deque[ChunkTransfer] = deque()
         self._leaving: deque[ChunkTransfer] = deque()
-        self._given_out: deque[TaskEnd] = deque()
+        self._given_out = deque[TaskEnd]() if given_out is None else given_out
         self._nbytes = 0
         self._error: TierError | None = None
 

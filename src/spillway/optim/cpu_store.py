@@ -152,7 +152,7 @@ class CpuStore(StateStore):
             end = steps[0].held.context.lane.run(partial(self._step_chunks, together))
             ends = {held: [end] for held in ends}
         for context, transfers in by_context.items() if self._traits.steps_alone else ():
-            pipeline = TransferPipeline(self.tier, context.transfers.window, transfers)
+            pipeline = TransferPipeline(self.tier, context.transfers.window, transfers, cost.given_out)
             for transfer in transfers:
                 end = context.lane.run(partial(self._step_chunk, transfer, pipeline))
                 for step in transfer.steps.values():

@@ -96,7 +96,8 @@ class Moves:
         with on_error(device.discard, parameter):
             device.add(parameter, held.group, held.work_dtype)
             device.put_state(parameter, state)
-        self._steps.bring_back(held)
+            # It may find no memory for a gradient.
+            self._steps.bring_back(held)
         del self._placement.held[parameter]
         self._placement.drop(held)
 

@@ -24,7 +24,7 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, flat, follow
 from spillway.optim.transfers import on_error
-from spillway.runtime.backend import Event, Stalls, finish
+from spillway.runtime.backend import Event, Stalls, TaskEnd, finish
 from spillway.runtime.bytes import over
 from spillway.types import OptimizerStats
 
@@ -80,6 +80,8 @@ class StepCost:
     """When all state is back in its place."""
     written: dict[int, Settings] = field(default_factory=dict)
     """Group entries that the class changed, by group; complete when the step is done."""
+    given_out: deque[TaskEnd] = field(default_factory=deque)
+    """Chunks that workers of the CPU step, and that may not be done: they hold pinned memory."""
     kept: list[object] = field(default_factory=list)
     """Owners of memory that the step reads on another stream. Compute waits for it before they are dropped."""
     _began: float = field(default_factory=time.perf_counter)
@@ -98,6 +100,8 @@ class StepCost:
         """The compute streams wait for all that was queued: the step ends."""
         self._seconds = time.perf_counter() - self._began
         self.kept.clear()
+        # All are done. They may hold an error.
+        self.given_out.clear()
         for context in contexts:
             context.transfers.settle()
             context.end_step()

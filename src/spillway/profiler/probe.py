@@ -23,10 +23,12 @@ from typing import Any
 import torch
 
 from spillway._torch import disable_modes
+from spillway.checkpointing.blocks import is_compiled
 from spillway.checkpointing.program import Operator
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.selectors import full_name
 from spillway.checkpointing.tensors import OperatorMode, tensors_in
+from spillway.errors import printable
 from spillway.planner.profile import OperatorProfile, ReplayRule, SavedParameter, Value
 from spillway.profiler.meter import GRAIN, AcceleratorMeter, ClockMeter, Meter
 from spillway.saved_tensors.locator import Locator
@@ -38,6 +40,8 @@ _PRODUCTS = 500
 _MOST_TRIES = 3
 _PACKAGES = tuple(os.path.dirname(file) + os.sep for file in (torch.__file__, os.path.dirname(__file__)))
 """Folders of torch and of this package: their lines say nothing about a model."""
+_GENERATED = "<eval_with_key>"
+"""The file of code that ``torch.fx`` makes."""
 
 
 class Probe(OperatorMode):
@@ -100,10 +104,15 @@ class Probe(OperatorMode):
             self._busy.record(torch.accelerator.current_stream(self._device))
         self._recorder = recorder
         try:
-            with Locator(modules=True, operators=False, root=self._block()) as self._locator, self:
+            with Locator(modules=self._may_hook(), operators=False, root=self._block()) as self._locator, self:
                 yield
         finally:
             self._recorder = self._locator = None
+
+    def _may_hook(self) -> bool:
+        """Whether modules may have hooks: torch warns of them if a compiled one is called."""
+        block = self._block()
+        return block is not None and not any(map(is_compiled, block.modules()))
 
     def ended(self, recorder: Recorder) -> None:
         count = len(recorder.operators)
@@ -258,6 +267,6 @@ def calling_line() -> str:
     """The innermost line of the model's code that is being run, as ``model.py:12``; empty if there is none."""
     # Without the frames' locals: to look at them would let tensors live longer.
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGES):
+    while frame is not None and frame.f_code.co_filename.startswith((*_PACKAGES, _GENERATED)):
         frame = frame.f_back
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else f"{printable(os.path.basename(frame.f_code.co_filename))}:{frame.f_lineno}"
