@@ -499,14 +499,19 @@ def test_a_parameter_whose_gradient_finds_no_memory_on_the_device_stays_where_it
     models = net(BF16), net(BF16)
     one, other = (OffloadedOptimizer(model.parameters(), AdamW, session=here, lr=1e-2, fused=True) for model in models)
     Loop(dtype=BF16, steps=2).run(models[0], one)
+    first = next(iter(models[0].parameters()))
+
+    def refuse(held: object) -> None:
+        raise torch.OutOfMemoryError
+
     with monkeypatch.context() as patch:
-        patch.setattr(one._moves._steps, "bring_back", lambda held: [][0])
-        with pytest.raises(IndexError):
-            one._moves._to_device(one._placement.held[next(iter(models[0].parameters()))])
+        patch.setattr(one._moves._steps, "bring_back", refuse)
+        with pytest.raises(torch.OutOfMemoryError):
+            one._moves._to_device(one._placement.held[first])
+    assert first not in one._placement.device
     Loop(dtype=BF16, steps=2, seed=2).run(models[0], one)
     Loop(dtype=BF16, steps=2).run(models[1], other)
     Loop(dtype=BF16, steps=2, seed=2).run(models[1], other)
-    # It is stepped once, and not on the device, too.
     assert same(*models)
     one.close()
     other.close()
