@@ -187,7 +187,7 @@ class PlanSearch:
         self.measured = (
             Point(peak, 0.0) if trace is None else Point(peak, trace.seconds(("begin", 0), ("done", 0)), trace.tasks())
         )
-        is_over = peak > target.budget and not self.is_rounding(peak)
+        is_over = peak > target.budget and not self.frees_rounding(peak)
         if learned and is_over and self._unjudged < _MOST_UNJUDGED:
             self._unjudged += 1
             self.notes.once(_LEARNED)
@@ -211,8 +211,8 @@ class PlanSearch:
             return Stage.VALIDATING
         return Stage.ACTIVE
 
-    def is_rounding(self, peak: int) -> bool:
-        """Whether a step of torch's own checkpointing is above the budget by cached blocks only. They are freed."""
+    def frees_rounding(self, peak: int) -> bool:
+        """Free cached blocks, if a step of torch's own checkpointing is above the budget by those only: whether so."""
         is_close = self.ranks.alone and peak - self.known_target.budget <= self.known_target.budget // _ROUNDING
         return is_close and self._is_latest(self._checkpointing(self._profiled)) and self.memory.free_cached()
 
@@ -321,7 +321,7 @@ class PeakMonitor:
                 notes.once(_LEARNED)
         elif peak > budget and not search.ranks.alone:
             notes.once(f"a step of this rank had a peak over the budget of {format_bytes(budget)}")
-        elif peak > budget and self._steps - self._rounded_at >= MOST_APART and search.is_rounding(peak):
+        elif peak > budget and self._steps - self._rounded_at >= MOST_APART and search.frees_rounding(peak):
             self._rounded_at = self._steps
             notes.once(_ROUNDED)
             memory.reset_peak()

@@ -55,11 +55,6 @@ _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threadin
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Objects that are read in classes. Classes also have registries of functions and other objects."""
 _values_of, _items_of = methodcaller("values"), methodcaller("items")
-_LISTS = (
-    *("owners", "dictionaries", "own_buffers", "empty", "classes", "items", "globals", "slots", "cells", "buffers"),
-    *("tensors", "tensor_names", "parameters", "arrays", "generators", "found_objects", "_todo"),
-)
-"""Lists of a walk: most stay empty."""
 _ITERATOR = "has an iterator, or a file, whose state cannot be copied for a second run"
 _LAZY = "has a lazy layer, which makes its parameters in this call"
 _WRITES = "has an embedding with max_norm, whose forward writes its weight"
@@ -132,10 +127,7 @@ class Walk:
         self._seen.clear()
         self._todo.clear()
         # A collection of garbage would go through the empty lists of all calls.
-        own = vars(self)
-        for name in _LISTS:
-            if not own[name]:
-                own[name] = ()
+        vars(self).update({name: () for name, value in vars(self).items() if type(value) is list and not value})
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
         """Take values with their names, and queue containers among them; ``is_shared``: a class has them."""
