@@ -19,13 +19,13 @@ import spillway
 from adapted import Block, FeedForward
 from allocations import count_exactly
 from runtime.scenarios import adversary_session
-from spillway import BudgetError, EventKind, Hardware
+from spillway import BudgetError, Decision, EventKind, Hardware
 from spillway.attaching import search as searching
 from spillway.attaching.timer import PlanTimer
 from spillway.parameters.homes import StreamedParameter
 from spillway.parameters.streamed import StreamedModel
-from spillway.planner.plan import program_of
-from spillway.planner.planner import planning_rates
+from spillway.planner.plan import OperatorPlan, program_of
+from spillway.planner.planner import make_checkpointing_plan, planning_rates
 from spillway.planner.timeline import simulate_program
 from spillway.profiler import step_trace
 from spillway.saved_tensors.identity import is_streamed
@@ -309,6 +309,33 @@ def test_after_a_change_of_plans_no_block_is_fetched_in_vain() -> None:
                 for kind in (EventKind.RETURN, EventKind.TAKE)
             )
             assert fetched == used
+
+
+@FROZEN_OR_TRAINED
+def test_a_plain_block_does_not_prefetch_the_weights_of_replays(is_trained: bool) -> None:
+    """They are fetched for the replay of their block, one block ahead. A limit has place for those of all blocks."""
+    with training(is_trained=is_trained) as loop, loop.attach(budget=1 << 30) as attached:
+        loop.search(attached)
+        plan, profile = attached.plan, attached.profile
+        assert plan is not None and profile is not None
+    least = make_checkpointing_plan(profile, HARDWARE, budget=1 << 30, window=1 << 30)
+    # They keep the first of what they save, so that their forward is no mere call under checkpointing.
+    kept = OperatorPlan(0, profile.kinds[0].operators[0].name, Decision.KEEP, 0, "")
+    first, *_, last = plan.blocks
+    replayed = (replace(each, operators=(kept,)) for each in least.blocks[1:-1])
+    events = spillway.EventList()
+    with spillway.Session(window="1GiB", recorder=events) as session:
+        loop = Training(session, is_trained=is_trained)
+        with loop.attach(plan=replace(least, blocks=(first, *replayed, last))):
+            for _ in range(3):
+                events.events.clear()
+                loop.step()
+            waiting = most = 0
+            for each in events.events:
+                waiting += each.nbytes * ((each.kind is EventKind.RETURN) - (each.kind is EventKind.TAKE))
+                most = max(most, waiting)
+            assert 0 < most <= 2 * sum(profile.calls[0].streamed)
+        loop.end()
 
 
 @FROZEN_OR_TRAINED

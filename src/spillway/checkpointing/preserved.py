@@ -85,7 +85,7 @@ class PreservedTensors:
             return None
         if how is True and type(tensor) in PLAIN:
             with below_modes():
-                return self._scope.keep_parameter(tensor)
+                return self._scope.keep_parameter(tensor, is_replayed=True)
         handle: Handle | None = None
         if how == "input":
             argument = self._argument_of(tensor)

@@ -151,10 +151,11 @@ class ForwardScope:
         """A handle of a tensor whose decision was made elsewhere. See NOTE [ Inside a backward ]."""
         return KeptHandle(tensor) if in_backward() else self._pack(tensor, decision)
 
-    def keep_parameter(self, tensor: torch.Tensor) -> Handle:
+    def keep_parameter(self, tensor: torch.Tensor, *, is_replayed: bool = False) -> Handle:
         """A handle of a parameter, of a view of one, or of another tensor that stays in memory anyway.
 
-        A streamed parameter does not stay: its copy on the device is made again for backward.
+        A streamed parameter does not stay: its copy on the device is made again for backward. That of a block that is
+        replayed before (``is_replayed``) is fetched for the replay, and so is not prefetched in the learned order.
         """
         entry = streamed_entry(tensor)
         if entry is None:
@@ -164,7 +165,7 @@ class ForwardScope:
         if handle is None:
             return KeptHandle(tensor)
         # Before the first other tensor it is not known which order this pass follows.
-        if entry.order is None and self._has_begun:
+        if entry.order is None and self._has_begun and not is_replayed:
             entry.order = device.order
             entry.place = device.order.add(entry.reference, entry.nbytes)
         return handle
