@@ -253,6 +253,38 @@ def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monk
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_sums_of_broadcast_gradients_come_after_recomputed_tensors_and_before_kept_ones_are_released(
+    is_kept: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient of 2 MiB is summed up to one of 1 MiB, when a recomputed factor of 2 MiB is gone and a kept one is not."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(512, 512))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x.neg() * self.scale
+
+    count_exactly(monkeypatch, lambda: 16 * MiB)
+    model = nn.Sequential(*(Scaled() for _ in range(4)))
+    batch = torch.randn(2, 512, 512)
+    with spillway.attach(
+        model,
+        budget="1GiB",
+        allow={"keep"} if is_kept else {"recompute"},
+        hardware=hardware(),
+        min_bytes="64KiB",
+        session=session,
+    ) as attached:
+        for _ in range(12):
+            model(batch.clone()).sum().backward()
+            model.zero_grad()
+        assert attached.stage == "active" and attached.plan is not None and attached.measured is not None
+        assert abs(attached.plan.predicted_peak - attached.measured.peak_bytes) < MiB / 8
+
+
 def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(
     session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:

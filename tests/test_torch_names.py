@@ -527,6 +527,17 @@ def test_holders_of_a_tensor_are_counted() -> None:
     del output
 
 
+def test_a_borrowed_storage_has_the_memory_and_does_not_own_it() -> None:
+    tensor = torch.arange(4)
+    storage = tensor.untyped_storage()
+    before = _torch.holders_of_storage(storage)
+    other = _torch.borrowed(storage)
+    assert _torch.holders_of_storage(storage) == before
+    assert (other.data_ptr(), other.nbytes(), other.device) == (storage.data_ptr(), 32, storage.device)
+    del other
+    assert tensor.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_a_nested_tensor_lists_its_sizes() -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=torch.strided)

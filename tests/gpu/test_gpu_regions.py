@@ -235,12 +235,12 @@ def test_what_attention_gave_is_handed_in(
 
 
 @pytest.mark.parametrize("how", [{}, {"save": "pointwise"}], ids=["nothing", "some"])
-def test_seeds_of_attention_that_nobody_wrote_are_compared_in_no_size(
+def test_seeds_of_attention_that_no_kernel_wrote_are_compared_in_no_size(
     session: spillway.Session, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any]
 ) -> None:
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     model, numbers, tried = nn.ModuleList(Layer() for _ in range(3)).to(DEVICE, torch.bfloat16), itertools.count(), []
-    runs = CheckpointedCall._run_again
+    runs = CheckpointedCall._replay_once
 
     def after_others(self: Any, *args: Any, **kwargs: Any) -> Any:
         # Whoever asks for so little memory next finds something else in it each time.
@@ -249,7 +249,7 @@ def test_seeds_of_attention_that_nobody_wrote_are_compared_in_no_size(
         tried.append(True)
         return runs(self, *args, **kwargs)
 
-    monkeypatch.setattr(CheckpointedCall, "_run_again", after_others)
+    monkeypatch.setattr(CheckpointedCall, "_replay_once", after_others)
     for tokens in (64, 128, 192, 256):
         x = torch.randn(2, tokens, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
         with spillway.offload(session=session) as context:

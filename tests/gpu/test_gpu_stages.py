@@ -6,6 +6,7 @@ One process has all the stages here; several devices are in ``test_many_devices.
 from __future__ import annotations
 
 import gc
+import statistics
 from itertools import pairwise
 
 import pytest
@@ -18,8 +19,8 @@ from spillway.integrations.pipelining import offload_stages
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
 WIDTH, ROWS, BLOCKS = 1024, 8192, 4
-NEAR = 0.02
-"""How far the predicted peak may be from the measured one, of all that is allocated."""
+NEAR, FAR = 0.02, 0.03
+"""How far the predicted peak may be from the measured one, of all that is allocated: the median, and each."""
 MOST_STEPS = 24
 
 
@@ -32,7 +33,7 @@ def test_budgets_of_stages_are_kept_to_and_foreseen(stages: int, most: int) -> N
     device = "cuda:0"
     turns = one_forward_one_backward(most + 2, most, stages)
     budget: int | str = "64GiB"
-    peaks = []
+    peaks, offs = [], []
     for share in (None, 0.7, 0.4):
         # Stages and optimizers of before are in circles. What goes when plans are made would be counted to be there.
         gc.collect()
@@ -51,13 +52,15 @@ def test_budgets_of_stages_are_kept_to_and_foreseen(stages: int, most: int) -> N
                 print(
                     f"{stages} stages, {share}: {offloaded.measured / 2**30:.3f} GiB, {100 * off:+.2f} %, {done} steps"
                 )
-                assert abs(off) <= NEAR, offloaded.explain()
+                assert abs(off) <= FAR, offloaded.explain()
+                offs.append(abs(off))
                 peaks.append(offloaded.measured)
                 moved = offloaded.stats().offloaded_bytes + offloaded.stats().recomputed_bytes
                 assert (moved > 0) is (share is not None)
             assert share is None or peaks[-1] <= budget
         budget = static + int((peaks[0] - static) * (0.7 if share is None else 0.4))
     assert all(one > other for one, other in pairwise(peaks))
+    assert statistics.median(offs) <= NEAR
 
 
 @pytest.mark.parametrize("allow", ["host", "recompute"])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -70,6 +72,42 @@ def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) ->
     assert watched is not None
     assert watched.peak(("back", 0), ("done", 0)) - watched.level(("back", 0)) == 70
     assert watched.level(("done", 0)) == 0
+
+
+@torch.no_grad()
+def test_the_release_of_what_autograd_borrowed_is_an_instant() -> None:
+    tracer = StepTracer(torch.device("cuda"), lambda: 0, Counter(), weighs=True)
+    tracer.block_begins("a", "kind", ())
+
+    def releases() -> int:
+        return sum(what == "released" for what, _ in tracer._trace.order)
+
+    value = torch.arange(256.0)
+    first, second = tracer.lends(value), tracer.lends(value[2:])
+    assert first.data_ptr() == value.data_ptr() and torch.equal(first, value) and torch.equal(second, value[2:])
+    memory = weakref.ref(value.untyped_storage())
+    del value
+    assert memory() is not None, "those that borrow it hold it"
+    del first
+    assert releases() == 0
+    del second
+    assert releases() == 1 and memory() is not None, "it is freed at the next request"
+    tracer.asked(0, 1)
+    assert memory() is None
+    # A tensor that is held elsewhere has not gone, and one with a history is not lent.
+    value = torch.ones(4)
+    tracer.lends(value)
+    assert releases() == 1
+    leaf = torch.ones(2, requires_grad=True)
+    with torch.enable_grad():
+        assert tracer.lends(leaf) is leaf and tracer.lends(value) is value
+    # The end of the tracer is not that of what was borrowed.
+    borrowed = tracer.lends(torch.ones(1 << 20))
+    tracer.close()
+    del tracer
+    gc.collect()
+    torch.zeros(1 << 20)
+    assert bool((borrowed == 1).all())
 
 
 def test_the_first_move_between_two_instants_is_found() -> None:

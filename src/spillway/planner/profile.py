@@ -13,6 +13,13 @@ Calls of one kind differ in backward. The last block of a decoder makes the grad
 others add to it. An output that several calls are given, as T5's position bias, is held up to the backward of the first
 of them. So each call has its own rise of the level, beyond the mean of its kind.
 
+NOTE [ The end of an operator ]
+
+When an operator's backward has made its gradients, autograd sums those that were broadcast: of a bias, say. Only then
+does it release what a forward kept. A reloaded or recomputed tensor is released before. Torch's sums of many rows take
+a buffer on a GPU, of 132 MiB for 18,464 rows of 1,024 numbers, which lies above a kept tensor, and in the place of
+another. So a part of a backward has two peaks, and that of the end counts for blocks that keep their tensors.
+
 NOTE [ One size tells a larger one ]
 
 One profile does not tell constants: all but parameters' bytes are taken to grow with the inputs. That is too much for
@@ -30,7 +37,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes, format_html, format_seconds
 
-SCHEMA = 14
+SCHEMA = 15
 
 
 class ReplayRule(enum.Enum):
@@ -77,6 +84,11 @@ class Value(Record):
         """Number of operators that had run at the place where backward needs it first."""
         return self.saved_at if self.saved_last_at is None else self.saved_last_at
 
+    @property
+    def released_at(self) -> int | None:
+        """As ``asked_at``, where backward needs it last. Of an input only the first place is known."""
+        return self.asked_at if self.is_input else self.saved_at
+
 
 @dataclass(frozen=True, slots=True)
 class OperatorProfile(Record):
@@ -122,6 +134,11 @@ class BackwardPart(Record):
     """Most bytes in it, beyond those before the backward, and beyond saved storages that are still needed."""
     begin_bytes: Count
     """Bytes at its begin, counted alike: gradients on their way through the block."""
+    end_peak_bytes: Count = 0
+    """Most bytes after its operator's saved storages are released, and beyond those that are still needed then.
+
+    See NOTE [ The end of an operator ].
+    """
 
 
 @dataclass(frozen=True, slots=True)

@@ -320,9 +320,18 @@ def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple
             for value in probe.values
             if value.maker is not None and value.saved_at is not None and min(value.saved_at + 1, count) > lowest
         )
-        most = (weighed.peak(since, following), weighed.level(since))
-        parts.append(BackwardPart(lowest, *(max(nbytes - level + gone, 0) for nbytes in most)))
+        most = [weighed.peak(since, following) + gone, weighed.level(since) + gone]
+        ends = weighed.last_release(since, following)
+        if ends is not None:
+            released = sum(value.nbytes for value in probe.values if _place_after(value.released_at, count) == lowest)
+            most.append(weighed.peak(ends, following) + gone + released)
+        parts.append(BackwardPart(lowest, *(max(nbytes - level, 0) for nbytes in most)))
     return tuple(parts)
+
+
+def _place_after(place: int | None, count: int) -> int | None:
+    """The place of the part in which backward releases what was saved after so many operators."""
+    return None if place is None else min(place + 1, count)
 
 
 def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:

@@ -247,6 +247,8 @@ class ProfilerListener:
     """Measures the call's operators: then the function runs once more after its forward."""
     asked: Callable[[int], None]
     """Called when backward unpacks a tensor that was saved after so many operators."""
+    lends: Callable[[torch.Tensor], torch.Tensor]
+    """Called with that tensor; gives the one for backward."""
     casts: Callable[[torch.UntypedStorage], None]
     """Called with memory of a cast of a leaf that forward saves."""
 

@@ -69,6 +69,7 @@ class ProfiledCall(CheckpointedCall):
             value, program = super().value_of(slot), self._program
             if value is not seen and program is not None and slot.number < len(program.saved):
                 self._listener.asked(program.saved[slot.number].place)
+                value = self._listener.lends(value)
             return value
 
 

@@ -13,6 +13,11 @@ it can be subtracted. Peaks while the mover works are the mover's, and do not co
 Copies of streamed parameters are no bytes of the program either. In backward, autograd frees each of them somewhere in
 its block. So in the step whose bytes are counted they are held until the block's backward has ended.
 
+Neither are tensors that a replay made, once autograd has released them. Autograd releases what a forward keeps only
+when it has summed up the operator's gradients (NOTE [ The end of an operator ] in ``profile.py``). To measure both,
+autograd borrows: it gets a tensor that does not own its memory. The instant at which it releases that is marked, and
+the memory is freed at the next request.
+
 The program may still hold bytes that streams have released, as the model holds the input of its stack of blocks. These
 are subtracted, too: they go when the program releases them, and a plan that offloads nothing would not see them.
 
@@ -44,9 +49,12 @@ from functools import partial
 
 import torch
 
-from spillway._torch import tree_leaves
+from spillway._torch import borrowed, holders_of_storage, storage_key, tree_leaves
+from spillway.checkpointing.tensors import is_plain
 from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, TaskBytes
-from spillway.profiler.meter import Meter, Reading, meter_of
+from spillway.profiler.meter import GRAIN, Meter, Reading, meter_of
+from spillway.runtime.bytes import over
+from spillway.saved_tensors.handles import carry_attributes
 
 Place = tuple[str, int]
 """An instant: what happens, and to which call of a block."""
@@ -115,6 +123,11 @@ class StepTrace:
         start, end = self.order.index(since), self.order.index(until)
         return next((place for place in self.order[start + 1 : end] if place[0] == "moving"), until)
 
+    def last_release(self, since: Place, until: Place) -> Place | None:
+        """When autograd last released a tensor of a replay between two instants."""
+        start, end = self.order.index(since), self.order.index(until)
+        return next((place for place in reversed(self.order[start + 1 : end]) if place[0] == "released"), None)
+
     def seconds(self, since: Place, until: Place) -> float:
         return self.readings[until].seconds - self.readings[since].seconds
 
@@ -164,6 +177,12 @@ class StepTrace:
         return self.host[until] - self.host[since] if self.has_host else 0.0
 
 
+def _is_released(tracer: weakref.ref[StepTracer], storage: torch.UntypedStorage) -> None:
+    found = tracer()
+    if found is not None:
+        found.is_released(storage)
+
+
 def queues(device: torch.device) -> bool:
     """Whether the CPU queues work there, and goes on."""
     return device.type not in ("cpu", "meta")
@@ -199,8 +218,12 @@ class StepTracer:
         self._carried = carried
         self._held: list[torch.UntypedStorage] = []
         """Copies of the streamed parameters of the block whose backward runs."""
-        self._held_bytes = 0
+        self._lent: list[torch.UntypedStorage] = []
+        """Memory that autograd borrowed and has released."""
+        self._borrowed: Counter[int] = Counter()
+        """How many borrowing tensors there are of each storage."""
         self._trace = StepTrace(has_host=queues(device))
+        self._grain = GRAIN if queues(device) else 1
         self._spent = 0.0
         self._begun: float | None = None
         self._running: list[int] = []
@@ -279,8 +302,38 @@ class StepTracer:
         """A block's backward is given what it saved after so many operators."""
         if self._closed:
             return
+        self._let_go(self._lent)
         self._trace.asked.append((number, place))
         self._mark("asked", len(self._trace.asked) - 1)
+
+    def lends(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor that autograd gets instead of one that a replay made. See NOTE [ Bytes in flight ]."""
+        if not self._weighs or self._closed or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
+            return tensor
+        if tensor.requires_grad or torch.is_grad_enabled():
+            # A graph of the backward may keep it.
+            return tensor
+        storage = tensor.untyped_storage()
+        other = borrowed(storage)
+        self._borrowed[storage_key(storage)] += 1
+        # It holds the storage for as long as the other one lives, whatever becomes of the tracer.
+        weakref.finalize(other, _is_released, weakref.ref(self), storage).atexit = False
+        lent = over(other, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        carry_attributes(tensor, lent)
+        return lent
+
+    def is_released(self, storage: torch.UntypedStorage) -> None:
+        """Autograd has released a tensor that borrowed this."""
+        key = storage_key(storage)
+        self._borrowed[key] -= 1
+        is_last = not self._borrowed[key]
+        if is_last:
+            del self._borrowed[key]
+        is_held = any(each is storage for each in self._held)
+        if is_last and not self._closed and not is_held and holders_of_storage(storage) == 1:
+            self._mark("released", self._counts["released"])
+            self._counts["released"] += 1
+            self._lent.append(storage)
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
@@ -309,19 +362,18 @@ class StepTracer:
         """A replay is over, and autograd has these copies of streamed parameters."""
         if self._weighs and not self._closed:
             self._held += copies
-            self._held_bytes += sum(each.nbytes() for each in copies)
 
-    def _let_go_of_copies(self) -> None:
-        """The backward of a block has ended."""
-        if self._held:
+    def _let_go(self, *held: list[torch.UntypedStorage]) -> None:
+        """Free what is held only to be counted."""
+        if any(held):
             self.moves(True)
-            self._held.clear()
-            self._held_bytes = 0
+            for each in held:
+                each.clear()
             self.moves(False)
 
     def finish(self) -> StepTrace:
         """The step has ended. Waits for the device."""
-        self._let_go_of_copies()
+        self._let_go(self._held, self._lent)
         self._mark("done", 0)
         trace = self._trace
         trace.readings = dict(zip(trace.order, self._meter.finish(), strict=True))
@@ -334,6 +386,7 @@ class StepTracer:
         """Remove all hooks, and measure nothing any more."""
         self._closed = True
         self._held.clear()
+        self._lent.clear()
         self._meter.close()
         for hook in self._hooks:
             hook.remove()
@@ -388,7 +441,7 @@ class StepTracer:
     def _on_gradient(self, what: str, number: int) -> None:
         if self._closed or (what, number) in self._trace.carried:
             return
-        self._let_go_of_copies()
+        self._let_go(self._held, self._lent)
         if what == "back":
             self._fall_behind("turned")
         self._mark(what, number)
@@ -404,7 +457,8 @@ class StepTracer:
         self._meter.mark()
         trace, place = self._trace, (what, number)
         trace.order.append(place)
-        trace.carried[place] = self._carried() + self._held_bytes
+        held = sum(-(-each.nbytes() // self._grain) * self._grain for each in (*self._held, *self._lent))
+        trace.carried[place] = self._carried() + held
         trace.host[place] = now - self._spent
         self._begun = now if self._begun is None else self._begun
         trace.queued[place] = now - self._begun
