@@ -257,7 +257,7 @@ def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monk
 def test_sums_of_broadcast_gradients_come_after_recomputed_tensors_and_before_kept_ones_are_released(
     is_kept: bool, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A gradient of 2 MiB is summed up to one of 1 MiB, when a recomputed factor of 2 MiB is gone and a kept one is not."""
+    """2 MiB are summed up to 1 MiB. By then a recomputed factor of 2 MiB is gone, and a kept one is not."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:

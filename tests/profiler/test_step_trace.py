@@ -78,9 +78,10 @@ def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) ->
 def test_the_release_of_what_autograd_borrowed_is_an_instant() -> None:
     tracer = StepTracer(torch.device("cuda"), lambda: 0, Counter(), weighs=True)
     tracer.block_begins("a", "kind", ())
+    instants = tracer._trace.order
 
     def releases() -> int:
-        return sum(what == "released" for what, _ in tracer._trace.order)
+        return sum(what == "released" for what, _ in instants)
 
     value = torch.arange(256.0)
     first, second = tracer.lends(value), tracer.lends(value[2:])
