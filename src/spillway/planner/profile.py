@@ -86,7 +86,7 @@ class Value(Record):
 
     @property
     def released_at(self) -> int | None:
-        """As ``asked_at``, where backward needs it last. Of an input only the first place is known."""
+        """As ``asked_at``, where backward needs it last. For an input, only the first place is known."""
         return self.asked_at if self.is_input else self.saved_at
 
 
