@@ -253,36 +253,73 @@ def test_the_longest_batch_fits_and_a_longer_one_does_not(session: Session, monk
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
+class Scaled(nn.Module):
+    """Multiplies with a factor whose gradient autograd sums up. What follows saves less than it makes."""
+
+    def __init__(self, then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(512, 512))
+        self.then = then
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.then(x.neg() * self.scale)
+
+
+@pytest.mark.parametrize(
+    "then", [lambda x: x, lambda x: (torch.cat([x] * 8) * 2)[:2].sin()], ids=["none", "large ones"]
+)
+@pytest.mark.parametrize("allow", ["keep", "recompute"])
 def test_sums_of_broadcast_gradients_come_after_recomputed_tensors_and_before_kept_ones_are_released(
-    is_kept: bool, session: Session, monkeypatch: pytest.MonkeyPatch
+    then: Callable[[Tensor], Tensor], allow: str, session: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """2 MiB are summed up to 1 MiB. By then a recomputed factor of 2 MiB is gone, and a kept one is not."""
+    """2 MiB are summed up to 1 MiB. By then a recomputed factor of 2 MiB is gone, and a kept one is not.
 
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.rand(512, 512))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x.neg() * self.scale
-
+    It is in no case there when the operator before runs its backward.
+    """
     count_exactly(monkeypatch, lambda: 16 * MiB)
-    model = nn.Sequential(*(Scaled() for _ in range(4)))
+    # The first one makes a tensor that no caller holds.
+    model = nn.Sequential(nn.Threshold(0.1, 1.0), *(Scaled(then) for _ in range(4)))
     batch = torch.randn(2, 512, 512)
-    with spillway.attach(
-        model,
-        budget="1GiB",
-        allow={"keep"} if is_kept else {"recompute"},
-        hardware=hardware(),
-        min_bytes="64KiB",
-        session=session,
-    ) as attached:
+    options: dict[str, Any] = {"hardware": hardware(), "min_bytes": "64KiB", "session": session}
+    with spillway.attach(model, blocks=Scaled, budget="1GiB", allow={allow}, **options) as attached:
         for _ in range(12):
-            model(batch.clone()).sum().backward()
+            model(batch).sum().backward()
             model.zero_grad()
         assert attached.stage == "active" and attached.plan is not None and attached.measured is not None
         assert abs(attached.plan.predicted_peak - attached.measured.peak_bytes) < MiB / 8
+
+
+class Freed(torch.autograd.Function):
+    """Frees in backward what it has saved."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (y,) = ctx.saved_tensors
+        found = gradient * y
+        y.untyped_storage().resize_(0)
+        return found
+
+
+class Freeing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = Freed.apply(x.neg())
+        return found.tanh()
+
+
+def test_a_backward_that_frees_its_tensors_is_profiled(session: Session) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), *(Freeing() for _ in range(3)))
+    batch = torch.randn(512, 64)
+    wanted = one_step(model, batch)
+    with spillway.attach(model, blocks=Freeing, budget="1GiB", hardware=hardware(), session=session) as attached:
+        for _ in range(8):
+            assert all(map(torch.equal, one_step(model, batch), wanted))
+        assert attached.stage == "active"
 
 
 def test_where_a_step_is_over_the_budget_another_plan_is_made_for_less(

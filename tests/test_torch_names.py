@@ -527,15 +527,16 @@ def test_holders_of_a_tensor_are_counted() -> None:
     del output
 
 
-def test_a_borrowed_storage_has_the_memory_and_does_not_own_it() -> None:
-    tensor = torch.arange(4)
-    storage = tensor.untyped_storage()
-    before = _torch.holders_of_storage(storage)
-    other = _torch.borrowed(storage)
-    assert _torch.holders_of_storage(storage) == before
-    assert (other.data_ptr(), other.nbytes(), other.device) == (storage.data_ptr(), 32, storage.device)
-    del other
-    assert tensor.tolist() == [0, 1, 2, 3]
+def test_the_running_node_is_known_in_its_backward() -> None:
+    nodes = []
+    x = torch.ones(2, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda each: each, lambda each: nodes.append(_torch.current_node()) or each
+    ):
+        y = x.sin().cos()
+    y.sum().backward()
+    assert [node.name() for node in nodes] == ["CosBackward0", "SinBackward0"] and nodes[0] is y.grad_fn
+    assert _torch.current_node() is None
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -26,7 +26,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch._C._autograd import _top_saved_tensors_default_hooks
@@ -167,18 +167,12 @@ def holders_of(tensor: torch.Tensor) -> tuple[int, int]:
 
     Both count a call's own references: one for the storage's Python object, one for the tensor's.
     """
-    return holders_of_storage(tensor.untyped_storage()), tensor._use_count()  # type: ignore[attr-defined]
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata), tensor._use_count()  # type: ignore[attr-defined]
 
 
-def holders_of_storage(storage: torch.UntypedStorage) -> int:
-    """How many tensors and names hold a storage, with one for its Python object."""
-    return int(torch._C._storage_Use_Count(storage._cdata))
-
-
-def borrowed(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """A storage of the same memory that does not own it."""
-    made: Any = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())
-    return cast(torch.UntypedStorage, made)
+current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current_autograd_node
+"""The node of a graph whose backward runs in this thread."""
 
 
 refuse_access: Callable[[torch.UntypedStorage, str], None] | None = None

@@ -382,7 +382,7 @@ def test_what_a_backward_needs_is_that_of_the_part_in_which_it_is_by_hand() -> N
 @pytest.mark.parametrize(("decision", "most"), [(KEEP, 170), (HOST, 150), (AGAIN, 150)])
 def test_kept_storages_are_there_at_the_end_of_their_operators_backward(decision: Decision, most: int) -> None:
     # At the end of the third part 230 are there beside the product's 80, of which the activation's 60 are gone.
-    block = replace(BY_HAND, backward_parts=(*PARTS[:2], replace(PARTS[2], end_peak_bytes=230), PARTS[3]))
+    block = replace(BY_HAND, backward_parts=(*PARTS[:2], replace(PARTS[2], held_peak_bytes=230), PARTS[3]))
     option = make_option(block, [KEEP, KEEP, KEEP, decision, KEEP, KEEP], min_bytes=0)
     assert max(task.peak_bytes for task in option.backward if task.name == "backward") == most
 

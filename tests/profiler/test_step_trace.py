@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spillway.profiler.compile import _outside
 from spillway.profiler.meter import Meter, Reading
@@ -74,41 +74,45 @@ def test_bytes_that_lanes_carry_are_in_no_peak_whenever_they_come(order: str) ->
     assert watched.level(("done", 0)) == 0
 
 
-@torch.no_grad()
-def test_the_release_of_what_autograd_borrowed_is_an_instant() -> None:
-    tracer = StepTracer(torch.device("cuda"), lambda: 0, Counter(), weighs=True)
-    tracer.block_begins("a", "kind", ())
-    instants = tracer._trace.order
+class Node(torch.autograd.Function):
+    """Tells which of the tensors that it was given are there when it has released them."""
 
-    def releases() -> int:
-        return sum(what == "released" for what, _ in instants)
+    there: ClassVar[list[weakref.ref[torch.UntypedStorage]]] = []
+    found: ClassVar[list[list[bool]]] = []
 
-    value = torch.arange(256.0)
-    first, second = tracer.lends(value), tracer.lends(value[2:])
-    assert first.data_ptr() == value.data_ptr() and torch.equal(first, value) and torch.equal(second, value[2:])
-    memory = weakref.ref(value.untyped_storage())
-    del value
-    assert memory() is not None, "those that borrow it hold it"
-    del first
-    assert releases() == 0
-    del second
-    assert releases() == 1 and memory() is not None, "it is freed at the next request"
-    tracer.asked(0, 1)
-    assert memory() is None
-    # A tensor that is held elsewhere has not gone, and one with a history is not lent.
-    value = torch.ones(4)
-    tracer.lends(value)
-    assert releases() == 1
-    leaf = torch.ones(2, requires_grad=True)
-    with torch.enable_grad():
-        assert tracer.lends(leaf) is leaf and tracer.lends(value) is value
-    # The end of the tracer is not that of what was borrowed.
-    borrowed = tracer.lends(torch.ones(1 << 20))
-    tracer.close()
-    del tracer
-    gc.collect()
-    torch.zeros(1 << 20)
-    assert bool((borrowed == 1).all())
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(a, b)
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.saved_tensors  # noqa: B018
+        Node.found.append([each() is not None for each in Node.there])
+        return gradient, gradient
+
+
+@pytest.mark.parametrize(("number", "weighs"), [(1, True), (0, True), (1, False)])
+def test_tensors_of_one_call_are_held_until_the_next_node_begins(number: int, weighs: bool) -> None:
+    tracer = StepTracer(torch.device("cuda"), lambda: 0, Counter(), weighs=weighs)
+    for _ in range(2):
+        tracer.block_begins("a", "kind", ())
+    Node.there, Node.found = [], []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        made = tensor.clone()
+        tracer.asked(number, 0, made)
+        Node.there.append(weakref.ref(made.untyped_storage()))
+        return made
+
+    x = torch.ones(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(torch.detach, unpack):
+        y = Node.apply(Node.apply(x, x), x)
+    y.sum().backward()
+    is_held = weighs and number == 1
+    assert Node.found == [[is_held] * 2, [False] * 2 + [is_held] * 2]
+    assert tracer.finish().held == ({1} if is_held else set())
+    assert not any(each() is not None for each in Node.there)
 
 
 def test_the_first_move_between_two_instants_is_found() -> None:

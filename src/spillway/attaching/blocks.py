@@ -141,7 +141,7 @@ class BlockTracing:
         streamed = tuple(nbytes for each in self._streamed.get(call.name, ()) for nbytes in each.sizes)
         number = tracer.block_begins(call.name, kind, (args, kwargs), streamed)
         if is_recorded:
-            call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.lends, tracer.casts)
+            call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.casts)
         return tracer, number
 
     def _probe_of(self, kind: Hashable, call: BlockCall) -> Probe | None:

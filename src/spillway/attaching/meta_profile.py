@@ -236,7 +236,7 @@ class MetaProfiler:
             meter = ClockMeter(clock=lambda: self._device.seconds) if on_cpu else MetaMeter(self._device)
             probe = self._probes[kind] = Probe(META, meter=meter, block=block.module)
         call = _BlockCall(self._device, tensors)
-        listener = ProfilerListener(probe, partial(self._tracer.asked, number), self._tracer.lends, self._tracer.casts)
+        listener = ProfilerListener(probe, partial(self._tracer.asked, number), self._tracer.casts)
         output = call.run(forward, args, kwargs, listener)
         self._tracer.block_ended(number, output)
         trained = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
@@ -305,7 +305,7 @@ class _BlockCall:
                 return tensor if tensor.is_leaf and tensor.requires_grad else tensor.detach()
             tell = None
             if self._recorder is not None and self._listener is not None and number not in self.inputs:
-                tell = partial(self._listener.asked, len(self._recorder.operators))
+                tell = partial(self._listener.asked, len(self._recorder.operators), None)
             found = _Released(self, tensor, number, tell)
         self._released.add(found)
         return found

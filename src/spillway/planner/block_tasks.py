@@ -276,7 +276,7 @@ def _backward_peak(block: BlockProfile, resolved: ResolvedDecisions, over_at: li
                 for number in (*resolved.offloaded, *resolved.recomputed)
                 if (at := block.values[number].released_at) is not None and min(at + 1, count) == part.place
             )
-            peaks.append(max(part.peak_bytes, part.end_peak_bytes - released) - gone)
+            peaks.append(max(part.peak_bytes, part.held_peak_bytes - released) - gone)
     return max(peaks)
 
 

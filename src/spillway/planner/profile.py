@@ -134,11 +134,8 @@ class BackwardPart(Record):
     """Most bytes in it, beyond those before the backward, and beyond saved storages that are still needed."""
     begin_bytes: Count
     """Bytes at its begin, counted alike: gradients on their way through the block."""
-    end_peak_bytes: Count = 0
-    """Most bytes after its operator's saved storages are released, and beyond those that are still needed then.
-
-    See NOTE [ The end of an operator ].
-    """
+    held_peak_bytes: Count = 0
+    """As ``peak_bytes``, if its saved storages are there to its end: see NOTE [ The end of an operator ]."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -185,6 +185,7 @@ def _kind(
     backward: list[list[Interval]] = []
     replays: list[list[Interval]] = []
     peaks, parts = [], []
+    held: tuple[BackwardPart, ...] = ()
     for number in numbers:
         begin, until = _backward_of(number, end)
         # The replays of a second backward are outside, and do not count.
@@ -194,6 +195,9 @@ def _kind(
         backward.append(_between(begin, until, ran))
         if ran:
             replays.append(ran)
+        if number in weighed.held:
+            held = _parts(weighed, probe, number, until)
+            continue
         peaks.append(max(weighed.peak(given, until) - weighed.level(given), 0))
         parts.append(_parts(weighed, probe, number, until))
     forward: list[list[Interval]] = [[(("forward", number), ("end", number))] for number in numbers]
@@ -209,7 +213,7 @@ def _kind(
         backward_change_bytes=_mean_change(weighed, numbers, end)
         + sum(value.nbytes for value in probe.values if value.is_input and value.nbytes < min_bytes),
         recompute_factor=1.0,
-        backward_parts=_fullest(parts),
+        backward_parts=_with_held(_fullest(parts), held),
         saves_at=probe.saves_at,
         host=_host((timed, weighed), numbers, end) if timed.has_host and replays else None,
         gap=_gap(timed, weighed, numbers),
@@ -320,18 +324,16 @@ def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple
             for value in probe.values
             if value.maker is not None and value.saved_at is not None and min(value.saved_at + 1, count) > lowest
         )
-        most = [weighed.peak(since, following) + gone, weighed.level(since) + gone]
-        ends = weighed.last_release(since, following)
-        if ends is not None:
-            released = sum(value.nbytes for value in probe.values if _place_after(value.released_at, count) == lowest)
-            most.append(weighed.peak(ends, following) + gone + released)
-        parts.append(BackwardPart(lowest, *(max(nbytes - level, 0) for nbytes in most)))
+        most = (weighed.peak(since, following), weighed.level(since))
+        parts.append(BackwardPart(lowest, *(max(nbytes - level + gone, 0) for nbytes in most)))
     return tuple(parts)
 
 
-def _place_after(place: int | None, count: int) -> int | None:
-    """The place of the part in which backward releases what was saved after so many operators."""
-    return None if place is None else min(place + 1, count)
+def _with_held(parts: tuple[BackwardPart, ...], held: tuple[BackwardPart, ...]) -> tuple[BackwardPart, ...]:
+    """The parts with the peaks of a call in which tensors were held. See NOTE [ Held tensors ] in ``step_trace.py``."""
+    if [each.place for each in parts] != [each.place for each in held]:
+        return parts
+    return tuple(replace(part, held_peak_bytes=other.peak_bytes) for part, other in zip(parts, held, strict=True))
 
 
 def _fullest(calls: list[tuple[BackwardPart, ...]]) -> tuple[BackwardPart, ...]:

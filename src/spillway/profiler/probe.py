@@ -245,10 +245,9 @@ class ProfilerListener:
 
     probe: Probe | None
     """Measures the call's operators: then the function runs once more after its forward."""
-    asked: Callable[[int], None]
-    """Called when backward unpacks a tensor that was saved after so many operators."""
-    lends: Callable[[torch.Tensor], torch.Tensor]
-    """Called with that tensor; gives the one for backward."""
+    asked: Callable[[int, torch.Tensor | None], None]
+    """Called when backward unpacks a tensor that was saved after so many operators, with the tensor if a replay made
+    it."""
     casts: Callable[[torch.UntypedStorage], None]
     """Called with memory of a cast of a leaf that forward saves."""
 

@@ -68,8 +68,7 @@ class ProfiledCall(CheckpointedCall):
             seen = None if slot.seen is None else slot.seen()
             value, program = super().value_of(slot), self._program
             if value is not seen and program is not None and slot.number < len(program.saved):
-                self._listener.asked(program.saved[slot.number].place)
-                value = self._listener.lends(value)
+                self._listener.asked(program.saved[slot.number].place, value)
             return value
 
 

@@ -13,13 +13,14 @@ it can be subtracted. Peaks while the mover works are the mover's, and do not co
 Copies of streamed parameters are no bytes of the program either. In backward, autograd frees each of them somewhere in
 its block. So in the step whose bytes are counted they are held until the block's backward has ended.
 
-Neither are tensors that a replay made, once autograd has released them. Autograd releases what a forward keeps only
-when it has summed up the operator's gradients (NOTE [ The end of an operator ] in ``profile.py``). To measure both,
-autograd borrows: it gets a tensor that does not own its memory. The instant at which it releases that is marked, and
-the memory is freed at the next request.
-
 The program may still hold bytes that streams have released, as the model holds the input of its stack of blocks. These
 are subtracted, too: they go when the program releases them, and a plan that offloads nothing would not see them.
+
+NOTE [ Held tensors ]
+
+Autograd releases a tensor that a replay made when the operator's backward has run, and one that forward kept a little
+later: NOTE [ The end of an operator ] in ``profile.py``. To measure both, the tracer holds the former in one call of
+each kind, the last one, until the next node of the graph begins, or the next tensor is asked for.
 
 NOTE [ The CPU's clock ]
 
@@ -49,12 +50,10 @@ from functools import partial
 
 import torch
 
-from spillway._torch import borrowed, holders_of_storage, storage_key, tree_leaves
+from spillway._torch import current_node, tree_leaves
 from spillway.checkpointing.tensors import is_plain
 from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, TaskBytes
-from spillway.profiler.meter import GRAIN, Meter, Reading, meter_of
-from spillway.runtime.bytes import over
-from spillway.saved_tensors.handles import carry_attributes
+from spillway.profiler.meter import Meter, Reading, meter_of
 
 Place = tuple[str, int]
 """An instant: what happens, and to which call of a block."""
@@ -97,6 +96,8 @@ class StepTrace:
     """Numbers of the calls that were replayed between the instants ``("again", n)`` and ``("ran", n)``."""
     asked: list[tuple[int, int]] = field(default_factory=list)
     """At ``("asked", n)``, the number of a call, and how many of its operators had run when it saved what is given."""
+    held: set[int] = field(default_factory=set)
+    """Numbers of calls in whose backward tensors were held: see NOTE [ Held tensors ]."""
     uncast: list[int] = field(default_factory=list)
     """Bytes of a block's cast that was released at the instant ``("uncast", n)``. They are still counted there."""
     queued: dict[Place, float] = field(default_factory=dict)
@@ -122,11 +123,6 @@ class StepTrace:
         """When the bytes in flight first change between two instants; the second instant, if they do not."""
         start, end = self.order.index(since), self.order.index(until)
         return next((place for place in self.order[start + 1 : end] if place[0] == "moving"), until)
-
-    def last_release(self, since: Place, until: Place) -> Place | None:
-        """When autograd last released a tensor of a replay between two instants."""
-        start, end = self.order.index(since), self.order.index(until)
-        return next((place for place in reversed(self.order[start + 1 : end]) if place[0] == "released"), None)
 
     def seconds(self, since: Place, until: Place) -> float:
         return self.readings[until].seconds - self.readings[since].seconds
@@ -177,12 +173,6 @@ class StepTrace:
         return self.host[until] - self.host[since] if self.has_host else 0.0
 
 
-def _is_released(tracer: weakref.ref[StepTracer], storage: torch.UntypedStorage) -> None:
-    found = tracer()
-    if found is not None:
-        found.is_released(storage)
-
-
 def queues(device: torch.device) -> bool:
     """Whether the CPU queues work there, and goes on."""
     return device.type not in ("cpu", "meta")
@@ -218,12 +208,13 @@ class StepTracer:
         self._carried = carried
         self._held: list[torch.UntypedStorage] = []
         """Copies of the streamed parameters of the block whose backward runs."""
-        self._lent: list[torch.UntypedStorage] = []
-        """Memory that autograd borrowed and has released."""
-        self._borrowed: Counter[int] = Counter()
-        """How many borrowing tensors there are of each storage."""
+        self._used: list[torch.UntypedStorage] = []
+        """Memory of tensors that a node was given: see NOTE [ Held tensors ]."""
+        self._node: torch.autograd.graph.Node | None = None
+        """That node."""
+        self._node_hooks: list[torch.utils.hooks.RemovableHandle] = []
+        """Tell that the next node begins."""
         self._trace = StepTrace(has_host=queues(device))
-        self._grain = GRAIN if queues(device) else 1
         self._spent = 0.0
         self._begun: float | None = None
         self._running: list[int] = []
@@ -298,42 +289,29 @@ class StepTracer:
     def come_back(self) -> None:
         self._mark("back again", 0)
 
-    def asked(self, number: int, place: int) -> None:
-        """A block's backward is given what it saved after so many operators."""
+    def asked(self, number: int, place: int, tensor: torch.Tensor | None = None) -> None:
+        """A block's backward is given what it saved after so many operators: a tensor, if a replay made it."""
         if self._closed:
             return
-        self._let_go(self._lent)
+        if current_node() is not self._node:
+            self._let_go(self._used)
         self._trace.asked.append((number, place))
         self._mark("asked", len(self._trace.asked) - 1)
+        if self._weighs and tensor is not None:
+            self._hold(number, tensor)
 
-    def lends(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that autograd gets instead of one that a replay made. See NOTE [ Bytes in flight ]."""
-        if not self._weighs or self._closed or not is_plain(tensor) or tensor.is_conj() or tensor.is_neg():
-            return tensor
-        if tensor.requires_grad or torch.is_grad_enabled():
-            # A graph of the backward may keep it.
-            return tensor
-        storage = tensor.untyped_storage()
-        other = borrowed(storage)
-        self._borrowed[storage_key(storage)] += 1
-        # It holds the storage for as long as the other one lives, whatever becomes of the tracer.
-        weakref.finalize(other, _is_released, weakref.ref(self), storage).atexit = False
-        lent = over(other, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
-        carry_attributes(tensor, lent)
-        return lent
-
-    def is_released(self, storage: torch.UntypedStorage) -> None:
-        """Autograd has released a tensor that borrowed this."""
-        key = storage_key(storage)
-        self._borrowed[key] -= 1
-        is_last = not self._borrowed[key]
-        if is_last:
-            del self._borrowed[key]
-        is_held = any(each is storage for each in self._held)
-        if is_last and not self._closed and not is_held and holders_of_storage(storage) == 1:
-            self._mark("released", self._counts["released"])
-            self._counts["released"] += 1
-            self._lent.append(storage)
+    def _hold(self, number: int, tensor: torch.Tensor) -> None:
+        """See NOTE [ Held tensors ]."""
+        trace, node = self._trace, current_node()
+        alike = [other for other, call in enumerate(trace.calls) if call.kind == trace.calls[number].kind]
+        if len(alike) == 1 or number != alike[-1] or node is None or not is_plain(tensor):
+            return
+        trace.held.add(number)
+        self._used.append(tensor.untyped_storage())
+        if node is not self._node:
+            self._node = node
+            following = [each for each, _ in node.next_functions if each is not None]
+            self._node_hooks += [each.register_prehook(lambda _: self._let_go(self._used)) for each in following]
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
@@ -370,10 +348,17 @@ class StepTracer:
             for each in held:
                 each.clear()
             self.moves(False)
+        self._leave_node()
+
+    def _leave_node(self) -> None:
+        self._node = None
+        for hook in self._node_hooks:
+            hook.remove()
+        self._node_hooks.clear()
 
     def finish(self) -> StepTrace:
         """The step has ended. Waits for the device."""
-        self._let_go(self._held, self._lent)
+        self._let_go(self._held, self._used)
         self._mark("done", 0)
         trace = self._trace
         trace.readings = dict(zip(trace.order, self._meter.finish(), strict=True))
@@ -386,8 +371,9 @@ class StepTracer:
         """Remove all hooks, and measure nothing any more."""
         self._closed = True
         self._held.clear()
-        self._lent.clear()
+        self._used.clear()
         self._meter.close()
+        self._leave_node()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -441,7 +427,7 @@ class StepTracer:
     def _on_gradient(self, what: str, number: int) -> None:
         if self._closed or (what, number) in self._trace.carried:
             return
-        self._let_go(self._held, self._lent)
+        self._let_go(self._held, self._used)
         if what == "back":
             self._fall_behind("turned")
         self._mark(what, number)
@@ -457,8 +443,7 @@ class StepTracer:
         self._meter.mark()
         trace, place = self._trace, (what, number)
         trace.order.append(place)
-        held = sum(-(-each.nbytes() // self._grain) * self._grain for each in (*self._held, *self._lent))
-        trace.carried[place] = self._carried() + held
+        trace.carried[place] = self._carried() + sum(each.nbytes() for each in self._held)
         trace.host[place] = now - self._spent
         self._begun = now if self._begun is None else self._begun
         trace.queued[place] = now - self._begun
