@@ -219,7 +219,7 @@ class Attached:
             # Until a plan is active, it is of a plan before.
             measured=search.measured if self.stage == "active" else None,
             notes=self.notes,
-            curve=make_curve(profile, hardware, **limits) if curve else None,
+            curve=make_curve(profile, hardware, **limits) if curve else (),
         )
         # All is made before anything is written.
         texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]

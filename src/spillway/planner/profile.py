@@ -86,7 +86,7 @@ class Value(Record):
 
     @property
     def released_at(self) -> int | None:
-        """As ``asked_at``, where backward needs it last. Of an input only the first place is known."""
+        """As ``asked_at``, where backward needs it last. An input's first place is all that is known."""
         return self.asked_at if self.is_input else self.saved_at
 
 
@@ -110,12 +110,10 @@ class OperatorProfile(Record):
 
     @property
     def is_view(self) -> bool:
-        """Whether it computes nothing."""
         return self.replay is ReplayRule.VIEW
 
     @property
     def always_runs(self) -> bool:
-        """Whether every replay runs it."""
         return self.replay is ReplayRule.ALWAYS
 
     @property

@@ -74,20 +74,14 @@ class Solution:
 
     @property
     def options(self) -> list[Option]:
-        """The option of each block."""
         return [each[number] for each, number in zip(self.problem.options, self.chosen, strict=True)]
 
 
 def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None) -> Solution:
     """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
 
-    Args:
-        problem: the step, and its blocks' options.
-        seconds: about how long the search may take, counted as work, so that every rank has the same answer.
-        near: a solution of the same blocks and options, as with another window. The search begins there, too.
-
-    Raises:
-        spillway.BudgetError: no choice fits.
+    The search takes about so many ``seconds``, counted as work, so that every rank has the same answer. It also begins
+    ``near`` a solution of the same blocks and options, as with another window.
     """
     search = _Search(problem, seconds)
     found = search.run(near)
