@@ -445,10 +445,7 @@ class _Walk:
 
 
 def settled(shares: Sequence[int]) -> list[int]:
-    """The same sum with no share below zero: a deficit is taken from the share before it.
-
-    Args:
-        shares: bytes of holders, in an order in which each may take from those before. The first may stay below zero.
+    """The same sum with no share below zero, but for the first: a deficit is taken from the share before it.
 
     Example:
         >>> settled([10, 4, -1, 2])
