@@ -186,11 +186,20 @@ def plan(
     Example:
         >>> spillway.plan(profile, budget="20GiB", hardware="h100").predicted_seconds  # doctest: +SKIP
     """
-    found, options = _planned_with(profile, hardware, window, allow)
+    found = _hardware_for(profile, hardware)
     if stream not in (None, "auto"):
         raise UsageError(f'stream: got {stream!r}, expected "auto" or None. The profile has the streamed blocks')
-    options["places_weights"] = stream == "auto"
-    return make_plan(profile, found, budget=budget, host_budget=host_budget, disk_budget=disk_budget, **options)
+    return make_plan(
+        profile,
+        found,
+        budget=budget,
+        window=WINDOW if window is None else window,
+        may_grow=window is None,
+        host_budget=host_budget,
+        disk_budget=disk_budget,
+        allow=allowed(torch.device(profile.device), allow),
+        places_weights=stream == "auto",
+    )
 
 
 def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = None) -> Timeline:
@@ -207,7 +216,7 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
     Example:
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
     """
-    found, _ = _planned_with(profile, hardware, None, None)
+    found = _hardware_for(profile, hardware)
     rates = planning_rates(found, plan.window)
     return simulate_program(program_of(profile_for(profile, plan, found), plan), rates, spans=True)
 
@@ -268,7 +277,7 @@ def longest(
         budget=parse_bytes(budget, what="budget"),
         limits={"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow},
         loss=loss,
-        session=session,
+        session=session if session is not None else Session.default(),
         target={"hardware": hardware, "attention": attention, "optimizer": optimizer},
     )
     first = -(-at_least // multiple_of)
@@ -291,7 +300,7 @@ class _SizeSearch:
     limits: dict[str, Any]
     """Other limits of plans."""
     loss: Loss | None
-    session: Session | None
+    session: Session
     target: dict[str, Any]
     """Hardware and options for a model on ``meta``."""
     is_on_meta: bool = False
@@ -335,13 +344,12 @@ class _SizeSearch:
         return False
 
     def profile(self, size: int) -> Profile:
-        """Profile a step of this size."""
         model, batch = self.step(size)
         self.is_on_meta = is_on_meta(model, batch)
         target = self.target if self.is_on_meta else {}
         if not self.is_on_meta:
             # Buffers for tensors of another size do not fit these, and count.
-            self._used_session.trim()
+            self.session.trim()
         found = profile(model, batch, loss=self.loss, session=self.session, **target)
         try:
             self.least[size] = self.plan(found, 0).predicted_peak
@@ -350,7 +358,6 @@ class _SizeSearch:
         return found
 
     def plan(self, profile: Profile, budget: int) -> Plan:
-        """A plan within so many bytes."""
         return plan(profile, budget=budget, hardware=self.target["hardware"], **self._limits(profile))
 
     def _next(self, low: int, high: int | None) -> int:
@@ -379,15 +386,11 @@ class _SizeSearch:
         device, given = torch.device(profile.device), self.limits["host_budget"]
         limits = self.limits | {"allow": allowed(device, self.limits["allow"])}
         if not self.is_on_meta:
-            available = self._used_session.host_room(device)
+            available = self.session.host_room(device)
             limits["host_budget"] = (
                 available if given is None else min(parse_bytes(given, what="host_budget"), available)
             )
         return limits
-
-    @property
-    def _used_session(self) -> Session:
-        return self.session if self.session is not None else Session.default()
 
     def _peak(self, size: int, plan: Plan) -> int:
         """The peak of the second of two steps with the plan, on a GPU. The first one traces the blocks."""
@@ -404,10 +407,8 @@ class _SizeSearch:
         return 0 if device.type == "cpu" else allocated(device)[1]
 
 
-def _planned_with(
-    profile: Profile, hardware: Hardware | str | None, window: int | str | None, allow: Collection[str] | None
-) -> tuple[Hardware, dict[str, Any]]:
-    """The hardware, given or that of this machine, and the other options of plans."""
+def _hardware_for(profile: Profile, hardware: Hardware | str | None) -> Hardware:
+    """The hardware, given or that of this machine."""
     if not isinstance(profile, Profile):
         raise UsageError(f"profile: got {profile!r:.200}, expected a spillway.Profile, as spillway.profile() makes it")
     device, here = torch.device(profile.device), torch.accelerator.current_accelerator()
@@ -417,11 +418,7 @@ def _planned_with(
             f"for, such as hardware='h100', or the one that the profile was made for."
         )
     found = known_hardware(device) if hardware is None else Hardware.of(hardware)
-    return found.shared_by(local_ranks()), {
-        "window": WINDOW if window is None else window,
-        "may_grow": window is None,
-        "allow": allowed(device, allow),
-    }
+    return found.shared_by(local_ranks())
 
 
 def _without_backward(model: Module) -> UnsupportedError:

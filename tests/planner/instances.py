@@ -109,6 +109,7 @@ def random_problem(seed: int, *, most: int = 1500) -> Problem:
         rates=rates,
         budget=0,
         extra_bytes=tuple(random_.choice([-8, -1, 0, 0, 6]) * MIB for _ in options),
+        streamed=((),) * blocks,
     )
 
 
@@ -272,5 +273,7 @@ def large_problem(blocks: int, options: int, budget: int, *, rate: float = 50e9,
         options=(shared,) * blocks,
         rates=Rates(rate, rate, 3e9, 5e9, 512 * MIB),
         budget=budget,
+        extra_bytes=(0,) * blocks,
+        streamed=((),) * blocks,
         host_budget=host,
     )

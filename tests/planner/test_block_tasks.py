@@ -284,9 +284,9 @@ def test_an_output_that_two_blocks_keep_is_there_once_and_one_that_leaves_is_cou
 
     def levels(*options: Option) -> list[int]:
         """At the ends of the blocks' tasks, before copies."""
-        problem = Problem(
-            1000, (Part(2),), ("a", "b"), tuple((each,) for each in options), Rates(1e9, 1e9, 1e9, 1e9, 1 << 20), 1
-        )
+        rates = Rates(1e9, 1e9, 1e9, 1e9, 1 << 20)
+        ways = tuple((each,) for each in options)
+        problem = Problem(1000, (Part(2),), ("a", "b"), ways, rates, 1, (0, 0), ((), ()))
         changes = [task.change_bytes for task in problem.program((0, 0)).tasks]
         return list(accumulate(changes, initial=1000))
 

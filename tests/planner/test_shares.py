@@ -13,7 +13,7 @@ import spillway
 from spillway import SizeError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import uniform_program
-from spillway.planner.planner import Curve, Point, frontier, make_curve, parse_budget, planning_rates
+from spillway.planner.planner import Point, frontier, make_curve, parse_budget, planning_rates
 from spillway.planner.profile import Profile, Static
 from spillway.planner.timeline import simulate_program
 from spillway.types import Decision
@@ -68,8 +68,13 @@ def test_the_longest_size_is_sought_for_bytes_and_not_for_a_share() -> None:
         spillway.longest(lambda size: pytest.fail("nothing is run"), budget="50%")
 
 
+def step_of(decision: Decision) -> Point:
+    timeline = simulate_program(uniform_program(SMALL, decision), planning_rates(H200, WINDOW))
+    return Point(timeline.peak_bytes, timeline.seconds)
+
+
 @cache
-def curve() -> tuple[Curve, tuple[tuple[int, int], ...]]:
+def curve() -> tuple[tuple[Point, ...], tuple[tuple[int, int], ...]]:
     told: list[tuple[int, int]] = []
     found = make_curve(
         SMALL,
@@ -85,30 +90,30 @@ def curve() -> tuple[Curve, tuple[tuple[int, int], ...]]:
 def test_a_curve_goes_from_the_least_step_to_the_one_that_keeps_everything() -> None:
     found, told = curve()
     assert told == tuple((number, told[-1][1]) for number in range(1, told[-1][1] + 1))
-    assert 2 <= len(found.points) <= len(told) <= 4
+    assert 2 <= len(found) <= len(told) <= 4
     with pytest.raises(spillway.BudgetError) as error:
         spillway.plan(SMALL, budget=1, hardware=H200, allow={"keep", "host", "recompute"})
-    assert found.points[0].peak_bytes == error.value.least
-    assert found.points[-1] == found.keep == Point(peak_of_keeping(SMALL), found.keep.seconds)
-    seconds = [point.seconds for point in found.points]
+    assert found[0].peak_bytes == error.value.least
+    assert found[-1] == step_of(Decision.KEEP) == Point(peak_of_keeping(SMALL), found[-1].seconds)
+    seconds = [point.seconds for point in found]
     assert seconds == sorted(seconds, reverse=True)
 
 
 def test_checkpointing_keeps_inputs_and_computes_all_else_again() -> None:
-    found, _ = curve()
+    keep, checkpoint = step_of(Decision.KEEP), step_of(Decision.RECOMPUTE)
     program = uniform_program(SMALL, Decision.RECOMPUTE)
     # Each block's forward runs once more, and nothing leaves.
     assert not [task for task in program.tasks if task.sends]
     inputs = sum(value.nbytes for value in SMALL.kinds[0].values if value.is_input)
-    assert found.checkpoint.seconds > found.keep.seconds
-    assert SMALL.static_bytes + 3 * inputs < found.checkpoint.peak_bytes < found.keep.peak_bytes
-    plan = spillway.plan(SMALL, budget=found.checkpoint.peak_bytes, hardware=H200)
-    assert plan.predicted_seconds <= found.checkpoint.seconds
+    assert checkpoint.seconds > keep.seconds
+    assert SMALL.static_bytes + 3 * inputs < checkpoint.peak_bytes < keep.peak_bytes
+    plan = spillway.plan(SMALL, budget=checkpoint.peak_bytes, hardware=H200)
+    assert plan.predicted_seconds <= checkpoint.seconds
 
 
 def test_a_curve_leaves_out_what_the_host_has_no_room_for() -> None:
     found = make_curve(SMALL, H200, window=WINDOW, host_budget=0, allow={"keep", "host"}, points=2)
-    assert found.points == (found.keep,)
+    assert found == (step_of(Decision.KEEP),)
 
 
 def test_a_curve_of_one_point_is_none() -> None:

@@ -54,7 +54,9 @@ def uniform(stages: Sequence[StageProfile], turns: Sequence[Turn], decision: Dec
     parts = tuple(map(chunk_of, stages))
     names = tuple(map(str, range(len(options))))
     rates = planning_rates(H200.shared_by(4), WINDOW)
-    return Problem(STATIC, parts, names, tuple(options), rates, 0, turns=tuple(turns)).program([0] * len(options))
+    extra, streamed = (0,) * len(options), ((),) * len(options)
+    problem = Problem(STATIC, parts, names, tuple(options), rates, 0, extra, streamed, turns=tuple(turns))
+    return problem.program([0] * len(options))
 
 
 def simulated(program: Program) -> Timeline:

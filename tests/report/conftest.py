@@ -11,7 +11,7 @@ import pytest
 
 from spillway.planner.hardware import Bandwidth, Hardware
 from spillway.planner.plan import program_of
-from spillway.planner.planner import Curve, Point, make_plan, planning_rates
+from spillway.planner.planner import Point, make_plan, planning_rates
 from spillway.planner.profile import Profile, Static
 from spillway.planner.report.facts import Facts, facts_of
 from spillway.planner.tasks import TaskBytes
@@ -47,7 +47,7 @@ def made(gib: int = 15, slow: bool = False, told: bool = True, hosted: bool = Fa
         SLOW if slow else H200,
         measured=Point(plan.predicted_peak + GIB, plan.predicted_seconds * 1.5),
         notes=["planned again for 15.0 GiB"],
-        curve=Curve((Point(14 * GIB, 0.3), Point(18 * GIB, 0.2)), Point(18 * GIB, 0.2), Point(15 * GIB, 0.25)),
+        curve=(Point(14 * GIB, 0.3), Point(18 * GIB, 0.2)),
     )
 
 

@@ -1,13 +1,9 @@
 """``spillway.attach``: checkpoints and offloads the blocks of a model that is not edited.
 
-The verb is here. ``attached`` has its handle. ``call`` replaces a module's call, ``model`` that of the model and
-``block`` that of a block. ``validation`` refuses other models.
-
 With a budget, each call of the model goes to ``controller``, which takes the search for a plan from stage to stage
 (``stages``). ``collector`` profiles steps, and ``blocks`` traces blocks and tells them how they are called by a plan.
 ``search`` chooses plans, which the ``Planner`` of ``budget`` makes of a profile, and compares later steps with the
-budget. ``ranks`` share one search, and ``pipeline`` has that of several stages.
-``meta_profile`` profiles a model without its hardware.
+budget. ``CONTRIBUTING.md`` lists the other files.
 """
 
 from __future__ import annotations
@@ -21,7 +17,7 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import skip_call
-from spillway.attaching.attached import Attached, attached_to, policy_named
+from spillway.attaching.attached import Attached, as_policy, attached_to
 from spillway.attaching.block import BlockCall
 from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
@@ -30,7 +26,6 @@ from spillway.attaching.validation import (
     check_limits,
     check_planned,
     check_policy,
-    check_stream,
     refuse_checkpointing,
     refuse_class,
     refuse_compiled,
@@ -53,7 +48,7 @@ if TYPE_CHECKING:
     from spillway.planner.hardware import Hardware
     from spillway.planner.plan import Plan
 
-__all__ = ["Attached", "attach", "attached_to", "policy_named"]
+__all__ = ["Attached", "as_policy", "attach", "attached_to"]
 
 
 def attach(
@@ -147,14 +142,12 @@ def attach(
         >>> attached.remove()  # doctest: +SKIP
     """
     check_arguments(model, session, every=every, first=first, keep_last=keep_last)
-    if isinstance(policy, str):
-        policy = policy_named(policy)
+    policy = as_policy(policy)
     limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
     is_planned = budget is not None or plan is not None
     if is_planned:
         check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
-    check_limits(limits, optimizer, is_planned=is_planned, is_streamed=stream is not None)
-    check_stream(stream, budget)
+    check_limits(limits, optimizer, stream, budget, is_planned=is_planned)
     places_weights = stream == "auto"
     refuse_modules([Named("", model), *walk(model)])
     rules = Groups(groups) if isinstance(groups, Mapping) else groups
@@ -174,7 +167,14 @@ def attach(
     for each in (Named("", model), *taken):
         refuse_class(each)
     refuse_compiled(around)
-    context = _pass_of(model, how, rules, min_bytes, session)
+    context = ModelPass(
+        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
+        policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
+        groups=None if rules is None else replace(rules, patterns={}),
+        min_bytes=min_bytes,
+        tag=f"attached {type(model).__name__}",
+        session=session,
+    )
     controller = None
     if is_planned:
         limits["places_weights"] = places_weights
@@ -230,20 +230,6 @@ def _name_groups(model: Module, calls: dict[str, ModuleCall], groups: Groups) ->
             if call.group is not None:
                 raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
             call.group = name
-
-
-def _pass_of(
-    model: Module, how: Recompute | Policy, rules: Groups | None, min_bytes: int | str | None, session: Session | None
-) -> ModelPass:
-    """The pass around the model's calls."""
-    return ModelPass(
-        # Tensors outside of blocks are kept, or offloaded in groups. The order of blocks' offloaded tensors is here.
-        policy=(Keep() if rules is None else None) if isinstance(how, Recompute) else how,
-        groups=None if rules is None else replace(rules, patterns={}),
-        min_bytes=min_bytes,
-        tag=f"attached {type(model).__name__}",
-        session=session,
-    )
 
 
 def _streamed_blocks(

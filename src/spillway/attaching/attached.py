@@ -30,18 +30,16 @@ NAMED: dict[str, Callable[[], Recompute | Policy]] = {"offload": Offload, "recom
 """Policies by the names that :func:`attach`, the command line and callbacks take."""
 
 
-def policy_named(name: str) -> Recompute | Policy:
-    """The policy of a name.
-
-    Raises:
-        UsageError: for an unknown name.
-    """
-    if name not in NAMED:
+def as_policy(policy: Recompute | Policy | str | None) -> Recompute | Policy | None:
+    """A policy, or that of a name."""
+    if not isinstance(policy, str):
+        return policy
+    if policy not in NAMED:
         raise UsageError(
-            f"policy: got {name!r}, expected one of {', '.join(NAMED)}, a spillway.Recompute(...), or an offload "
+            f"policy: got {policy!r}, expected one of {', '.join(NAMED)}, a spillway.Recompute(...), or an offload "
             f"policy such as spillway.policies.Ratio(0.5)"
         )
-    return NAMED[name]()
+    return NAMED[policy]()
 
 
 def attached_to(model: Module) -> Attached | None:
@@ -219,7 +217,7 @@ class Attached:
             # Until a plan is active, it is of a plan before.
             measured=search.measured if self.stage == "active" else None,
             notes=self.notes,
-            curve=make_curve(profile, hardware, **limits) if curve else None,
+            curve=make_curve(profile, hardware, **limits) if curve else (),
         )
         # All is made before anything is written.
         texts = [(path, to_page(facts)), *([] if trace is None else [(trace, to_trace(facts))])]

@@ -84,7 +84,6 @@ class BlockTracing:
         }
 
     def begin(self, stage: Stage) -> None:
-        """Trace a step."""
         self._stage, self.has_probed = stage, False
         is_timed, is_weighed = stage is Stage.PROFILING_TIME, stage is Stage.PROFILING_MEMORY
         lag = _LAG if is_timed else 0.0
@@ -237,8 +236,7 @@ class AppliedPlan:
     def apply(self, plan: Plan, *, is_given: bool = False) -> None:
         """From the next call on, blocks do as the plan says. Those that it does not name take the least memory.
 
-        Raises:
-            UsageError: if it is of another model: a given one has to name all blocks that are trained.
+        A plan that is given has to name all blocks that are trained.
         """
         known = {block.name: block for block in plan.blocks}
         names = {call.name for call in self._blocks}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,11 +122,7 @@ class Planner:
         return found.shared_by(local_ranks())
 
     def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
-        """The plan of a model that ranks train together.
-
-        Raises:
-            BudgetError: if no plan is within the budget.
-        """
+        """The plan of a model that ranks train together."""
         free = min(ranks.share("free", self._free_host_bytes))
         hardware = ranks.share("hardware", lambda: self.hardware)[0]
         return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self.limits(free)))[0]
@@ -142,14 +138,10 @@ class Planner:
         if profile.optimizer is not None or not {"keep", "recompute"}.issubset(self._allow):
             return None
         hardware = ranks.share("hardware", lambda: self.hardware)[0]
-        most = int(_MOST_ABOVE * budget)
+        placed, most = with_weights(profile, resident), int(_MOST_ABOVE * budget)
+        make = partial(make_checkpointing_plan, placed, hardware, budget=most, window=self._window)
         with contextlib.suppress(BudgetError):
-            plan = ranks.share(
-                "plan",
-                lambda: make_checkpointing_plan(
-                    with_weights(profile, resident), hardware, budget=most, window=self._window
-                ),
-            )[0]
+            plan = ranks.share("plan", make)[0]
             return replace(plan, budget=budget, resident=resident)
         return None
 

@@ -49,9 +49,7 @@ REFUSALS = (UsageError, UnsupportedError, BudgetError)
 class ModuleCall:
     """Replaces a module's call. See NOTE [ How a module's call is taken over ].
 
-    Args:
-        named: the module.
-        keeps: whether the tensors that it saves are kept, whatever the policy around it says.
+    If it ``keeps``, the tensors that the module saves are kept, whatever the policy around it says.
     """
 
     def __init__(self, named: Named, *, keeps: bool = False) -> None:
@@ -137,7 +135,6 @@ class ModuleCall:
         return (own_call(module) if self.before is None else self.before)(*args, **kwargs)
 
     def install(self) -> None:
-        """Attach it to the module."""
         module = self.module()
         assert module is not None
         module.__dict__[PLACE] = self

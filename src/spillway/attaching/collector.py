@@ -10,10 +10,9 @@ less memory.
 ``PROFILING_MEMORY``
     Memory is measured at the ends of blocks, and in a block's backward wherever it receives a saved tensor.
 ``PROFILING_TIME``
-    Times are measured at the ends of blocks only, because each reading takes CPU time. Inputs of another size have
-    other times. After four such steps, the times of the step before are taken.
+    Times are measured at the ends of blocks only, because each reading takes CPU time. After four steps of inputs of
+    another size, the times of the step before are taken.
 
-An optimizer whose state is offloaded steps on the CPU meanwhile. ``PROFILING_TIME`` lasts until it has stepped twice.
 Frozen blocks before all others save nothing, and are left alone.
 """
 
@@ -54,13 +53,8 @@ _MOST_WAITING = 256
 class ProfileCollector:
     """Makes a profile of traced steps. See NOTE [ Profiling steps ].
 
-    Args:
-        model: on one device. It is not kept alive.
-        session: ``None``: the default one.
-        min_bytes: smaller tensors are not offloaded. ``None``: 1 MiB.
-        optimizer: the one whose state is offloaded, if there is one.
-        stepped: an optimizer whose state the profile tells apart.
-        device: where the model computes. ``None``: where it is.
+    The state of ``optimizer`` is offloaded; that of ``stepped`` is not, and the profile tells it apart. The model
+    computes on ``device``, by default where it is. It is not kept alive.
     """
 
     spare_bytes = 0
@@ -244,11 +238,7 @@ class ProfileCollector:
 
 
 def device_of(model: Module) -> torch.device:
-    """The device where a model computes.
-
-    Raises:
-        UsageError: if it has no parameters.
-    """
+    """The device where a model computes."""
     parameter = next(iter(model.parameters()), None)
     if parameter is None:
         raise UsageError(

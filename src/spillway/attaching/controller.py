@@ -6,27 +6,12 @@ A search has stages: NOTE [ Stages of a search ] in ``stages.py``. An evaluation
 them: no plan makes an evaluation smaller. A call without gradients in training mode belongs to its step.
 
 The first three stages profile the model (NOTE [ Profiling steps ] in ``collector.py``). Then the plan is applied.
+``docs/planning.md`` describes the stages, the trial of torch's own checkpointing beside the plan, and changes of plans.
 
-``WARMING_UP``
-    New replays are compared, and the order of backward is learned.
-``VALIDATING``
-    The peak of the step is measured. On an accelerator, the next step then has torch's own checkpointing, if that is
-    within the budget: it is timed later, since predictions of CPU overhead are rough. Checkpointing offloads nothing,
-    and its replays have run before: it needs no warming up. Its peak does not vary with copies: it may take the whole
-    budget, and other plans leave some. It is tried even if it is predicted to take 1 % more. It is also the plan after
-    two others that were above the budget.
-
-    An allocator counts a cached block whole, though a tensor takes a little less of it. So checkpointing may take a
-    little more than its peak after steps with blocks of other sizes. On one GPU it is not refused for a thousandth of
-    the budget, but cached blocks are freed: now, and in ``ACTIVE`` after one step of sixteen.
-``ACTIVE``
-    Only the device's peak and the inputs' sizes are measured. The first steps also time the plan and torch's own
-    checkpointing in turn, if both are within the budget: NOTE [ Two plans in turn ] in ``timer.py``. If a step is above
-    the budget and there is no plan for less, it is noted; a second one soon after it is an error. One of several ranks
-    only notes it. Larger inputs take the least memory once, and then have a plan for the profile, enlarged.
-
-So a search takes five steps, and six if checkpointing is tried or the plan is corrected once. Each stage is a line
-in the log ``spillway.attach``.
+Torch's own checkpointing offloads nothing, and its replays have run before: it needs no warming up. An allocator counts
+a cached block whole, though a tensor takes a little less of it. So checkpointing may take a little more than its peak
+after steps with blocks of other sizes. On one GPU it is not refused for a thousandth of the budget, but cached blocks
+are freed: in ``VALIDATING``, and in ``ACTIVE`` after one step of sixteen.
 
 Ranks that share a model go through the stages in step: NOTE [ One plan for many ranks ] in ``ranks.py``. The stages of
 a pipeline are planned for together: ``pipeline.py``.

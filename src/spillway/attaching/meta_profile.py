@@ -150,7 +150,6 @@ class _LeavingGradients:
         self._end = 0.0
 
     def add(self, parameter: torch.Tensor) -> None:
-        """The gradient of a parameter has arrived."""
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
         now = self._device.seconds
@@ -206,12 +205,7 @@ class MetaProfiler:
             return None
         trace = self._tracer.finish()
         profile = compile_profile(
-            trace,
-            trace,
-            self._probes,
-            model=model,
-            device=self._device.device,
-            min_bytes=MIN_BYTES,
+            trace, trace, self._probes, model=model, device=self._device.device, min_bytes=MIN_BYTES
         )
         # The reloads took no time.
         kinds = tuple(replace(kind, recompute_factor=_RECOMPUTE_FACTOR) for kind in profile.kinds)

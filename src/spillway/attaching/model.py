@@ -4,9 +4,8 @@ NOTE [ Caches in training ]
 
 A block writes its keys and values into a cache, and would write them a second time when it is recomputed. Training does
 not need one: models of transformers make it since ``config.use_cache`` is set for generation. So it is switched off
-while an attached model is called in training, as transformers' own trainer and checkpointing do. The output then has no
-``past_key_values``, and gradients are bit for bit those of the model without a cache. In evaluation, and afterwards,
-the configuration is unchanged. A call that asks for a cache itself (``model(..., use_cache=True)``) is refused.
+while an attached model is called in training, as transformers' own trainer and checkpointing do. A call that asks for a
+cache itself (``model(..., use_cache=True)``) is refused.
 
 NOTE [ Checkpointing by flags ]
 
@@ -91,7 +90,6 @@ class ModelCall(ModuleCall):
 
     @staticmethod
     def of(model: Module) -> ModelCall:
-        """The call of an attached model."""
         call = model.__dict__[PLACE]
         assert isinstance(call, ModelCall)
         return call

@@ -43,11 +43,7 @@ _MOST_MISSED = 3
 
 
 class StageCollector(ProfileCollector):
-    """Collects the profile of the stage that has this place in the pipeline. One chunk of a step is traced.
-
-    Raises:
-        UnsupportedError: if ranks share its parameters.
-    """
+    """Collects the profile of the stage that has this place in the pipeline. One chunk of a step is traced."""
 
     def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
         super().__init__(module, session, min_bytes)
@@ -145,11 +141,7 @@ class PipelineSearch(PlanSearch):
 
 
 class PipelinePlanController(PlanController):
-    """Plans for all stages of a rank. See NOTE [ How the stages of a rank find their plans ].
-
-    Raises:
-        UsageError: for invalid limits (as for :class:`Planner`), and for stages on several devices.
-    """
+    """Plans for all stages of a rank. See NOTE [ How the stages of a rank find their plans ]."""
 
     search: PipelineSearch
 

@@ -13,8 +13,7 @@ model's parameters find one plan, and go through the stages of the search in ste
   it.
 
 Ranks communicate in calls of the model that all of them make. Under DDP these are the calls in which it reduces
-gradients. A rank may call the model under ``no_sync``, or without the wrapper, as often as it likes. A rank that waits
-longer than the group's timeout gets an error.
+gradients: a rank may call the model under ``no_sync``, or without the wrapper, as often as it likes.
 
 The groups are found when the model is first called: that of a ``DistributedDataParallel`` around it or in it, that of
 an ``FullyShardedDataParallel``, and the mesh dimensions of ``DTensor`` parameters. A pipeline's stage shares none.

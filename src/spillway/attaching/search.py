@@ -117,17 +117,13 @@ class PlanSearch:
             self.target = BudgetTarget(parse_budget(self._share, profile))
 
     def plan_for(self, profile: Profile) -> None:
-        """Choose the first plan of a profile; raises as :meth:`replan`."""
+        """Choose the first plan of a profile."""
         self.profile = self._profiled = profile
         self._is_checkpointing_over = False
         self.replan()
 
     def replan(self) -> None:
-        """Choose a plan for the profile and the target: that of torch's own checkpointing, unless another is faster.
-
-        Raises:
-            BudgetError: if there is none.
-        """
+        """Choose a plan for the profile and the target: that of torch's own checkpointing, unless another is faster."""
         assert self.profile is not None
         plan, target = None, self.known_target
         checkpointing = None if target.corrections else self._checkpointing(self.profile)

@@ -4,8 +4,8 @@ NOTE [ Two plans in turn ]
 
 Two plans within the budget, one of them torch's own checkpointing, are compared while the plan is active: some steps by
 one plan, some by the other, twice. If kernels are short, the CPU sets the time of a step, and other programs use the
-CPU, too: one step of each would say little. Each plan counts with the faster of its two runs, and a run takes as long
-as on the slowest rank. All of these are steps of training within the budget, with the same bits.
+CPU, too: one step of each would say little. A run takes as long as on the slowest rank, and each plan counts with the
+faster of its two runs.
 
 The first step of a run learns the order of tensors, and is not timed. A run begins and ends with a synchronisation, so
 that the CPU's lead does not count. A run in which inputs have another size, or replays are compared, begins again.
@@ -35,10 +35,7 @@ _MOST = 64
 class PlanTimer:
     """Gives the plan of the next step. See NOTE [ Two plans in turn ].
 
-    Args:
-        plans: each with what was measured of its step; the active one first, which also stays without a result.
-        device: where the model is.
-        ranks: those that train the model, and run the same plan.
+    Each plan has what was measured of its step. The first is the active one, which also stays without a result.
     """
 
     def __init__(

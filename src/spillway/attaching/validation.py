@@ -5,7 +5,6 @@ from __future__ import annotations
 import fnmatch
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -121,20 +120,15 @@ def _method_of(kind: type[Module], name: str) -> object:
 def cache_error(name: str, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> UsageError | None:
     """The error if one of a block's arguments is a cache of keys and values."""
     for value in (*args, *kwargs.values()):
-        kind: Any = type(value)
-        if _is_cache(kind):
+        kind = type(value)
+        # Those of transformers have such a method.
+        if hasattr(kind, "get_seq_length") and not issubclass(kind, torch.Tensor):
             return UsageError(
                 f"got a {kind.__name__} as an argument of {Named(name, module)}, which writes its keys and values "
                 f"there, and would write them a second time when it is recomputed; call the model with "
                 f"use_cache=False, and without a cache of your own"
             )
     return None
-
-
-@cache
-def _is_cache(kind: Any) -> bool:
-    """Whether it is one of transformers' caches."""
-    return hasattr(kind, "get_seq_length") and not issubclass(kind, torch.Tensor)
 
 
 def refuse_nested(blocks: Sequence[Named]) -> None:
@@ -174,11 +168,11 @@ def check_planned(policy: object, groups: object, plan: object, budget: object, 
 
 
 def check_limits(
-    limits: Mapping[str, object], optimizer: object, *, is_planned: bool, is_streamed: bool = False
+    limits: Mapping[str, object], optimizer: object, stream: object, budget: object, *, is_planned: bool
 ) -> None:
-    """Refuse limits of plans without a plan, and an optimizer that cannot be divided."""
+    """Refuse limits of plans without a plan, an optimizer that cannot be divided, and blocks that no plan chooses."""
     given = [name for name, each in limits.items() if each is not None]
-    given += ["optimizer"] if optimizer is not None and not is_streamed else []
+    given += ["optimizer"] if optimizer is not None and stream is None else []
     if given and not is_planned:
         raise UsageError(
             f"got {', '.join(given)} without a budget, and only plans for a budget use these options. Give budget=..."
@@ -188,10 +182,6 @@ def check_limits(
             f"optimizer: got {type(optimizer).__name__}, expected a spillway.OffloadedOptimizer, which can be "
             f"divided; leave out any other: its state is counted as it is"
         )
-
-
-def check_stream(stream: object, budget: object) -> None:
-    """Refuse the choice of blocks by a plan, if there is none."""
     if stream == "auto" and budget is None:
         raise UsageError('stream: got "auto" without a budget, expected both, or names or classes of blocks')
 

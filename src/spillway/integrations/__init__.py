@@ -14,9 +14,9 @@ from typing import Any
 
 from torch.nn import Module
 
-from spillway.attaching import Attached, attach, policy_named
+from spillway.attaching import Attached, as_policy, attach
 from spillway.attaching.call import ModuleCall
-from spillway.attaching.validation import check_limits, check_planned, check_stream
+from spillway.attaching.validation import check_limits, check_planned
 from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
 from spillway.parameters.streamable import trainer_of
@@ -27,11 +27,7 @@ _KNOWN = tuple(inspect.signature(attach).parameters)[1:]
 
 @dataclass(frozen=True)
 class AttachOptions:
-    """Options of :func:`spillway.attach`, by name.
-
-    Raises:
-        UsageError: for an unknown option or policy, and for options that exclude each other.
-    """
+    """Options of :func:`spillway.attach`, by name, which are checked at once."""
 
     options: dict[str, Any]
 
@@ -42,23 +38,19 @@ class AttachOptions:
                     f"{name}={value!r:.200}: spillway.attach has no option {name!r}; {perhaps(name, _KNOWN)}there are "
                     f"{', '.join(_KNOWN)}"
                 )
-        if isinstance(self.options.get("policy"), str):
-            policy_named(self.options["policy"])
+        as_policy(self.options.get("policy"))
         given: dict[str, Any] = {**dict.fromkeys(_KNOWN), **self.options}
         is_planned = given["budget"] is not None or given["plan"] is not None
         if is_planned:
             takes_all = given["every"] in (None, 1) and given["first"] is None and not given["keep_last"]
             check_planned(given["policy"], given["groups"], given["plan"], given["budget"], takes_all=takes_all)
         limits = {name: given[name] for name in ("hardware", "host_budget", "disk_budget", "allow")}
-        check_limits(limits, given["optimizer"], is_planned=is_planned, is_streamed=given["stream"] is not None)
-        check_stream(given["stream"], given["budget"])
+        check_limits(limits, given["optimizer"], given["stream"], given["budget"], is_planned=is_planned)
 
     @property
     def recomputes(self) -> bool:
         """Whether blocks are checkpointed, so that the trainer must not checkpoint them too."""
-        policy = self.options.get("policy")
-        if isinstance(policy, str):
-            policy = policy_named(policy)
+        policy = as_policy(self.options.get("policy"))
         return isinstance(policy, Recompute) if policy is not None else self.options.get("groups") is None
 
     def attach(self, model: Module, optimizers: Iterable[object] = ()) -> Attached:

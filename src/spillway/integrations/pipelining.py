@@ -297,7 +297,6 @@ class _StageCalls:
         self._removed = False
 
     def install(self) -> None:
-        """Replace the stage's methods."""
         own = self.stage.__dict__
         self._before = {name: own[name] for name in self._ours if name in own}
         self._methods = {name: getattr(self.stage, name) for name in self._ours}

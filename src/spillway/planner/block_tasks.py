@@ -330,15 +330,11 @@ class ResolvedDecisions:
         if again == made and again:
             # Nothing is preserved, so no operator is left out.
             runs = frozenset(place for place in range(reach) if not block.operators[place].is_view)
-        held = {
+        held = given.union(
             number
             for number, value in enumerate(values)
             if value.saved_at is not None and number not in again and (value.maker is not None or value.is_input)
-        }
-        held |= given
-        if again:
-            # A replay needs the inputs, saved or not.
-            held.update(number for number, value in enumerate(values) if value.is_input)
+        )
         offloaded = {
             number: decisions[number] is Decision.OFFLOAD_DISK
             for number in sorted(held, key=lambda number: offloaded_at(block, number))
@@ -389,9 +385,9 @@ def _replayed(
     found = list(zip(block.operators, acts, strict=True))[:reach]
     runs = {place for place, (each, act) in enumerate(found) if act is Act.RUN and not each.is_view}
     given = {number for each, act in found if act is Act.GIVE for number in each.makes}
-    return frozenset(runs), frozenset(
-        given.union(number for number, value in enumerate(block.values) if value.is_input)
-    )
+    # A replay needs the inputs, saved or not.
+    given.update(number for number, value in enumerate(block.values) if value.is_input)
+    return frozenset(runs), frozenset(given)
 
 
 def as_planned(block: BlockProfile, decisions: Sequence[Decision], min_bytes: int) -> list[Decision]:

@@ -170,7 +170,7 @@ class CostModel:
             _Part(
                 outside(part.before, part.after),
                 [
-                    _Row(tables[id(problem.options[block])], block, problem.extra_of(block))
+                    _Row(tables[id(problem.options[block])], block, problem.extra_bytes[block])
                     for block in problem.blocks_of(number)
                 ],
                 [outside(part.middle), outside(part.late)],
@@ -229,7 +229,7 @@ class _Recurrence:
             written = self._write - rates.window / rates.out - rates.window / rates.disk_write
             self._compute(at("forward_seconds"), at("forward_host"), copied, written)
             if before is not None and row.block is not None:
-                # Bytes that count once: see counted_twice().
+                # Bytes that count once: see Problem.program().
                 twice = numpy.where(before("output") == at("input"), at("input"), 0.0)
                 self._shared[id(row)] = twice
                 self._level = self._level - twice

@@ -105,11 +105,7 @@ class FileRecord(Record):
 
 
 def read_file(path: str | os.PathLike[str], what: str) -> bytes:
-    """The content of a regular file. Other files may block for ever, as a FIFO that no process writes to.
-
-    Raises:
-        UsageError: if there is no such file.
-    """
+    """The content of a regular file. Other files may block for ever, as a FIFO that no process writes to."""
     why: object = None
     try:
         if stat.S_ISREG(os.stat(path).st_mode):
@@ -121,11 +117,7 @@ def read_file(path: str | os.PathLike[str], what: str) -> bytes:
 
 
 def write_file(path: str | os.PathLike[str], text: str, *, what: str = "path") -> None:
-    """Write a file; errors call its path ``what``.
-
-    Raises:
-        UsageError: if there can be no such file: see :func:`check_writable`.
-    """
+    """Write a file that passes :func:`check_writable`; errors call its path ``what``."""
     check_writable(what, path)
     try:
         Path(path).write_text(text, encoding="utf-8")
@@ -138,9 +130,6 @@ def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
 
     Regular files, new names in a folder, and character devices (``/dev/null``, a terminal) can. Writing to a FIFO may
     block for ever. A link is checked by its target. Errors call the path ``what``; ``None`` stands for no file.
-
-    Raises:
-        UsageError: if there can be no such file.
     """
     if path is None:
         return

@@ -32,6 +32,7 @@ _DIGITS = 9
 _MOST_SETS = 24
 _PARTS = 5
 """Parts of a set that are offloaded or stay."""
+_TIERS = {"host": Decision.OFFLOAD_HOST, "disk": Decision.OFFLOAD_DISK}
 _SMALL = 4096
 _LARGE = 1e6
 
@@ -42,11 +43,7 @@ def block_options(block: BlockProfile, *, min_bytes: int, allow: Collection[str]
     Values below ``min_bytes`` are not offloaded. If nothing else is allowed, values are kept.
     """
     sets = preserved_sets(block) if "recompute" in allow else [_all_saved(block)]
-    tiers = [
-        decision
-        for name, decision in (("host", Decision.OFFLOAD_HOST), ("disk", Decision.OFFLOAD_DISK))
-        if name in allow
-    ]
+    tiers = [decision for name, decision in _TIERS.items() if name in allow]
     if not tiers and "keep" not in allow and "recompute" in allow:
         sets = [frozenset()]
     found: dict[tuple[Decision, ...], Option] = {}
@@ -58,12 +55,7 @@ def block_options(block: BlockProfile, *, min_bytes: int, allow: Collection[str]
 
 
 def _spread(
-    block: BlockProfile,
-    preserved: frozenset[int],
-    tiers: Sequence[Decision],
-    min_bytes: int,
-    *,
-    keeps: bool,
+    block: BlockProfile, preserved: frozenset[int], tiers: Sequence[Decision], min_bytes: int, *, keeps: bool
 ) -> Iterable[tuple[Decision, ...]]:
     """The set, with no value, the inputs, or ever more of the first values offloaded."""
     inputs = [number for number, value in enumerate(block.values) if value.is_input]

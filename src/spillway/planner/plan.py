@@ -186,11 +186,7 @@ def check_allow(allow: object) -> None:
 
 
 def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:
-    """The option of each call of a block in a plan.
-
-    Raises:
-        UsageError: if the plan is for another model.
-    """
+    """The option of each call of a block in a plan."""
     if [block.name for block in plan.blocks] != [call.name for call in profile.calls]:
         raise UsageError(
             f"The plan is for {plan.model} with {len(plan.blocks)} blocks, and the profile has the "
@@ -215,24 +211,16 @@ def _decisions(block: BlockProfile, planned: BlockPlan) -> list[Decision]:
 
 
 def program_of(profile: Profile, plan: Plan) -> Program:
-    """The step of a plan, from a profile that is :func:`divided` if it has an optimizer.
-
-    Raises:
-        UsageError: if the plan is for another model.
-    """
+    """The step of a plan, from a profile that is :func:`divided` if it has an optimizer."""
     return _program(profile, options_of(profile, plan))
 
 
 def uniform_options(profile: Profile, decision: Decision) -> list[Option]:
     """For each call of a block: keep its inputs, with one decision for the rest."""
-    kinds = [
-        make_option(
-            kind,
-            [Decision.KEEP if value.is_input else decision for value in kind.values],
-            min_bytes=profile.min_bytes,
-        )
-        for kind in profile.kinds
-    ]
+    kinds = []
+    for kind in profile.kinds:
+        decisions = [Decision.KEEP if value.is_input else decision for value in kind.values]
+        kinds.append(make_option(kind, decisions, min_bytes=profile.min_bytes))
     return [kinds[call.kind] for call in profile.calls]
 
 

@@ -9,8 +9,7 @@ the largest tensors are tried: a Llama's MLP saves three, one after the other. A
 sixteenth of the available memory is halved.
 
 Simulated steps of Llama-8B on an H200 (2026-11-22) within checkpointing's peak: with three of the largest tensors they
-are 1 % (32768 tokens) and 1.5 % (8192) shorter than with 1 GiB and 2 GiB. Another limit for prefetching was tried: it
-made steps 0.1 % shorter in the mean, and was removed.
+are 1 % (32768 tokens) and 1.5 % (8192) shorter than with 1 GiB and 2 GiB.
 
 NOTE [ Bandwidth to plan with ]
 
@@ -80,9 +79,9 @@ from spillway.planner.plan import (
     uniform_options,
     uniform_program,
 )
-from spillway.planner.profile import BlockProfile, Outside, Profile
+from spillway.planner.profile import Outside, Profile
 from spillway.planner.solve import LATE, Solution, solve
-from spillway.planner.tasks import Option, Part, Problem, Rates, TaskBytes, Turn
+from spillway.planner.tasks import Part, Problem, Rates, TaskBytes, Turn
 from spillway.planner.timeline import simulate_program
 from spillway.types import Decision
 from spillway.units import parse_bytes, read_budget
@@ -99,8 +98,8 @@ _SHARE = 16
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """The fractions of an optimizer on the CPU that are tried, beside all of it."""
 _MOST_SLACK = 64 << 20
-_MOST_KINDS = 32
-"""Kinds of blocks whose options are remembered."""
+_block_options = functools.lru_cache(32)(block_options)
+"""One plan solves many steps of the same blocks."""
 _SAME = 1.001
 """If steps are this close, the one with fewer weights on the GPU is taken."""
 
@@ -130,24 +129,23 @@ def make_plan(
     most, nbytes = parse_bytes(window, what="window"), parse_budget(budget, profile)
     rates = planning_rates(hardware, most)
 
-    def problem_for(part: Profile) -> Problem:
-        return problem_of(part, rates, budget=nbytes, host_budget=host_budget, disk_budget=disk_budget, allow=allow)
+    limits: dict[str, Any] = {"budget": nbytes, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
 
-    def problem_with_fraction(fraction: float) -> Problem:
-        return problem_for(divided(profile, fraction, hardware))
+    def solved(part: Profile, windows: Iterable[int]) -> Solution:
+        return best_of(problem_of(part, rates, **limits), windows)
 
     # With all of an optimizer on the CPU, a step takes the least memory: if that does not fit, no other fraction does.
     fraction = 1.0
     sizes = windows_of([profile], most, may_grow=may_grow, available=nbytes - profile.static_bytes)
-    best = best_of(problem_with_fraction(fraction), sizes)
+    best = solved(divided(profile, fraction, hardware), sizes)
     for other in _FRACTIONS if profile.optimizer is not None else ():
         with contextlib.suppress(BudgetError):
-            found = best_of(problem_with_fraction(other), [best.problem.rates.window])
+            found = solved(divided(profile, other, hardware), [best.problem.rates.window])
             fraction, best = min((fraction, best), (other, found), key=lambda each: each[1].seconds)
     names: tuple[str, ...] = ()
     if places_weights and profile.optimizer is None:
         chosen = [best.problem.rates.window]
-        names, best = _placed(profile, best, lambda part: best_of(problem_for(part), chosen))
+        names, best = _placed(profile, best, lambda part: solved(part, chosen))
     plan = plan_of(with_weights(divided(profile, fraction, hardware), names), best)
     return replace(plan, resident=names, optimizer_fraction=None if profile.optimizer is None else fraction)
 
@@ -209,11 +207,7 @@ def profile_for(profile: Profile, plan: Plan, hardware: Hardware) -> Profile:
 
 
 def make_checkpointing_plan(profile: Profile, hardware: Hardware, *, budget: int, window: int) -> Plan:
-    """The plan of torch's checkpointing: each block is recomputed, and only its inputs are kept.
-
-    Raises:
-        BudgetError: if it is not within the budget.
-    """
+    """The plan of torch's checkpointing: each block is recomputed, and only its inputs are kept."""
     options = [(option,) for option in uniform_options(profile, Decision.RECOMPUTE)]
     rates = planning_rates(hardware, window)
     return plan_of(profile, solve(problem_with(profile, options, rates, budget=budget)))
@@ -234,24 +228,14 @@ def problem_of(
         for nbytes, what in ((host_budget, "host_budget"), (disk_budget, "disk_budget"))
     )
     check_allow(allow)
-    kinds = [_remembered_options(kind, profile.min_bytes, frozenset(allow)) for kind in profile.kinds]
+    kinds = [_block_options(kind, min_bytes=profile.min_bytes, allow=frozenset(allow)) for kind in profile.kinds]
     problem = problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget)
     late = LATE if any(kind.host is not None for kind in profile.kinds) else 1.0
     return replace(problem, host_budget=host, disk_budget=disk, late=late)
 
 
-@functools.lru_cache(_MOST_KINDS)
-def _remembered_options(kind: BlockProfile, min_bytes: int, allow: frozenset[str]) -> tuple[Option, ...]:
-    """The options of a block. One plan solves many steps of the same blocks."""
-    return block_options(kind, min_bytes=min_bytes, allow=allow)
-
-
 def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
-    """The fastest step of several windows, tried in this order; the problem's own window does not count.
-
-    Raises:
-        BudgetError: if no choice fits with any window: it names the least budget that was found.
-    """
+    """The fastest step of several windows, tried in this order; the problem's own window does not count."""
     best: Solution | None = None
     refused: BudgetError | None = None
     for window in windows:
@@ -345,18 +329,6 @@ class Point:
     """The bytes of its tasks, in order, if they were measured."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Predicted seconds of a step over its predicted peak."""
-
-    points: tuple[Point, ...]
-    """Plans by their peaks, without those that are both larger and slower than another."""
-    keep: Point
-    """A step that keeps everything, weights included where plans place them."""
-    checkpoint: Point
-    """A step that keeps the inputs of blocks, and recomputes the rest."""
-
-
 def make_curve(
     profile: Profile,
     hardware: Hardware,
@@ -364,26 +336,23 @@ def make_curve(
     points: int = POINTS,
     on_point: Callable[[int, int], None] | None = None,
     **limits: Any,
-) -> Curve:
+) -> tuple[Point, ...]:
     """Plan for several budgets, at least 2: see NOTE [ Budgets of a curve ]. The limits are those of :func:`make_plan`.
 
-    After each plan, ``on_point`` is called with the number of plans so far, and of all.
+    Gives plans by their peaks, without those that are both larger and slower than another. After each plan,
+    ``on_point`` is called with the number of plans so far, and of all.
     """
     if type(points) is not int or points < 2:
         raise UsageError(f"points: got {points!r}, expected an integer of at least 2")
     planned = functools.partial(make_plan, profile, hardware, **limits)
-    rates = planning_rates(hardware, parse_bytes(limits["window"], what="window"))
     try:
         least = planned(budget=0).predicted_peak
     except BudgetError as error:
         least = error.least
     here = {call.name for call in profile.calls} if limits.get("places_weights") else set()
-    keep, checkpoint = (
-        Point(timeline.peak_bytes, timeline.seconds)
-        for decision, part in ((Decision.KEEP, with_weights(profile, here)), (Decision.RECOMPUTE, profile))
-        for timeline in [simulate_program(uniform_program(part, decision), rates)]
-    )
-    budgets = _budgets(profile.static_bytes, least, keep.peak_bytes, points)
+    keeping = uniform_program(with_weights(profile, here), Decision.KEEP)
+    most = simulate_program(keeping, planning_rates(hardware, parse_bytes(limits["window"], what="window"))).peak_bytes
+    budgets = _budgets(profile.static_bytes, least, most, points)
     found = []
     for number, budget in enumerate(budgets, 1):
         # The curve begins later if the budget of CPU memory or of the disk rules out the smallest steps.
@@ -392,7 +361,7 @@ def make_curve(
             found.append(Point(plan.predicted_peak, plan.predicted_seconds))
         if on_point is not None:
             on_point(number, len(budgets))
-    return Curve(frontier(found), keep, checkpoint)
+    return frontier(found)
 
 
 def frontier(points: Iterable[Point]) -> tuple[Point, ...]:
@@ -443,11 +412,7 @@ def make_stage_plans(
     """A plan for each stage, so that their rank's step is within a budget and as short as it can be.
 
     The predictions of all of them are those of the rank. The part of a turn is a stage's place in ``stages``. When the
-    rank's step begins, ``static_bytes`` are in use. The limits are those of
-    :func:`make_plan`, in bytes.
-
-    Raises:
-        BudgetError: if no plan is within the budget.
+    rank's step begins, ``static_bytes`` are in use. The limits are those of :func:`make_plan`, in bytes.
     """
     few, profiles = shortened(turns), [stage.profile for stage in stages]
     rates = planning_rates(hardware, window)
@@ -468,13 +433,9 @@ def make_stage_plans(
     best = best_of(problem, sizes)
     # The turns that were left out take as long as the others.
     times = len(turns) / len(few)
-    plans = [plan_of(profile, best, part=part) for part, profile in enumerate(profiles)]
+    plans = (plan_of(profile, best, part=part) for part, profile in enumerate(profiles))
     return [
-        replace(
-            plan,
-            predicted_seconds=plan.predicted_seconds * times,
-            stall_seconds=plan.stall_seconds * times,
-        )
+        replace(plan, predicted_seconds=plan.predicted_seconds * times, stall_seconds=plan.stall_seconds * times)
         for plan in plans
     ]
 

@@ -110,12 +110,10 @@ class OperatorProfile(Record):
 
     @property
     def is_view(self) -> bool:
-        """Whether it computes nothing."""
         return self.replay is ReplayRule.VIEW
 
     @property
     def always_runs(self) -> bool:
-        """Whether every replay runs it."""
         return self.replay is ReplayRule.ALWAYS
 
     @property

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -74,20 +73,14 @@ class Solution:
 
     @property
     def options(self) -> list[Option]:
-        """The option of each block."""
         return [each[number] for each, number in zip(self.problem.options, self.chosen, strict=True)]
 
 
 def solve(problem: Problem, *, seconds: float = 3.0, near: Solution | None = None) -> Solution:
     """The fastest choice that fits the budgets; of equally fast ones the smallest, then the first.
 
-    Args:
-        problem: the step, and its blocks' options.
-        seconds: about how long the search may take, counted as work, so that every rank has the same answer.
-        near: a solution of the same blocks and options, as with another window. The search begins there, too.
-
-    Raises:
-        spillway.BudgetError: no choice fits.
+    The search takes about so many ``seconds``, counted as work, so that every rank has the same answer. It also begins
+    ``near`` a solution of the same blocks and options, as with another window.
     """
     search = _Search(problem, seconds)
     found = search.run(near)
@@ -194,15 +187,16 @@ class _Search:
         for index in numpy.lexsort(keys[::-1]):
             if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:4]:
                 return
-            self._timeline(_numbers(ways[index]))
+            self._timeline(tuple(ways[index].tolist()))
 
     # Starts.
 
     def _starts(self, near: Solution | None) -> list[Chosen]:
         """The given solution, and the mixtures of two options with the best estimates; the best first."""
         mixtures = self._mixtures()
-        nearest = _numbers(mixtures[self._order(mixtures, (0.0, 0.0))[0]])
-        starts = {_numbers(mixtures[index]) for index in self._order(mixtures, self._correction(nearest))[:_STARTS]}
+        nearest = tuple(mixtures[self._order(mixtures, (0.0, 0.0))[0]].tolist())
+        order = self._order(mixtures, self._correction(nearest))
+        starts = {tuple(row) for row in mixtures[order[:_STARTS]].tolist()}
         return sorted(starts if near is None else starts | {near.chosen}, key=self._rank)
 
     def _mixtures(self) -> Choices:
@@ -228,7 +222,7 @@ class _Search:
             on_the_way = here
             rows = self._neighbours(here)
             for index in self._order(rows, self._correction(here))[:_TRIED]:
-                chosen = _numbers(rows[index])
+                chosen = tuple(rows[index].tolist())
                 if self._rank(chosen) < self._rank(here):
                     here = chosen
                     break
@@ -263,10 +257,6 @@ class _Search:
                 others = set(range(len(self._problem.options[first]))) - {here}
                 rows += [[*chosen[:begin], *[number] * (end - begin), *chosen[end:]] for number in sorted(others)]
         return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(chosen))
-
-
-def _numbers(row: Iterable[int]) -> Chosen:
-    return tuple(int(number) for number in row)
 
 
 def _too_small(problem: Problem, least: Solution) -> BudgetError:

@@ -188,7 +188,7 @@ class Option:
     """Bytes of parameters that autograd saved, which backward takes. Their keys follow those of the values."""
 
     def placed(
-        self, prefix: str, by: int, twice: int, extra: int, block: int = 0, streamed: Sequence[int] = ()
+        self, prefix: str, by: int, twice: int, extra: int, block: int, streamed: Sequence[int]
     ) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.
 
@@ -231,21 +231,11 @@ class Option:
 
     @property
     def sent_bytes(self) -> int:
-        """Offloaded bytes."""
         return sum(sent.nbytes for task in self.forward for sent in task.sends)
 
     @property
     def recompute_seconds(self) -> float:
-        """Seconds of recomputation."""
         return sum(task.seconds for task in self.backward if task.phase is Phase.RECOMPUTE)
-
-
-def counted_twice(output_bytes: int, input_bytes: int) -> int:
-    """Bytes that a block keeps as its output, and the next one as its input.
-
-    If the next block keeps more than that one input, the two cannot be told apart, and no bytes are shared.
-    """
-    return output_bytes if output_bytes == input_bytes else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,10 +296,10 @@ class Problem:
     rates: Rates
     budget: int
     """Most bytes that may be allocated on the GPU."""
-    extra_bytes: tuple[int, ...] = ()
-    """See :meth:`extra_of`. ``()``: 0 for each block."""
-    streamed: tuple[tuple[int, ...], ...] = ()
-    """See :meth:`streamed_of`. ``()``: none for each block."""
+    extra_bytes: tuple[int, ...]
+    """For each block, the rise of the level in its backward, beyond that of its options."""
+    streamed: tuple[tuple[int, ...], ...]
+    """For each block, bytes of its streamed parameters."""
     host_budget: int | None = None
     disk_budget: int | None = None
     late: float = 1.0
@@ -334,12 +324,13 @@ class Problem:
             before = let_go = 0
             for block in blocks:
                 option = options[block]
-                by, twice = first[block] + turn.chunk * first[-1], counted_twice(before, option.input_bytes)
+                by = first[block] + turn.chunk * first[-1]
+                # Bytes that the block before keeps as its output. Those of several inputs cannot be told apart.
+                twice = before if before == option.input_bytes else 0
                 key = (block, chosen[block], by, twice)
                 if key not in self.placed:
-                    self.placed[key] = option.placed(
-                        f"{self.names[block]} ", by, twice, self.extra_of(block), block, self.streamed_of(block)
-                    )
+                    prefix, extra = f"{self.names[block]} ", self.extra_bytes[block]
+                    self.placed[key] = option.placed(prefix, by, twice, extra, block, self.streamed[block])
                 placed.append(self.placed[key])
                 before = option.output_bytes
                 let_go += option.let_go_bytes
@@ -353,14 +344,6 @@ class Problem:
             tasks += (task.later() for task in backward) if turn.part in had_backward else backward
             had_backward.add(turn.part)
         return Program(self.static_bytes, tuple(tasks))
-
-    def extra_of(self, block: int) -> int:
-        """The rise of the level in a block's backward, beyond that of its options."""
-        return self.extra_bytes[block] if self.extra_bytes else 0
-
-    def streamed_of(self, block: int) -> tuple[int, ...]:
-        """Bytes of each of a block's streamed parameters."""
-        return self.streamed[block] if self.streamed else ()
 
     def blocks_of(self, part: int) -> range:
         """Numbers of a part's blocks."""

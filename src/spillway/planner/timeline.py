@@ -161,11 +161,8 @@ def simulate_program(program: Program, rates: Rates, *, spans: bool = False) -> 
     counts in CPU memory, or on the disk, from when its copy is queued until it is dropped. Buffers in CPU memory
     through which bytes get to the disk do not count.
 
-    Args:
-        program: the step.
-        rates: bandwidths and in-flight limits.
-        spans: also return the spans of each stream, and the levels of each tier. While a task runs, its level is the
-            most that it needs.
+    With ``spans``, it has the spans of each stream and the levels of each tier. While a task runs, its level is the
+    most that it needs.
     """
     walk = _Walk(program, rates, spans)
     for task in program.tasks:
@@ -293,7 +290,6 @@ class _Walk:
                 self._drop(self._by_key.pop(key))
 
     def ended(self) -> Timeline:
-        """The timeline, after the last task."""
         return Timeline(
             seconds=self._now,
             stall_seconds=self._stall,
@@ -356,7 +352,6 @@ class _Walk:
         self._note_level()
 
     def _fetch(self, storage: Storage) -> None:
-        """Queue a reload."""
         sent, ready = storage.sent, self._now
         if sent.on_disk:
             ready = self._copy("disk", storage.sender, ready, sent.nbytes / self._rates.disk_read, sent.key)
@@ -450,10 +445,7 @@ class _Walk:
 
 
 def settled(shares: Sequence[int]) -> list[int]:
-    """The same sum with no share below zero: a deficit is taken from the share before it.
-
-    Args:
-        shares: bytes of holders, in an order in which each may take from those before. The first may stay below zero.
+    """The same sum with no share below zero, but for the first: a deficit is taken from the share before it.
 
     Example:
         >>> settled([10, 4, -1, 2])

@@ -36,17 +36,8 @@ def compile_profile(
 ) -> Profile:
     """The profile of a step, in which blocks were recomputed and inputs of at least ``min_bytes`` offloaded.
 
-    Args:
-        timed: the step that gives the times.
-        weighed: the step that gives the bytes, with calls of the same kinds, or the same step.
-        probes: of one call of each kind of block.
-        model: its class.
-        device: where it computed.
-        min_bytes: smaller tensors were not offloaded.
-        known: the bytes at the start of the step that could be told apart.
-
-    Raises:
-        UnsupportedError: if no backward came through the blocks one after the other.
+    Times are those of ``timed``. Bytes are those of ``weighed``, a step with calls of the same kinds, or the same step.
+    The bytes at its start that could be told apart are ``known``.
     """
     numbers_of: dict[Hashable, list[int]] = {}
     for number, call in enumerate(timed.calls):
@@ -103,10 +94,8 @@ def _with_casts(profile: Profile, weighed: StepTrace) -> Profile:
     cached_bytes = sum(profile.kinds[call.kind].cached_bytes for call in profile.calls)
     if not cached_bytes:
         return profile
-    order = weighed.order
-    uncast = [
-        place for place in order[order.index(("end", last)) : order.index(("back", last))] if place[0] == "uncast"
-    ]
+    at = weighed.order.index
+    uncast = [place for place in weighed.order[at(("end", last)) : at(("back", last))] if place[0] == "uncast"]
     if _LEFT in weighed.readings or uncast:
         # Plans count these bytes for the blocks.
         middle = replace(profile.middle, change_bytes=profile.middle.change_bytes + cached_bytes)

@@ -229,11 +229,7 @@ def cache_file(
 
 
 def keep(hardware: Hardware, file: Path | None) -> None:
-    """Write the file, readable for the user alone. A reader meanwhile gets the old file or the new one.
-
-    Warns:
-        UserWarning: if it cannot be written.
-    """
+    """Write the file, readable for the user alone. A reader meanwhile gets the old file or the new one."""
     try:
         if file is None:
             raise FileNotFoundError("there is no home directory")
@@ -372,11 +368,6 @@ def measure_drive(backend: Backend, directory: str | os.PathLike[str] | None, se
     """Write to the disk and read it again, by the backend's threads. ``None``: where a session's spill file is.
 
     On a disk that takes longer than ``seconds`` for one piece, this one piece is written and read.
-
-    Raises:
-        SpillPathError: if no spill file can be made there.
-        TierFullError: if the disk is as good as full.
-        TransferError: if the disk failed.
     """
     with closing(SpillFile(directory)) as file:
         free = shutil.disk_usage(file.directory).free

@@ -239,11 +239,7 @@ class MetaTensors:
         self._values = weakref.WeakKeyDictionary[torch.UntypedStorage, torch.UntypedStorage]()
 
     def of(self, leaf: Any) -> Any:
-        """The ``meta`` tensor for a tensor, which has its present values: always the same. Anything else stays.
-
-        Raises:
-            UnsupportedError: for a tensor that consists of several, or is not strided.
-        """
+        """The ``meta`` tensor for a tensor, which has its present values: always the same. Anything else stays."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         known = self._tensors.get(id(leaf))
@@ -257,11 +253,7 @@ class MetaTensors:
         return {name: self.of(tensor) for name, tensor in named}
 
     def result(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of an operator whose output depends on values.
-
-        Raises:
-            UnsupportedError: if the values are unknown.
-        """
+        """The output of an operator whose output depends on values, which must be known."""
         if not self._are_known(args, kwargs):
             raise UnsupportedError(
                 f"profile without the hardware: {func} depends on the values of tensors, and meta tensors have none; "
@@ -348,11 +340,7 @@ class MetaTensors:
 
 @contextmanager
 def without_values(what: str, advice: str) -> Iterator[None]:
-    """A context whose code must not ask for the values of tensors.
-
-    Raises:
-        UnsupportedError: if it does.
-    """
+    """A context whose code must not ask for the values of tensors."""
     try:
         yield
     except RuntimeError as error:

@@ -102,17 +102,14 @@ class Probe(OperatorMode):
             _keep_busy(self._device)
             self._busy = torch.Event(self._device)
             self._busy.record(torch.accelerator.current_stream(self._device))
-        self._recorder = recorder
+        self._recorder, block = recorder, self._block()
+        # Torch warns of hooks if a compiled module is called.
+        may_hook = block is not None and not any(map(is_compiled, block.modules()))
         try:
-            with Locator(modules=self._may_hook(), operators=False, root=self._block()) as self._locator, self:
+            with Locator(modules=may_hook, operators=False, root=block) as self._locator, self:
                 yield
         finally:
             self._recorder = self._locator = None
-
-    def _may_hook(self) -> bool:
-        """Whether modules may have hooks: torch warns of them if a compiled one is called."""
-        block = self._block()
-        return block is not None and not any(map(is_compiled, block.modules()))
 
     def ended(self, recorder: Recorder) -> None:
         count = len(recorder.operators)

@@ -73,11 +73,7 @@ _MOST_BATCH = 880801
 
 
 def first_attention(attention: str | None, hardware: Hardware) -> str:
-    """Which kernel of attention is tried first. See NOTE [ Attention kernels ].
-
-    Raises:
-        UsageError: for a name that is not known.
-    """
+    """Which kernel of attention is tried first. See NOTE [ Attention kernels ]."""
     if attention is None:
         return "cudnn" if _is_since_hopper(hardware) else "flash"
     if attention not in ATTENTIONS:

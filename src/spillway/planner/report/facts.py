@@ -6,12 +6,12 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
-from spillway.planner.planner import Curve, Point, planning_rates, profile_for
+from spillway.planner.planner import Point, planning_rates, profile_for
 from spillway.planner.profile import BlockProfile, Profile
 from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
@@ -53,7 +53,7 @@ class Row:
     recompute_seconds: float
     reason: str
     operators: tuple[OperatorRow, ...]
-    kind: int = 0
+    kind: int
     """Its place in :attr:`Profile.kinds`."""
 
 
@@ -150,7 +150,7 @@ class Facts:
     """The peak and the time of a real step, if one was measured."""
     notes: tuple[str, ...]
     """Notes on the search for the plan."""
-    curve: Curve | None
+    curve: tuple[Point, ...]
     """Plans for other budgets, if there are any."""
 
     @property
@@ -332,14 +332,11 @@ def facts_of(
     *,
     measured: Point | None = None,
     notes: Sequence[str] = (),
-    curve: Curve | None = None,
+    curve: tuple[Point, ...] = (),
 ) -> Facts:
     """Simulate a plan with the bandwidths of some hardware, and gather its numbers.
 
     If the plan divides an optimizer, all simulated steps have the same part of it on the GPU.
-
-    Raises:
-        UsageError: for a plan of another model.
     """
     profile = profile_for(profile, plan, hardware)
     program, rates = program_of(profile, plan), planning_rates(hardware, plan.window)
@@ -359,7 +356,7 @@ def facts_of(
         hardware=hardware.name,
         program=program,
         rows=tuple(
-            replace(_row(profile.kinds[call.kind], block, option, profile.min_bytes), kind=call.kind)
+            _row(profile, call.kind, block, option)
             for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
         ),
         instants=instants,
@@ -470,8 +467,9 @@ def _difference(found: float, expected: float) -> str:
     return f"{found / expected - 1:+.1%}" if expected else "-"
 
 
-def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -> Row:
-    resolved = ResolvedDecisions.of(kind, option.decisions, min_bytes)
+def _row(profile: Profile, number: int, block: BlockPlan, option: Option) -> Row:
+    kind = profile.kinds[number]
+    resolved = ResolvedDecisions.of(kind, option.decisions, profile.min_bytes)
     operators = tuple(_operators(kind, block, option, resolved))
     words = [*(["offload"] if resolved.offloaded else []), *(["recompute"] if resolved.recomputed else [])]
     return Row(
@@ -483,6 +481,7 @@ def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -
         recompute_seconds=block.recompute_seconds,
         reason=_reason(block, operators),
         operators=operators,
+        kind=number,
     )
 
 

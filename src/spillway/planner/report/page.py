@@ -47,11 +47,7 @@ _ORDER = [
 
 
 def to_page(facts: Facts) -> str:
-    """The page. See NOTE [ Content policy of the page ].
-
-    Raises:
-        UsageError: if plotly is not installed.
-    """
+    """The page. See NOTE [ Content policy of the page ]."""
     graph_objects()
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -126,52 +122,42 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
     times = [seconds * faster for seconds in facts.instants]
     hides = hides_static(facts)
     figure = graph_objects().Figure()
+
+    def add(name: str, x: Sequence[float], sizes: Sequence[float], looks: dict[str, Any], **more: Any) -> None:
+        y = [_short(nbytes / scale) for nbytes in sizes]
+        figure.add_scatter(name=name, x=x, y=y, mode="lines", line=looks, hovertemplate=f"%{{y:.2f}} {unit}", **more)
+
     for layer in facts.layers:
-        figure.add_scatter(
-            x=times,
-            y=[_short(nbytes / scale) for nbytes in layer.nbytes],
-            name=layer.name,
+        add(
+            layer.name,
+            times,
+            layer.nbytes,
+            {"width": 0.5, "shape": "hv", "color": layer.colour},
             stackgroup="device",
-            mode="lines",
-            line={"width": 0.5, "shape": "hv", "color": layer.colour},
             fillcolor=layer.colour,
             showlegend=not (hides and layer.key in STATIC),
-            hovertemplate=f"%{{y:.2f}} {unit}",
         )
-    top = facts.timeline.peak_bytes / scale
-    budget = facts.plan.budget / scale
+    top, budget = facts.timeline.peak_bytes, facts.plan.budget
     lines = [("budget", budget, _RED, "dash")] if budget <= 1.5 * top else []
     tasks = facts.measured_tasks
     if facts.measured is not None and not tasks:
-        lines.append(("measured peak", facts.measured.peak_bytes / scale, _MEASURED, "dot"))
+        lines.append(("measured peak", facts.measured.peak_bytes, _MEASURED, "dot"))
     if tasks:
-        figure.add_scatter(
-            x=[seconds * faster for task in tasks for seconds in (task.start, task.end)],
-            y=[_short(nbytes / scale) for task in tasks for nbytes in (task.peak, task.level)],
-            name="measured",
-            mode="lines",
-            line={"color": _MEASURED, "width": 2, "shape": "hv"},
-            hovertemplate=f"%{{y:.2f}} {unit}",
-        )
-    for name, height, colour, dash in lines:
-        figure.add_scatter(
-            x=[times[0], times[-1]],
-            y=[height, height],
-            name=name,
-            mode="lines",
-            line={"color": colour, "width": 2, "dash": dash},
-            hovertemplate=f"%{{y:.2f}} {unit}",
-        )
+        moments = [seconds * faster for task in tasks for seconds in (task.start, task.end)]
+        sizes = [nbytes for task in tasks for nbytes in (task.peak, task.level)]
+        add("measured", moments, sizes, {"color": _MEASURED, "width": 2, "shape": "hv"})
+    for name, nbytes, colour, dash in lines:
+        add(name, [times[0], times[-1]], [nbytes, nbytes], {"color": colour, "width": 2, "dash": dash})
     figure.add_scatter(
         x=[times[facts.peak_place]],
-        y=[top],
+        y=[top / scale],
         name="peak",
         mode="markers",
         marker={"color": _RED, "size": 10, "symbol": "triangle-down", "line": {"color": "white", "width": 1}},
         hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
     )
     ground = facts.constant_bytes / scale
-    highest = max([top, *(height for _, height, *_ in lines), *(task.peak / scale for task in tasks)])
+    highest = max([top, *(nbytes for _, nbytes, *_ in lines), *(task.peak for task in tasks)]) / scale
     # Both looks of the axis: all memory, or only what lies above the ground. The latter says where it begins.
     axes = [
         {"range": [low, highest + 0.06 * (highest - low)], "title": f"memory, {unit}{words}"}
@@ -239,11 +225,11 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
 
 def curve_figure(facts: Facts) -> dict[str, Any] | None:
     """Predicted step time over predicted peak for several budgets, with this plan; ``None`` without a curve."""
-    if facts.curve is None:
+    if not facts.curve:
         return None
-    curve, plan = facts.curve, facts.point
+    plan = facts.point
     scale, unit = _byte_scale(max(facts.keep.peak_bytes, plan.peak_bytes))
-    faster, time_unit = _time_scale(max(plan.seconds, *(point.seconds for point in curve.points)))
+    faster, time_unit = _time_scale(max(plan.seconds, *(point.seconds for point in facts.curve)))
 
     def add(name: str, points: Sequence[Point], **looks: Any) -> None:
         figure.add_scatter(
@@ -258,7 +244,7 @@ def curve_figure(facts: Facts) -> dict[str, Any] | None:
         )
 
     figure = graph_objects().Figure()
-    add("plans", curve.points, mode="lines+markers", line={"color": "#3f83c8", "width": 2}, marker={"size": 6})
+    add("plans", facts.curve, mode="lines+markers", line={"color": "#3f83c8", "width": 2}, marker={"size": 6})
     for name, point, symbol, colour in (
         ("keep everything", facts.keep, "square", "#64748b"),
         ("full checkpointing", facts.checkpoint, "diamond", "#3fa37c"),
