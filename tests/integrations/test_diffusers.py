@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,3 +146,13 @@ def test_an_unmodified_fine_tune_within_a_budget_gives_the_same_bits(make: Calla
         observer.end()
         observer.models.close()
     assert same(found, expected)
+
+
+@pytest.mark.long
+def test_the_benchmark_of_libraries_compares_bits(tmp_path: Path) -> None:
+    file, script = tmp_path / "rows.json", Path(__file__).parents[2] / "benchmarks" / "libraries.py"
+    options = ["--tiny", "--device=cpu", "--steps=2", f"--json={file}", "--libraries", "diffusers, DiT"]
+    subprocess.run([sys.executable, str(script), *options], check=True, capture_output=True)
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["stage"] for row in rows] == [None, None, "active", "active"]
+    assert all(row["identical"] for row in rows)
