@@ -142,10 +142,8 @@ class CheckpointedCall(ReplayableCall):
     def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         if self._preserved is not None and self._preserved.is_other and not self._keeps:
             self._learned.differed(self._preserved.decisions.program, is_final=False)
-        if self._drops_output and not self._keeps:
-            self._add_output_slots(output, tensors)
-
-    def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if not self._drops_output or self._keeps:
+            return
         outside = storages_of([*tensors, *self._reached.tensors()])
         for index, tensor in enumerate(tensors_in(tree_leaves(output))):
             if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in outside:
@@ -355,7 +353,7 @@ class CheckpointedCall(ReplayableCall):
             # Tensors that are left out have no content. Outputs may be among them.
             until = max(until, mode.decisions.until)
             fingerprints = {
-                number: found for number, found in fingerprints.items() if mode.decisions.is_recomputed(number)
+                number: found for number, found in fingerprints.items() if number in mode.decisions.recomputed
             }
             output_fingerprints = None
         collector = Collector(

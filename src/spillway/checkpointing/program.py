@@ -183,7 +183,8 @@ class Decisions:
         self.saved = [self._saved(each, preserved) for each in program.saved]
         self.preserves = any(isinstance(how, (Preserved, list)) for how in self.saved)
         """Whether a saved tensor is preserved besides the function's inputs."""
-        self._recomputed: set[int] = set()
+        self.recomputed: set[int] = set()
+        """Numbers of saved tensors that a replay computes, so that they can be compared."""
         wanted: list[tuple[int, int]] = []
         last = -1
         first_of: dict[int, int] = {}
@@ -201,7 +202,7 @@ class Decisions:
                 writes = program.operators[each.place].writes if each.place < len(program.operators) else ()
                 wanted += [(value, each.place + (value in writes)) for value in made]
                 if made:
-                    self._recomputed.add(number)
+                    self.recomputed.add(number)
         self.acts: list[Act] = needed(program.operators, wanted, preserved.keys())
         """Acts of a replay, by operators."""
         self.handed: set[int] = {
@@ -236,10 +237,6 @@ class Decisions:
         if value in preserved:
             return Preserved(value, preserved[value], recipe, program.recipes[value])
         return "input" if value in program.inputs and value not in program.written else False
-
-    def is_recomputed(self, number: int) -> bool:
-        """Whether a replay computes a saved tensor, so that it can be compared."""
-        return number in self._recomputed
 
     @classmethod
     def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:

@@ -249,8 +249,12 @@ class ReplayableCall:
         self._reached.forward_ended()
         if self._is_observed:
             self._learn(output, tensors)
-        if self._learned.state:
-            self._note_state()
+        if names := self._learned.state:
+            self._scope.ledger.note(
+                f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
+                f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the "
+                f"forward, and puts the later state back."
+            )
         self._scope.waiting.send()
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -296,14 +300,6 @@ class ReplayableCall:
                 learned.written_inputs |= {place}
                 self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
         self._copies.clear()
-
-    def _note_state(self) -> None:
-        names = self._learned.state
-        self._scope.ledger.note(
-            f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
-            f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the forward, "
-            f"and puts the later state back."
-        )
 
     # Backward.
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 import torch
 
 from spillway.checkpointing.tensors import is_dense
-from spillway.errors import TierError, TierFullError
+from spillway.errors import TierError, TierFullError, on_error
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, Settings, State
-from spillway.optim.transfers import SentTensor, aligned, on_error
+from spillway.optim.transfers import SentTensor, aligned
 from spillway.runtime.backend import Event, TaskEnd, raise_again
 from spillway.runtime.bytes import Bytes, Cells, over
 
@@ -335,10 +335,6 @@ class TransferPipeline:
             self._load_ahead(transfer.nbytes)
         with on_error(self.drop, transfer):
             self._tier.wait(transfer)
-
-    def give_out(self, step: TaskEnd) -> None:
-        """Workers step a chunk."""
-        self._given_out.append(step)
 
     def wait_for_workers(self, most: int) -> None:
         """Wait until at most so many steps of the workers are unfinished."""

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import UnsupportedError
+from spillway.errors import UnsupportedError, on_error
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
-from spillway.optim.transfers import Upload, on_error
+from spillway.optim.transfers import Upload
 from spillway.runtime.arena import pages
 from spillway.runtime.backend import Event
 from spillway.runtime.bytes import Bytes, Cells, over
@@ -187,7 +187,7 @@ class CpuStore(StateStore):
             if not chunk.parts[0].held.cut:
                 return self._step_chunks([transfer])
             end = chunk.context.workers.run(partial(self._step_chunks, [transfer]))
-            pipeline.give_out(end)
+            transfer.cost.given_out.append(end)
             return end
 
     # In any thread.

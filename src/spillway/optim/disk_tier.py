@@ -11,13 +11,12 @@ from collections.abc import Sequence
 
 import torch
 
-from spillway.errors import SessionError
+from spillway.errors import SessionError, on_error
 from spillway.optim.chunks import ChunkTransfer, Layout, Slot, StateChunk
 from spillway.optim.cpu_store import CpuTier
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.transfers import on_error
 from spillway.runtime.arena import Block, anonymous_pages, pages
 from spillway.runtime.backend import Backend, Event, Several
 from spillway.runtime.bytes import Bytes

@@ -58,7 +58,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import TierFullError
+from spillway.errors import TierFullError, on_error
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
@@ -66,7 +66,7 @@ from spillway.optim.optimizer_class import ClassTraits, State
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
-from spillway.optim.transfers import aligned, on_error
+from spillway.optim.transfers import aligned
 from spillway.runtime.backend import Event, Stream, TaskEnd
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spillway._torch import tree_map_only, version_of
 from spillway.checkpointing.blocks import Blocks
-from spillway.errors import UsageError
+from spillway.errors import UsageError, on_error
 from spillway.optim.forward_waits import wait_in_forward
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
@@ -26,9 +26,9 @@ from spillway.optim.optimizer_class import is_plain
 from spillway.optim.placement import Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
-from spillway.optim.tensors import is_distributed, local_of, many_processes, with_strides_of
-from spillway.optim.transfers import on_error
+from spillway.optim.tensors import is_distributed, local_of, with_strides_of
 from spillway.runtime.backend import Event, label
+from spillway.runtime.system import many_processes
 
 if TYPE_CHECKING:
     from spillway.parameters.homes import StreamedParameter

@@ -39,12 +39,6 @@ def distributed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tens
     return distributed_with(local, parameter) if is_distributed(parameter) else local
 
 
-def many_processes() -> bool:
-    """Whether this process trains in a process group of several."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
 def memory_of(tensor: torch.Tensor) -> Bytes:
     """The bytes of a dense tensor, whatever its strides."""
     start = int(tensor.storage_offset()) * tensor.itemsize

@@ -54,7 +54,7 @@ from spillway._torch import (
     refuse_transforms,
     top_hooks,
 )
-from spillway.errors import TierError, UnsupportedError, UsageError
+from spillway.errors import TierError, UnsupportedError, UsageError, on_error
 from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
 from spillway.parameters.streamable import Trainer, parameters_of
 from spillway.parameters.weights import pinned_of
@@ -149,7 +149,7 @@ class StreamedBlock:
         if not self.parameters:
             # They are on the device, or the model was removed.
             return
-        model, compute = self._model, self._model.compute_stream()
+        model, compute = self._model, self._model.runtime.backend.compute()
         if self.users > 1:
             if compute != self._stream:
                 raise UnsupportedError(
@@ -232,12 +232,12 @@ class StreamedModel:
         if optimizer is not None:
             optimizer.check_streaming()
         found = parameters_of(blocks, model, device, min_bytes, optimizer)
-        self._optimizer = _nothing if optimizer is None else weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
         self._session, self._device = session, device
         runtime = session.runtime(device)
         if not isinstance(runtime, DeviceRuntime):
             raise UnsupportedError("stream: got a capture that is under way, expected none. Attach before the capture")
-        self._runtime, self.mover = runtime, runtime.mover
+        self.runtime, self.mover = runtime, runtime.mover
         self.identity = session.of(SavedState).identity
         self.lock = threading.RLock()
         out, back = self.mover.streams
@@ -255,16 +255,13 @@ class StreamedModel:
             undo.callback(self._leave)
             with self._moving() as streamed:
                 undo.callback(self._forget, streamed)
-                with ExitStack() as inside:
-                    # The optimizer then sees parameters where they were.
-                    inside.callback(self._leave)
-                    inside.callback(self._forget, streamed)
+                # The optimizer then sees parameters where they were.
+                with on_error(self._leave), on_error(self._forget, streamed):
                     for name, parameters in found.items():
                         own = [Owned(path, weakref.ref(each), each.device) for path, each in parameters]
                         self.blocks.append(StreamedBlock(name, self, own))
                         self._stream(self.blocks[-1], streamed)
                     self._move_others(model)
-                    inside.pop_all()
             undo.pop_all()
 
     @contextmanager
@@ -312,17 +309,13 @@ class StreamedModel:
                 )
             with self._moving() as streamed:
                 # First: all together may not fit the device.
-                with ExitStack() as undo:
-                    undo.callback(self._settle_on_device, coming, streamed)
+                with on_error(self._settle_on_device, coming, streamed):
                     for block in coming:
                         self._stream(block, streamed)
-                    undo.pop_all()
                 for block in leaving:
-                    with ExitStack() as undo:
-                        # Those of its parameters that have left.
-                        undo.callback(self._stream, block, streamed)
+                    # Those of its parameters that have left.
+                    with on_error(self._stream, block, streamed):
                         self._settle_on_device([block], streamed)
-                        undo.pop_all()
 
     def remove(self) -> None:
         """Every parameter and buffer is again where it was."""
@@ -343,7 +336,7 @@ class StreamedModel:
 
     def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter | None]) -> None:
         """Move the parameters of a block to pinned memory, unless they are there."""
-        optimizer, arena, backend = self._optimizer(), self._runtime.arena, self._runtime.backend
+        optimizer, arena, backend = self._optimizer(), self.runtime.arena, self.runtime.backend
         for owned in block.own:
             parameter = owned.reference()
             if parameter is None or is_streamed(parameter):
@@ -377,7 +370,7 @@ class StreamedModel:
     def _let_go(self, blocks: Sequence[StreamedBlock], device: torch.device | None = None) -> None:
         """Give parameters memory of their own on a device; ``None``: where they were."""
         self.settle()
-        backend = self._runtime.backend
+        backend = self.runtime.backend
         # Homes are read by the CPU now, and freed.
         backend.record(backend.compute()).synchronize()
         for block in blocks:
@@ -400,10 +393,6 @@ class StreamedModel:
         self._moved = []
 
     # For blocks, with the lock held.
-
-    def compute_stream(self) -> Stream:
-        """The calling thread's compute stream."""
-        return self._runtime.backend.compute()
 
     def uses(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
         """The uses of a block that is entered, being copied."""
@@ -439,7 +428,7 @@ class StreamedModel:
 
     def fetched(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
         """Uses of a block whose copies are queued."""
-        if self._session.runtime(self._device) is not self._runtime:
+        if self._session.runtime(self._device) is not self.runtime:
             raise UnsupportedError(
                 f"{block.name} is streamed, and was called while a graph is captured: got a capture, expected none. A "
                 f"captured graph reads the same memory in each replay"
@@ -468,7 +457,7 @@ class StreamedModel:
         return entry
 
     def _made(self, parameter: StreamedParameter, ledger: ByteCounters) -> StreamedEntry:
-        entry = StreamedEntry(parameter, self._runtime, self._tier, ledger)
+        entry = StreamedEntry(parameter, self.runtime, self._tier, ledger)
         parameter.latest = entry.reference
         return entry
 
@@ -512,10 +501,6 @@ class _Ahead:
         for is_replay, block in self._last.items():
             self._next.pop((is_replay, block), None)
         self._last.clear()
-
-
-def _nothing(*_: object) -> None:
-    return None
 
 
 def _settle(model: weakref.ref[StreamedModel]) -> None:

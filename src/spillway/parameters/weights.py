@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -216,30 +216,24 @@ def _refuse(names: Sequence[str], what: str) -> None:
 
 def _stored_in(paths: Iterable[Path], opened: ExitStack) -> dict[str, Any]:
     """The open file of each stored tensor."""
-    safe_open, errors = _library()
-    found: dict[str, Any] = {}
-    homes: dict[str, Path] = {}
-    for path in paths:
-        try:
-            file = opened.enter_context(safe_open(path, framework="pt"))
-        except errors as error:
-            raise UsageError(f"load_weights: got {path}, expected a safetensors file: {error}") from error
-        for name in file.keys():  # noqa: SIM118
-            if name in homes:
-                raise UsageError(f"load_weights: got {name} in {homes[name]} and in {path}, expected it in one file")
-            found[name], homes[name] = file, path
-    return found
-
-
-def _library() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """The library's function that opens a file, and its errors."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise UnsupportedError(
             "load_weights: got no safetensors, expected that library. Install it: pip install safetensors"
         ) from None
-    return safe_open, (SafetensorError, OSError)
+    found: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
+    for path in paths:
+        try:
+            file = opened.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"load_weights: got {path}, expected a safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118
+            if name in homes:
+                raise UsageError(f"load_weights: got {name} in {homes[name]} and in {path}, expected it in one file")
+            found[name], homes[name] = file, path
+    return found
 
 
 def _paths_of(files: Files) -> list[Path]:

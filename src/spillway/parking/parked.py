@@ -33,11 +33,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spillway._torch import PLACE, disable_dispatch, disable_function, without_dynamo
 from spillway.checkpointing.blocks import is_a, is_compiled
-from spillway.errors import ParkedError, UnsupportedError, UsageError
+from spillway.errors import ParkedError, UnsupportedError, UsageError, on_error
 from spillway.parking.found import Found, Need, modules_of, states_of
 from spillway.parking.guards import storages_of
 from spillway.parking.storages import Copy, ParkedStorage, State, fingerprints
 from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.system import many_processes
 from spillway.session import Session
 from spillway.units import format_bytes, parse_bytes
 
@@ -339,7 +340,8 @@ def park(
             session,
             reuse=reuse and tier == "host",
             is_whole=wanted is None,
-            at_once=tier == "disk" or found.goes_at_once or _has_others() or any(map(_sees_hooks, models)),
+            # Collectives of torch see neither hooks nor guards.
+            at_once=tier == "disk" or found.goes_at_once or many_processes() or any(map(_sees_hooks, models)),
         )
         with on_error(parking._undo):
             parking._send(chosen, tier)
@@ -351,12 +353,6 @@ def park(
 
 parked = park
 """:func:`park`, as a context: ``with spillway.parked(model):``. Its end calls ``unpark()``, also after an exception."""
-
-
-def _has_others() -> bool:
-    """Whether this process is one of several: collectives of torch see neither hooks nor guards."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _sees_hooks(model: Module) -> bool:
@@ -389,16 +385,6 @@ def _check(models: Sequence[Any], optimizers: Any, tier: Any, session: Any) -> N
         raise UsageError(f'tier: got {tier!r}, expected "host" or "disk"')
     if session is not None and not isinstance(session, Session):
         raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
-
-
-@contextmanager
-def on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Undo something if the block raises."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
 
 
 @contextmanager

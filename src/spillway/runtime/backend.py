@@ -283,15 +283,11 @@ class HostTasks:
             )
         # A worker keeps its arguments until shortly after the event is reached, and a task holds memory. So the worker
         # gets a box, and takes the task out of it.
-        return TaskEvent(self._pool.submit(_take_and_run, [task]))
+        return TaskEvent(self._pool.submit(lambda box: box.pop()(), [task]))
 
     def close(self) -> None:
         self._closed = True
         self._pool.shutdown(wait=True)
-
-
-def _take_and_run(box: list[Task]) -> Event | None:
-    return box.pop()()
 
 
 class TaskEvent(TaskEnd):

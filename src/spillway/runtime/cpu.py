@@ -42,15 +42,16 @@ class _CpuStream:
 
 
 class CpuBackend(Backend):
-    """Streams are threads, and compute is the caller. ``threads`` read and write the spill file."""
+    """Streams are threads, and compute is the caller."""
 
     alignment = 64
     direct_disk = True
 
-    def __init__(self, device: torch.device, *, threads: int = 2) -> None:
+    def __init__(self, device: torch.device) -> None:
         super().__init__(device)
         self._streams: list[_CpuStream] = []
-        self._tasks = HostTasks(threads)
+        self._tasks = HostTasks(2)
+        """They read and write the spill file."""
         self._peak = ResidentPeak()
         self.malloc = set_malloc()
 

@@ -24,9 +24,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
-from spillway.errors import TierError, TierFullError, TransferError
+from spillway.errors import TierError, TierFullError, TransferError, on_error
 from spillway.runtime.arena import PAGE, Arena, Block, pages
 from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes
@@ -74,13 +73,11 @@ class DiskTier(Tier):
 
     def reserve(self, source: Bytes) -> list[_Piece]:
         pieces: list[_Piece] = []
-        with ExitStack() as undo:
-            undo.callback(self.free, pieces)
+        with on_error(self.free, pieces):
             for part in cut(source):
                 pieces.append(_Piece(self._file.allocate(part.nbytes)))  # noqa: PERF401  (after a failure, those before are freed)
             # The other blocks follow as writes end. Without the first, none would ever be free.
             pieces[0].block = self._stage(pieces[0].extent.nbytes)
-            undo.pop_all()
         return pieces
 
     def store(self, slots: Sequence[list[_Piece]], sources: Sequence[Bytes]) -> Sequence[Event]:

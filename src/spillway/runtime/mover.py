@@ -115,7 +115,9 @@ class Mover:
             if not defer:
                 queue.follow()
             # Asked one by one: an entry may leave, or change, with the batch before.
-            leaving = (entry for entry in entries if _can_leave(entry))
+            leaving = (
+                entry for entry in entries if entry.state is State.RESIDENT and entry.handles > 0 and entry.tier is None
+            )
             for together in batches(leaving, min(self.batch, batch_bytes(most))):
                 queue.make_room(sum([entry.nbytes for entry in together]), most)
                 move(together, tier)
@@ -315,10 +317,6 @@ def _teller(recorder: Recorder | None) -> Tell:
                 recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
 
     return tell
-
-
-def _can_leave(entry: Entry) -> bool:
-    return entry.state is State.RESIDENT and entry.handles > 0 and entry.tier is None
 
 
 def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:

@@ -41,7 +41,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,6 +56,7 @@ from spillway.errors import (
     TierFullError,
     TransferError,
     UsageError,
+    on_error,
 )
 from spillway.runtime.arena import FreeRanges
 from spillway.runtime.backend import quiet
@@ -153,7 +154,6 @@ class SpillFile:
 
     Raises:
         SpillPathError: no file can be made there, or the directory is in memory.
-        SizeError: a negative ``capacity`` or ``bytes_per_hour``.
     """
 
     direct: bool
@@ -168,9 +168,6 @@ class SpillFile:
         allow_memory_filesystem: bool = False,
         calls: SystemCalls | None = None,
     ) -> None:
-        for what, limit in (("capacity", capacity), ("bytes_per_hour", bytes_per_hour)):
-            if limit is not None and limit < 0:
-                raise SizeError(f"{what}: got {limit}, expected at least 0 bytes, or None for no limit")
         self._calls = calls or SystemCalls()
         self.directory = choose_directory(directory, allow_memory_filesystem, self._calls.mounts())
         self._fd = -1
@@ -493,14 +490,11 @@ def _close(calls: SystemCalls, fd: int, owner: int) -> None:
 def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
     """The descriptor of a new anonymous file, and whether it is in ``O_DIRECT`` mode."""
     try:
-        with ExitStack() as undo:
-            fd, name = _open_new(directory, calls)
-            undo.callback(calls.close, fd)
+        fd, name = _open_new(directory, calls)
+        with on_error(calls.close, fd):
             if name:
                 calls.unlink(name)
-            direct = _made_direct(fd, calls)
-            undo.pop_all()
-        return fd, direct
+            return fd, _made_direct(fd, calls)
     except OSError as error:
         kind = TierFullError if error.errno in _FULL else SpillPathError
         raise kind(

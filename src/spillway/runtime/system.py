@@ -40,6 +40,12 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     return 1
 
 
+def many_processes() -> bool:
+    """Whether this process trains in a process group of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
 def memory_limit(root: Path = _ROOT) -> int:
     """CPU-memory bytes that this process may use.
 

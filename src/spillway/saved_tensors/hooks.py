@@ -33,7 +33,7 @@ from spillway._torch import (
     is_wrapper,
     next_node,
 )
-from spillway.policies import Policy
+from spillway.policies import Keep, Policy
 from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.decide import Decider
 from spillway.saved_tensors.devices import PassDevice, PassDevices
@@ -114,7 +114,8 @@ class ForwardScope:
     @property
     def keeps_the_rest(self) -> bool:
         """Whether every tensor without an explicit decision is kept, and no registry needs to see it."""
-        return self.decider.keeps_all and not (self.outputs.any or self._marks.any)
+        keeps_all = isinstance(self.decider.policy, Keep) and self.groups.rules is None
+        return keeps_all and not (self.outputs.any or self._marks.any)
 
     @property
     def registers_all(self) -> bool:
@@ -234,7 +235,7 @@ class ForwardScope:
         self.decider.offloaded_bytes += nbytes
         handle = OffloadedHandle(tensor, saved, device.runtime.nothing)
         saved.order, saved.place = order, order.add(saved.reference, nbytes)
-        waiting.add(saved, tier, defer=order.in_tail(saved.place))
+        waiting.add(saved, tier, defer=saved.place in order.tail)
         return handle
 
     def _share(
