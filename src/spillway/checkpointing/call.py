@@ -9,9 +9,8 @@ In backward, autograd unpacks a slot. The function is recomputed (the *replay*) 
 by the same numbers, on the Python state, random generators, autocast and other settings of forward. The replay ends
 with the last tensor that is still wanted.
 
-The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. Spillway checks more than
-torch does. In every call it compares number, shape, dtype and device of saved tensors, and versions of the tensors that
-the function reads. In the first call and in samples of later ones, it compares the values (``learned.py``).
+The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. ``docs/replays.md`` lists
+what is compared in every call. Values are compared in the first one, and in samples of later ones (``learned.py``).
 
 NOTE [ Gradients inside ]
 

@@ -74,11 +74,6 @@ class LearnedCalls:
     _recomputed: tuple[Sequence[Meta], Set[int], int] | None = None
     """The latest replay: saved tensors, numbers of the wanted ones, and bytes."""
 
-    @classmethod
-    def trusted(cls) -> LearnedCalls:
-        """For a call within a replay, whose checks cover it."""
-        return cls(is_validated=True, _offset=1)
-
     def check_capture(self, *, draws: bool) -> None:
         """Raise an error for a call in a captured graph, where nothing is compared, if its replay cannot be trusted.
 
@@ -173,7 +168,6 @@ class LearnedFunctions:
         self._lock = threading.Lock()
 
     def of(self, function: Hashable) -> LearnedFunction:
-        """Knowledge about a function, by its identity."""
         with self._lock:
             found = self._known.get(function)
             if found is None:

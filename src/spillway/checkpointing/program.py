@@ -121,8 +121,14 @@ class Program:
         return value in self.makers or value in self.written
 
     def can_be_preserved(self, value: int) -> bool:
-        """Whether autograd saves it in a form that can be handed in."""
-        return value in self.recipes and value not in self.written and self._is_saved(value)
+        """Whether autograd saves it, and nothing but parts of what its operator gave: so it can be handed in."""
+        whole = self.recipes.get(value)
+        if whole is None or value in self.written:
+            return False
+        saves = [
+            recipe for each in self.saved for part, recipe in (*each.parts, (each.value, each.recipe)) if part == value
+        ]
+        return bool(saves) and all(recipe is not None and lies_within(recipe, whole) for recipe in saves)
 
     def standing_for(self, value: int) -> set[int]:
         """The value itself, if autograd saves it. Otherwise the nearest saved values that are computed from it."""
@@ -138,14 +144,6 @@ class Program:
             else:
                 rest += (made for operator in self.operators if each in operator.reads for made in operator.makes)
         return found
-
-    def _is_saved(self, value: int) -> bool:
-        """Whether autograd saves it, and nothing but parts of the tensor that its operator gave."""
-        whole = self.recipes[value]
-        saves = [
-            recipe for each in self.saved for part, recipe in (*each.parts, (each.value, each.recipe)) if part == value
-        ]
-        return bool(saves) and all(recipe is not None and lies_within(recipe, whole) for recipe in saves)
 
 
 def lies_within(part: ViewRecipe, whole: ViewRecipe) -> bool:

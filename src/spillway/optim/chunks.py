@@ -151,7 +151,6 @@ class StateChunk:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is a piece of a parameter."""
         return self.parts[0].is_cut
 
     @property

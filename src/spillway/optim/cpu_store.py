@@ -82,7 +82,6 @@ class MemoryTier(CpuTier):
         return part.of(self._wholes[part.held][MASTER])
 
     def master_bytes(self, part: ChunkPart) -> Bytes:
-        """The same as bytes."""
         size = part.held.work_dtype.itemsize
         return self._pinned[part.held].range(part.start * size, part.numel * size)
 

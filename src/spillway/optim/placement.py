@@ -156,7 +156,6 @@ class Placement:
     # Steps.
 
     def of_stores(self, held: Iterable[HostParameter]) -> Iterator[tuple[StateStore, list[HostParameter]]]:
-        """Parameters by store."""
         some = list(held)
         for store in self.stores:
             mine = [one for one in some if one.store is store]
@@ -326,7 +325,6 @@ class DeviceStep:
         del self._work[parameter]
 
     def step(self) -> None:
-        """Step the parameters that have a gradient."""
         by_group = defaultdict(list)
         for parameter, (index, _) in self._work.items():
             if parameter.grad is not None:

@@ -361,7 +361,6 @@ class BackwardSteps:
 
     @contextlib.contextmanager
     def within(self, *, is_paused: bool = False, complete: Callable[[Any], object] | None = None) -> Iterator[None]:
-        """A context with these attributes."""
         before = self.is_paused, self.complete
         self.is_paused, self.complete = is_paused, complete
         try:

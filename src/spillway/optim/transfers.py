@@ -205,7 +205,6 @@ class Transfers:
         return self.backend.record(self.backend.compute())
 
     def wait(self, event: Event) -> None:
-        """Let the caller's compute stream wait."""
         self.backend.timed_wait(self.backend.compute(), event, self.waits)
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:

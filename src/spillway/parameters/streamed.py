@@ -47,13 +47,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
-from spillway._torch import (
-    disable_dispatch,
-    disable_function,
-    in_backward,
-    refuse_transforms,
-    top_hooks,
-)
+from spillway._torch import in_backward, refuse_transforms, top_hooks, unseen
 from spillway.errors import TierError, UnsupportedError, UsageError, on_error
 from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
 from spillway.parameters.streamable import Trainer, parameters_of
@@ -117,7 +111,6 @@ class StreamedBlock:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each parameter."""
         return [each.home.nbytes for each in self.parameters if each.is_alive]
 
     def in_replay(self) -> AbstractContextManager[None]:
@@ -135,13 +128,13 @@ class StreamedBlock:
         """
         model = self._model
         try:
-            with model.lock, _unseen():
+            with model.lock, unseen():
                 # A block inside of one that is replayed is called as in forward.
                 self._enter(is_replay=is_replay or in_replay())
             with nullcontext() if is_replay else _aliases_for_others():
                 yield
         finally:
-            with model.lock, _unseen():
+            with model.lock, unseen():
                 self._exit(is_replay=is_replay or in_replay())
 
     def _enter(self, *, is_replay: bool) -> None:
@@ -192,7 +185,8 @@ class StreamedBlock:
             self.here_bytes = 0
             if listener is not None:
                 listener.rests(begins=False)
-            self._model.left(self)
+            if not (self._model.passes or in_backward()):
+                self._model.settle()
 
     def _rest(self) -> None:
         while self._here:
@@ -245,7 +239,8 @@ class StreamedModel:
         # Weak: entries of dropped models hold the tier until they are forgotten.
         me = weakref.ref(self)
         self._tier.at_end = lambda: _settle(me)
-        self._passes = 0
+        self.passes = 0
+        """Calls of the model that are under way."""
         self._ahead = _Ahead()
         self._moved: list[tuple[weakref.ref[Any], torch.device]] = []
         self.blocks: list[StreamedBlock] = []
@@ -261,7 +256,10 @@ class StreamedModel:
                         own = [Owned(path, weakref.ref(each), each.device) for path, each in parameters]
                         self.blocks.append(StreamedBlock(name, self, own))
                         self._stream(self.blocks[-1], streamed)
-                    self._move_others(model)
+                    for tensor in (*model.parameters(), *model.buffers()):
+                        if tensor.device != device and not is_streamed(tensor):
+                            self._moved.append((weakref.ref(tensor), tensor.device))
+                            move(tensor, tensor.detach().to(device))
             undo.pop_all()
 
     @contextmanager
@@ -269,12 +267,12 @@ class StreamedModel:
         """A call of the model. See NOTE [ Fetched ahead ] and NOTE [ Writes at rest ]."""
         with self.lock:
             self._ahead.drop()
-            self._passes += 1
+            self.passes += 1
         try:
             yield
         finally:
             with self.lock:
-                self._passes -= 1
+                self.passes -= 1
                 self.settle()
 
     def settle(self) -> None:
@@ -406,7 +404,7 @@ class StreamedModel:
     def fetch_next(self, block: StreamedBlock, *, is_replay: bool) -> None:
         """Fetch the block that followed this one the last time."""
         following = self._ahead.expected(block, is_replay=is_replay)
-        if following is None or not (self._passes or is_replay):
+        if following is None or not (self.passes or is_replay):
             return
         if is_replay and any(each.is_alive and each.is_written() for each in following.parameters):
             # Its backward is over, and a step is writing it.
@@ -420,11 +418,6 @@ class StreamedModel:
         except (TierError, torch.OutOfMemoryError, UsageError, UnsupportedError):
             # It may be in use just now, and is not needed yet. When it is, its call fetches it and gets the error.
             return
-
-    def left(self, block: StreamedBlock) -> None:
-        """The block is at rest."""
-        if not (self._passes or in_backward()):
-            self.settle()
 
     def fetched(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
         """Uses of a block whose copies are queued."""
@@ -460,12 +453,6 @@ class StreamedModel:
         entry = StreamedEntry(parameter, self.runtime, self._tier, ledger)
         parameter.latest = entry.reference
         return entry
-
-    def _move_others(self, model: Module) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device != self._device and not is_streamed(tensor):
-                self._moved.append((weakref.ref(tensor), tensor.device))
-                move(tensor, tensor.detach().to(self._device))
 
 
 class _Ahead:
@@ -519,11 +506,4 @@ def _aliases_for_others() -> Iterator[None]:
     pack: Callable[[torch.Tensor], Any] = KeptHandle if hooks is None else hooks[0]
     back: Callable[[Any], Any] = unpack if hooks is None else hooks[1]
     with saved_tensors_hooks(lambda tensor: pack(tensor.detach() if is_streamed(tensor) else tensor), back):
-        yield
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Inside, modes of the caller's do not see what is done: it is no part of the model."""
-    with torch.inference_mode(mode=False), disable_dispatch(), disable_function():
         yield

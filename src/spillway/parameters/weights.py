@@ -4,8 +4,7 @@ NOTE [ Loaded once ]
 
 A model on ``meta`` has no memory. Each of its tensors gets a :class:`~spillway.runtime.pinned.Pinned` of its own, as a
 CPU tensor, and the file's bytes are copied there from its mapping. :func:`spillway.attach` finds the memory by the
-tensor's storage (:func:`pinned_of`), and takes it as the parameter's home. So a streamed weight is in CPU memory once
-from the file to the end of training, and is copied once. All others are moved to the device one after the other.
+tensor's storage (:func:`pinned_of`), and takes it as the parameter's home. So a streamed weight is copied once.
 
 Torch lets no tensor on ``meta`` get memory. So modules get new parameters, as with ``load_state_dict(assign=True)``.
 They get them at the end, when all are read.
@@ -134,11 +133,7 @@ def _read(place: _Place, stored: Mapping[str, Any], runtime: DeviceRuntime) -> t
 
 
 def _places_of(model: Module, stored: Mapping[str, Any]) -> list[_Place]:
-    """All places of tensors that are on ``meta`` or in the files.
-
-    Raises:
-        UsageError: if the names, shapes or kinds of numbers are not those of the files.
-    """
+    """All places of tensors that are on ``meta`` or in the files. Raises ``UsageError`` if the files do not fit."""
     persistent = model.state_dict(keep_vars=True).keys()
     found = {
         f"{path}.{key}" if path else key: (module, key, tensor)

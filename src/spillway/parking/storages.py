@@ -205,11 +205,7 @@ class ParkedStorage:
             guards.refuse(storage, f"{self.name} is being copied back to the GPU. Call synchronize() of the parking")
 
     def use(self, what: str) -> None:
-        """Something is about to use it on the calling thread's compute stream.
-
-        Raises:
-            ParkedError: if it is parked.
-        """
+        """Something is about to use it on the thread's compute stream. Raises ``ParkedError`` if it is parked."""
         with self._lock:
             if self.state is State.PARKED and self.storage() is not None:
                 raise ParkedError(self._text(what))

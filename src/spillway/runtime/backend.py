@@ -26,6 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 import torch
@@ -81,13 +82,11 @@ class HostQueue(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class Several:
     """An event that is reached when all of its events are."""
 
-    __slots__ = ("events",)
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = events
+    events: Sequence[Event]
 
     def query(self) -> bool:
         return all(event.query() for event in self.events)
@@ -214,11 +213,7 @@ class Backend(ABC):
         return block.owned_by(block.storage)
 
     def mapped(self, memory: Bytes, owner: object) -> torch.Tensor:
-        """Pinned CPU memory as a tensor of the device, of bytes. It keeps the owner alive.
-
-        Raises:
-            UnsupportedError: if the device cannot read CPU memory.
-        """
+        """Pinned memory as a tensor of the device, which keeps the owner alive. Raises ``UnsupportedError``."""
         return memory.owned_by(owner)
 
     def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027
@@ -305,7 +300,6 @@ class TaskEvent(TaskEnd):
         return inner is None or inner.query()
 
     def finish(self) -> None:
-        """Block until the task, and every task that it queued, is done or has failed."""
         if self._future.exception() is None:
             finish(self._future.result())
 

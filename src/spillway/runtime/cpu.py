@@ -42,16 +42,15 @@ class _CpuStream:
 
 
 class CpuBackend(Backend):
-    """Streams are threads, and compute is the caller."""
+    """Streams are threads, and compute is the caller. ``threads`` read and write the spill file."""
 
     alignment = 64
     direct_disk = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, threads: int = 2) -> None:
         super().__init__(device)
         self._streams: list[_CpuStream] = []
-        self._tasks = HostTasks(2)
-        """They read and write the spill file."""
+        self._tasks = HostTasks(threads)
         self._peak = ResidentPeak()
         self.malloc = set_malloc()
 

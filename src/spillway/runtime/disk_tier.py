@@ -9,8 +9,7 @@ would become a CPU-memory tier without a cap. A large storage is cut into pieces
 
 *Direct*, for the CPU, where blocks would count towards a budget of resident memory. The file is written from the
 storage itself, which is released when its write is done. It is read into memory that then belongs to the tensor: a
-block of the tier's own arena, given back when that storage dies. Bytes lie at the same distance from a page in the file
-as in memory, so all but the two edges move without a copy.
+block of the tier's own arena, given back when that storage dies. Bytes lie as far from a page in the file as in memory.
 
 An entry, its write and its reads each use the extent, and the last of them frees it. If it were freed with its write
 still queued, the late write would overwrite the next owner's bytes.

@@ -47,10 +47,7 @@ def many_processes() -> bool:
 
 
 def memory_limit(root: Path = _ROOT) -> int:
-    """CPU-memory bytes that this process may use.
-
-    All of the machine, or the limit of its control group (a container).
-    """
+    """Bytes of CPU memory that this process may use: those of the machine, or of its control group (a container)."""
     import psutil  # not at the top: only a session needs it, and it takes long
 
     return min([psutil.virtual_memory().total, *_group_limits(root)])

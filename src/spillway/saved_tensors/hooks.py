@@ -223,7 +223,10 @@ class ForwardScope:
             kept = KeptStorage(storage, start, nbytes)
             self.identity.add(storage, kept)
             return KeptHandle(tensor, kept)
-        if self._is_sharded(tensor, storage):
+        if self._gathered is None:
+            self._gathered = Gathered()
+        if self._gathered.holds(storage) or is_local_part(tensor):
+            # An alias of a sharded parameter.
             return KeptHandle(tensor)
         ledger, waiting = (self.ledger, self.waiting) if group is None else (group.ledger, group.waiting)
         mover, order = device.runtime.mover, device.order
@@ -264,17 +267,8 @@ class ForwardScope:
             return None
         return tier
 
-    def _is_sharded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether it is an alias of a sharded parameter."""
-        if self._gathered is None:
-            self._gathered = Gathered()
-        return self._gathered.holds(storage) or is_local_part(tensor)
-
     def end(self, *, completed: bool) -> None:
-        """The context exits.
-
-        If nothing was raised inside, the waiting tensors are offloaded, and the pass remembered.
-        """
+        """The context exits. If nothing was raised inside, waiting tensors are offloaded, and the pass remembered."""
         if not completed:
             self.waiting.clear()
             self.groups.abandon()

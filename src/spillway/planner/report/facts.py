@@ -65,7 +65,6 @@ class KindRow:
 
     @property
     def name(self) -> str:
-        """The names of its blocks, in short."""
         return names_of([row.name for row in self.rows])
 
     @property
@@ -119,7 +118,6 @@ class Way:
 
     @property
     def distance(self) -> str:
-        """Whether it is within the budget, in words."""
         over = self.point.peak_bytes - self.budget
         return f"{format_bytes(over)} over budget" if over > 0 else "within the budget"
 
@@ -187,7 +185,6 @@ class Facts:
 
     @property
     def copies(self) -> tuple[Copied, ...]:
-        """The offloaded storages, with the spans of their copies."""
         return copies_of(self.profile, self.plan, self.program, self.timeline.spans)
 
     @property

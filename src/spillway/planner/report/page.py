@@ -47,11 +47,7 @@ _ORDER = [
 
 
 def to_page(facts: Facts) -> str:
-    """The page. See NOTE [ Content policy of the page ].
-
-    Raises:
-        UsageError: if plotly is not installed.
-    """
+    """The page. See NOTE [ Content policy of the page ]. Raises ``UsageError`` if plotly is not installed."""
     graph_objects()
     from jinja2 import Environment, PackageLoader, StrictUndefined
     from markupsafe import Markup
@@ -102,11 +98,7 @@ def to_page(facts: Facts) -> str:
 
 
 def graph_objects() -> ModuleType:
-    """The module of plotly's figures.
-
-    Raises:
-        UsageError: if plotly is not installed.
-    """
+    """The module of plotly's figures. Raises ``UsageError`` if plotly is not installed."""
     try:
         import plotly.graph_objects as found
     except ModuleNotFoundError as error:

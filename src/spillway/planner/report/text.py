@@ -76,12 +76,7 @@ def _blocks(facts: Facts, width: int) -> list[str]:
 
 
 def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
-    """Equal blocks together: their names, the first of them, and how many there are.
-
-    Example:
-        >>> [names for names, *_ in grouped(rows)]  # doctest: +SKIP
-        ['layers.0 to 3, 8 to 11', 'layers.4 to 7']
-    """
+    """Equal blocks together: their names (``"layers.0 to 3, 8 to 11"``), the first of them, and how many there are."""
     alike: dict[object, list[Row]] = {}
     for row in rows:
         alike.setdefault(replace(row, name=""), []).append(row)
