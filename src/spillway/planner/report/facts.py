@@ -6,7 +6,7 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spillway.planner.block_tasks import ResolvedDecisions
 from spillway.planner.hardware import Hardware
@@ -341,11 +341,8 @@ def facts_of(
     profile = profile_for(profile, plan, hardware)
     program, rates = program_of(profile, plan), planning_rates(hardware, plan.window)
     timeline = simulate_program(program, rates, spans=True)
-    keep, checkpoint = (
-        Point(step.peak_bytes, step.seconds)
-        for decision in (Decision.KEEP, Decision.RECOMPUTE)
-        for step in [simulate_program(uniform_program(profile, decision), rates)]
-    )
+    steps = (simulate_program(uniform_program(profile, each), rates) for each in (Decision.KEEP, Decision.RECOMPUTE))
+    keep, checkpoint = (Point(step.peak_bytes, step.seconds) for step in steps)
     places, instants = _instants(timeline)
     kinds, stacks = _stacked(profile, timeline)
     layers = tuple(Layer(*kind, tuple(stacks[place][number] for place in places)) for number, kind in enumerate(kinds))
@@ -356,7 +353,7 @@ def facts_of(
         hardware=hardware.name,
         program=program,
         rows=tuple(
-            replace(_row(profile.kinds[call.kind], block, option, profile.min_bytes), kind=call.kind)
+            _row(profile, call.kind, block, option)
             for call, block, option in zip(profile.calls, plan.blocks, options_of(profile, plan), strict=True)
         ),
         instants=instants,
@@ -467,8 +464,9 @@ def _difference(found: float, expected: float) -> str:
     return f"{found / expected - 1:+.1%}" if expected else "-"
 
 
-def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -> Row:
-    resolved = ResolvedDecisions.of(kind, option.decisions, min_bytes)
+def _row(profile: Profile, number: int, block: BlockPlan, option: Option) -> Row:
+    kind = profile.kinds[number]
+    resolved = ResolvedDecisions.of(kind, option.decisions, profile.min_bytes)
     operators = tuple(_operators(kind, block, option, resolved))
     words = [*(["offload"] if resolved.offloaded else []), *(["recompute"] if resolved.recomputed else [])]
     return Row(
@@ -480,6 +478,7 @@ def _row(kind: BlockProfile, block: BlockPlan, option: Option, min_bytes: int) -
         recompute_seconds=block.recompute_seconds,
         reason=_reason(block, operators),
         operators=operators,
+        kind=number,
     )
 
 

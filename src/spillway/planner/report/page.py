@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from hashlib import sha256
@@ -132,28 +133,18 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         )
     top = facts.timeline.peak_bytes / scale
     budget = facts.plan.budget / scale
-    lines = [("budget", budget, _RED, "dash")] if budget <= 1.5 * top else []
-    tasks = facts.measured_tasks
-    if facts.measured is not None and not tasks:
-        lines.append(("measured peak", facts.measured.peak_bytes / scale, _MEASURED, "dot"))
-    if tasks:
-        figure.add_scatter(
-            x=[seconds * faster for task in tasks for seconds in (task.start, task.end)],
-            y=[_short(nbytes / scale) for task in tasks for nbytes in (task.peak, task.level)],
-            name="measured",
-            mode="lines",
-            line={"color": _MEASURED, "width": 2, "shape": "hv"},
-            hovertemplate=f"%{{y:.2f}} {unit}",
-        )
-    for name, height, colour, dash in lines:
-        figure.add_scatter(
-            x=[times[0], times[-1]],
-            y=[height, height],
-            name=name,
-            mode="lines",
-            line={"color": colour, "width": 2, "dash": dash},
-            hovertemplate=f"%{{y:.2f}} {unit}",
-        )
+    whole = [times[0], times[-1]]
+    lines = [("budget", whole, [budget, budget], {"color": _RED, "dash": "dash"})] if budget <= 1.5 * top else []
+    if tasks := facts.measured_tasks:
+        moments = [seconds * faster for task in tasks for seconds in (task.start, task.end)]
+        heights = [_short(nbytes / scale) for task in tasks for nbytes in (task.peak, task.level)]
+        lines.insert(0, ("measured", moments, heights, {"color": _MEASURED, "shape": "hv"}))
+    elif facts.measured is not None:
+        peak = facts.measured.peak_bytes / scale
+        lines.append(("measured peak", whole, [peak, peak], {"color": _MEASURED, "dash": "dot"}))
+    for name, x, y, looks in lines:
+        line = {**looks, "width": 2}
+        figure.add_scatter(x=x, y=y, name=name, mode="lines", line=line, hovertemplate=f"%{{y:.2f}} {unit}")
     figure.add_scatter(
         x=[times[facts.peak_place]],
         y=[top],
@@ -163,7 +154,7 @@ def memory_figure(facts: Facts) -> dict[str, Any]:
         hovertemplate=f"%{{y:.2f}} {unit} in {_safe(facts.timeline.peak_task)}",
     )
     ground = facts.constant_bytes / scale
-    highest = max([top, *(height for _, height, *_ in lines), *(task.peak / scale for task in tasks)])
+    highest = max(itertools.chain([top], *(y for _, _, y, _ in lines)))
     # Both looks of the axis: all memory, or only what lies above the ground. The latter says where it begins.
     axes = [
         {"range": [low, highest + 0.06 * (highest - low)], "title": f"memory, {unit}{words}"}

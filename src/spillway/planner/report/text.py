@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -45,8 +45,7 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
     if facts.compared:
         yield ""
         rows = ((cut(name, width // 2), *figures) for name, *figures in facts.compared)
-        columns = zip(("", "predicted", "measured", "difference"), *rows, strict=True)
-        yield from aligned([list(column) for column in columns], width)
+        yield from aligned(zip(("", "predicted", "measured", "difference"), *rows, strict=True), width)
     if facts.notes:
         yield ""
         for note in facts.notes:
@@ -55,12 +54,11 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
 
 def _ways(facts: Facts, width: int) -> list[str]:
     """The plan, and the two steps that need none."""
-    lines: list[tuple[str, ...]] = [("", "peak", "step", "")]
-    lines += [
+    ways = (
         (way.name, format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds), way.distance)
         for way in facts.ways
-    ]
-    return aligned([list(column) for column in zip(*lines, strict=True)], width)
+    )
+    return aligned(zip(("", "peak", "step", ""), *ways, strict=True), width)
 
 
 def _blocks(facts: Facts, width: int) -> list[str]:
@@ -72,7 +70,7 @@ def _blocks(facts: Facts, width: int) -> list[str]:
         name = cut(names, most) if count == 1 else f"{cut(names, most)} ({count})"
         sizes = map(format_bytes, (row.kept_bytes, row.sent_bytes, row.recomputed_bytes))
         lines.append((name, *sizes, format_seconds(row.recompute_seconds)))
-    return aligned([list(column) for column in zip(*lines, strict=True)], width)
+    return aligned(zip(*lines, strict=True), width)
 
 
 def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
@@ -105,7 +103,7 @@ def names_of(names: Sequence[str]) -> str:
     return ", ".join(words)
 
 
-def aligned(columns: list[list[str]], width: int) -> list[str]:
+def aligned(columns: Iterable[Sequence[str]], width: int) -> list[str]:
     """Lines of a table: the first column, and as many others beside it as a line holds. The rest follows below.
 
     Each column has its heading first. Headings are cut to half of the characters of a line.
