@@ -28,9 +28,6 @@ it at the step that needed the bytes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
 
 def printable(text: str) -> str:
@@ -43,16 +40,6 @@ def printable(text: str) -> str:
         'layers.\\x1b[2J0'
     """
     return text if text.isprintable() else "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
-
-
-@contextmanager
-def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
-    """Undo something if the block raises."""
-    try:
-        yield
-    except BaseException:
-        undo(*args)
-        raise
 
 
 class SpillwayError(Exception):

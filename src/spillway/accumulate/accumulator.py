@@ -26,8 +26,8 @@ from spillway.accumulate.gradients import (
 from spillway.accumulate.options import check_arguments, steps_in_backward
 from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
 from spillway.accumulate.wrappers import Wrappers
-from spillway.errors import UsageError, on_error
-from spillway.runtime.backend import label
+from spillway.errors import UsageError
+from spillway.runtime.backend import label, on_error
 
 Batch = TypeVar("Batch")
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, TypeVar
 import torch
 
 from spillway.checkpointing.tensors import is_dense
-from spillway.errors import TierError, TierFullError, on_error
+from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, Settings, State
 from spillway.optim.transfers import SentTensor, aligned
-from spillway.runtime.backend import Event, TaskEnd, raise_again
+from spillway.runtime.backend import Event, TaskEnd, on_error, raise_again
 from spillway.runtime.bytes import Bytes, Cells, over
 
 if TYPE_CHECKING:

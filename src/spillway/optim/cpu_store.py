@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import UnsupportedError, on_error
+from spillway.errors import UnsupportedError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import Snapshot
 from spillway.optim.host_parameter import HostParameter
@@ -21,7 +21,7 @@ from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_orde
 from spillway.optim.tensors import scratch_of
 from spillway.optim.transfers import Upload
 from spillway.runtime.arena import pages
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, on_error
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 

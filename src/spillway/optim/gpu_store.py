@@ -55,7 +55,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import TierFullError, on_error
+from spillway.errors import TierFullError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
@@ -64,7 +64,7 @@ from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import aligned
-from spillway.runtime.backend import Event, Stream, TaskEnd
+from spillway.runtime.backend import Event, Stream, TaskEnd, on_error
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 from spillway.units import format_bytes

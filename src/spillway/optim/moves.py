@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from spillway.errors import UnsupportedError, UsageError, on_error
+from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.options import FractionTuner, ShareTuner, Tuner
 from spillway.optim.placement import Placement
 from spillway.optim.states import StateViews
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of
+from spillway.runtime.backend import on_error
 from spillway.runtime.system import many_processes
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.checkpointing.blocks import Blocks
-from spillway.errors import UnsupportedError, UsageError, on_error
+from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.moves import Moves
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, MasterDtype, Options, check_fraction
@@ -20,6 +20,7 @@ from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of
+from spillway.runtime.backend import on_error
 from spillway.session import Session
 from spillway.types import OptimizerStats
 

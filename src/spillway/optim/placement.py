@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import BackendError, UnsupportedError, UsageError, on_error
+from spillway.errors import BackendError, UnsupportedError, UsageError
 from spillway.optim.cpu_store import CpuStore, MemoryTier
 from spillway.optim.disk_tier import DiskTier
 from spillway.optim.gpu_store import GpuStore
@@ -53,7 +53,7 @@ from spillway.optim.state_store import StateStore, StepCost
 from spillway.optim.states import device_copy
 from spillway.optim.tensors import follow, local_of
 from spillway.optim.transfers import Transfers
-from spillway.runtime.backend import HostQueue
+from spillway.runtime.backend import HostQueue, on_error
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
 

@@ -32,7 +32,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import on_error
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
@@ -40,7 +39,7 @@ from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings,
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, flat, follow
-from spillway.runtime.backend import Event, Stalls, TaskEnd, finish
+from spillway.runtime.backend import Event, Stalls, TaskEnd, finish, on_error
 from spillway.runtime.bytes import over
 from spillway.types import OptimizerStats
 

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from spillway._torch import tree_map_only, version_of
 from spillway.checkpointing.blocks import Blocks
-from spillway.errors import UsageError, on_error
+from spillway.errors import UsageError
 from spillway.optim.forward_waits import wait_in_forward
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
@@ -27,7 +27,7 @@ from spillway.optim.placement import Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.tensors import is_distributed, local_of, with_strides_of
-from spillway.runtime.backend import Event, label
+from spillway.runtime.backend import Event, label, on_error
 from spillway.runtime.system import many_processes
 
 if TYPE_CHECKING:

@@ -48,11 +48,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
 from spillway._torch import in_backward, refuse_transforms, top_hooks, unseen
-from spillway.errors import TierError, UnsupportedError, UsageError, on_error
+from spillway.errors import TierError, UnsupportedError, UsageError
 from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
 from spillway.parameters.streamable import Trainer, parameters_of
 from spillway.parameters.weights import pinned_of
-from spillway.runtime.backend import Stream
+from spillway.runtime.backend import Stream, on_error
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters
 from spillway.runtime.pinned import Pinned

@@ -29,10 +29,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from spillway._torch import PLACE, unseen, without_dynamo
 from spillway.checkpointing.blocks import is_a, is_compiled
-from spillway.errors import ParkedError, UnsupportedError, UsageError, on_error
+from spillway.errors import ParkedError, UnsupportedError, UsageError
 from spillway.parking.found import Found, Need, modules_of, states_of
 from spillway.parking.guards import storages_of
 from spillway.parking.storages import Copy, ParkedStorage, State, fingerprints
+from spillway.runtime.backend import on_error
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.system import many_processes
 from spillway.session import Session

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -314,6 +314,16 @@ class TaskEvent(TaskEnd):
         inner = self.resolve()
         if inner is not None:
             inner.synchronize()
+
+
+@contextlib.contextmanager
+def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
+    """Undo something if the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo(*args)
+        raise
 
 
 def raise_again(error: BaseException) -> NoReturn:

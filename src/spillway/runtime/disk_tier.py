@@ -24,9 +24,9 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from spillway.errors import TierError, TierFullError, TransferError, on_error
+from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import Backend, Event, Stream
+from spillway.runtime.backend import Backend, Event, Stream, on_error
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.runtime.tiers import Tier

@@ -56,10 +56,9 @@ from spillway.errors import (
     TierFullError,
     TransferError,
     UsageError,
-    on_error,
 )
 from spillway.runtime.arena import FreeRanges
-from spillway.runtime.backend import quiet
+from spillway.runtime.backend import on_error, quiet
 from spillway.runtime.spill_directory import choose_directory, mounts
 from spillway.units import format_bytes
 
