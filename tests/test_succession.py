@@ -282,7 +282,7 @@ def test_the_tail_of_the_last_micro_batch_is_that_of_no_other() -> None:
             for _ in range(3):
                 loss = forward()
                 order = next(reversed([each for *_, each in session.of(SavedState).learned(None)._waiting]))
-                held.append([order.in_tail(place) for place in range(len(order._entries))])
+                held.append([place in order.tail for place in range(len(order._entries))])
                 forwards.append(loss)
             for each in forwards:
                 each.backward()

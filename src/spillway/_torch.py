@@ -25,7 +25,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -118,6 +118,13 @@ function_mode_stack: Callable[[], list[Any]] = _get_current_function_mode_stack
 """The active function modes, from the outermost."""
 disable_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 """A context without ``__torch_function__``, of modes and of subclasses."""
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, modes of the caller's do not see what is done: it is no part of the model."""
+    with torch.inference_mode(mode=False), disable_dispatch(), disable_function():
+        yield
 
 
 def has_function_modes() -> bool:
@@ -251,10 +258,7 @@ LABEL_ENDS: Any = torch.ops.profiler._record_function_exit._RecordFunction
 
 
 def composite(overload: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run the kernel of a composite operator that torch has for all devices.
-
-    ``decompose`` would run another one, for compilers.
-    """
+    """Run the kernel of a composite operator for all devices. ``decompose`` would run another one, for compilers."""
     return overload._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 

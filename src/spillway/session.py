@@ -153,13 +153,11 @@ class Session:
             ...     session.of(dict) is session.of(dict)
             True
         """
-        state = self._state.get(kind)
-        if state is None:
+        if kind not in self._state:
             with self._lock:
-                state = self._state.get(kind)
-                if state is None:
-                    state = self._state[kind] = kind()
-        return cast("_Kind", state)
+                if kind not in self._state:
+                    self._state[kind] = kind()
+        return cast("_Kind", self._state[kind])
 
     def host_room(self, device: torch.device) -> int:
         """Bytes of CPU memory that are left of a device's budget."""

@@ -401,11 +401,9 @@ class AdversaryBackend(Backend):
         with self._lock:
             for job in list(self._jobs):
                 if not job.query():
-                    try:
+                    # No caller waited for a task that fails here.
+                    with contextlib.suppress(RuntimeError, OSError):
                         job.synchronize()
-                    except (RuntimeError, OSError):
-                        # No caller waited for this failed task.
-                        continue
             for line in self._streams:
                 while line.queue:
                     line.queue.popleft()()

@@ -29,7 +29,7 @@ ELSEWHERE = {
     # The device of the adversary has no kernels that are queued when its memory is freed.
     "self.pinned.after('mapped', self._backend.record(self._backend.compute()))",
     # This bounds the memory of parameters that were read.
-    "self._given_out.append(step)",
+    "transfer.cost.given_out.append(end)",
     "self._given_out.popleft().finish()",
     # A test of leftovers needs this: memory of another optimizer's.
     "pinned.synchronize()",

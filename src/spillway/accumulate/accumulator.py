@@ -27,7 +27,7 @@ from spillway.accumulate.options import check_arguments, steps_in_backward
 from spillway.accumulate.stepping import AccumulationStep, Stepper, Totals
 from spillway.accumulate.wrappers import Wrappers
 from spillway.errors import UsageError
-from spillway.runtime.backend import label
+from spillway.runtime.backend import label, on_error
 
 Batch = TypeVar("Batch")
 
@@ -247,7 +247,6 @@ class Accumulator:
                 self._leave(micro)
 
     def _leave(self, micro: _MicroBatch) -> None:
-        """Close a micro-batch."""
         self._micro = None
         micro.switches.close()
         if not micro.had_backward and not self._wrappers.leave(last=micro.last):
@@ -280,7 +279,7 @@ class Accumulator:
         check_loss(loss)
         weight = self._weight(micro, weight)
         reduces = self._wrappers.reduces(last=micro.last)
-        with self._spoiled_by_errors():
+        with on_error(self._spoil):
             self._totals.add(loss, weight)
             if micro.last:
                 self._totals.reduce()
@@ -320,7 +319,7 @@ class Accumulator:
                 f"step() was called after {self._progress}, whose gradients are not "
                 f"reduced over ranks; open the last one by accumulator.micro(last=True), or call discard()"
             )
-        with self._spoiled_by_errors(), label("accumulation_step"):
+        with on_error(self._spoil), label("accumulation_step"):
             record = self._stepper.step(self._parameters(), self._totals, self._index)
         self.last, self.stepped = record, True
         self._index += 1
@@ -338,13 +337,8 @@ class Accumulator:
         normalize = self._stepper.normalize_each(self._parameters(), self._totals)
         return cast("AbstractContextManager[object]", optimizer.last_backward(normalize))
 
-    @contextmanager
-    def _spoiled_by_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._state = State.SPOILED
-            raise
+    def _spoil(self) -> None:
+        self._state = State.SPOILED
 
     def discard(self) -> None:
         """Clear the gradients of the current accumulation step and start a new one. Closes an open micro-batch.

@@ -177,7 +177,6 @@ class Float32Sums:
         self._unreduced = False
 
     def before_backward(self, *, reduces: bool) -> None:
-        """Prepare gradients for a backward."""
         for parameter, writer in self._parameters:
             if writer is Writer.AUTOGRAD or (writer is Writer.DDP and not reduces):
                 if parameter.grad_dtype != torch.float32:

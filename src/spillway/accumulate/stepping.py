@@ -170,10 +170,7 @@ class Totals:
 
 @dataclass
 class Stepper:
-    """Steps an optimizer with accumulated gradients, with the arguments of an accumulator.
-
-    See NOTE [ The order of operations ].
-    """
+    """Steps an optimizer, with the arguments of an accumulator. See NOTE [ The order of operations ]."""
 
     optimizer: Optimizer
     wrappers: Wrappers

@@ -9,10 +9,8 @@ reducer right after backward.
 
 NOTE [ FSDP2: what it holds ]
 
-With ``sync="last"``, FSDP2 holds whole gradients in its ``reduce_dtype`` until the last micro-batch reduces all of
-them. With ``sync="every"`` each micro-batch reduces, and FSDP2 holds a shard.
-
-On a mesh of replicas and shards, ``sync="every"`` reduces over replicas only in the last micro-batch. Until then FSDP2
+With ``sync="last"``, FSDP2 holds whole gradients in its ``reduce_dtype``; with ``sync="every"`` a shard. On a mesh of
+replicas and shards, ``sync="every"`` reduces over replicas only in the last micro-batch. Until then FSDP2
 holds one flat buffer for each parameter group, and adds the next one without a check of the parameters in it. That is
 right only if every micro-batch has gradients of the same parameters, and uses each group. So the accumulator compares
 the buffer's size, and raises an error instead of losing gradients.
@@ -69,7 +67,6 @@ class Wrappers:
         return {id(parameter): wrapper.writer for wrapper in self._all for parameter, _ in wrapper.divisors()}
 
     def reduces(self, *, last: bool) -> bool:
-        """Whether this micro-batch reduces gradients."""
         return any(wrapper.reduces(last=last) for wrapper in self._all)
 
     def completes(self, *, last: bool) -> bool:

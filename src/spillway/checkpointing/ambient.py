@@ -45,7 +45,6 @@ class AmbientState(NamedTuple):
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
-        """A context with this state."""
         now = AmbientState.now()
         if now == self:
             yield

@@ -9,9 +9,8 @@ In backward, autograd unpacks a slot. The function is recomputed (the *replay*) 
 by the same numbers, on the Python state, random generators, autocast and other settings of forward. The replay ends
 with the last tensor that is still wanted.
 
-The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. Spillway checks more than
-torch does. In every call it compares number, shape, dtype and device of saved tensors, and versions of the tensors that
-the function reads. In the first call and in samples of later ones, it compares the values (``learned.py``).
+The replay is right if the function does the same again, as for ``torch.utils.checkpoint``. ``docs/replays.md`` lists
+what is compared in every call. Values are compared in the first one, and in samples of later ones (``learned.py``).
 
 NOTE [ Gradients inside ]
 
@@ -142,10 +141,8 @@ class CheckpointedCall(ReplayableCall):
     def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         if self._preserved is not None and self._preserved.is_other and not self._keeps:
             self._learned.differed(self._preserved.decisions.program, is_final=False)
-        if self._drops_output and not self._keeps:
-            self._add_output_slots(output, tensors)
-
-    def _add_output_slots(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
+        if not self._drops_output or self._keeps:
+            return
         outside = storages_of([*tensors, *self._reached.tensors()])
         for index, tensor in enumerate(tensors_in(tree_leaves(output))):
             if is_plain(tensor) and storage_key(tensor.untyped_storage()) not in outside:
@@ -355,7 +352,7 @@ class CheckpointedCall(ReplayableCall):
             # Tensors that are left out have no content. Outputs may be among them.
             until = max(until, mode.decisions.until)
             fingerprints = {
-                number: found for number, found in fingerprints.items() if mode.decisions.is_recomputed(number)
+                number: found for number, found in fingerprints.items() if number in mode.decisions.recomputed
             }
             output_fingerprints = None
         collector = Collector(

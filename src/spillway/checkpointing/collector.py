@@ -193,7 +193,6 @@ class Collector:
         )
 
     def gave(self, output: Any) -> None:
-        """The function has returned this."""
         if self.outputs:
             tensors = tensors_in(tree_leaves(output))
             if len(tensors) <= max(self.outputs.values()):

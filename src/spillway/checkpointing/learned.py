@@ -173,7 +173,6 @@ class LearnedFunctions:
         self._lock = threading.Lock()
 
     def of(self, function: Hashable) -> LearnedFunction:
-        """Knowledge about a function, by its identity."""
         with self._lock:
             found = self._known.get(function)
             if found is None:

@@ -48,10 +48,7 @@ class Differs(Exception):  # noqa: N818  (not shown to users: the function is re
 
 
 class PartialReplay(OperatorMode):
-    """The mode. See NOTE [ A partial replay ].
-
-    ``given`` returns a preserved value as the tensor that its operator returned.
-    """
+    """The mode of NOTE [ A partial replay ]. ``given`` returns a preserved value as the tensor of its operator."""
 
     def __init__(
         self, decisions: Decisions, given: Callable[[int], torch.Tensor | None], *, draws: bool, poisons: bool

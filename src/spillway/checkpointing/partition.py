@@ -60,11 +60,7 @@ class Partition:
         )
 
     def check(self, tensors: Sequence[torch.Tensor], known: LearnedFunction) -> None:
-        """Compare split inputs with the other ranks, at the first call of a function, or always.
-
-        Raises:
-            UsageError: on all ranks, if they differ.
-        """
+        """Compare inputs over ranks, at a function's first call or always. All ranks raise ``UsageError``, or none."""
         if known.ranks_agreed and not self._always_checks:
             return
         split = [tensor for tensor in tensors if self.splits(tensor)]

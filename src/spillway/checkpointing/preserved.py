@@ -47,10 +47,7 @@ Memory = Callable[[], torch.UntypedStorage | None]
 
 
 class PreservedTensors:
-    """Preserved tensors of one call. See NOTE [ Preserved tensors ].
-
-    ``arguments`` are the handles of the function's tensors.
-    """
+    """The tensors of NOTE [ Preserved tensors ] in one call. ``arguments``: handles of the function's tensors."""
 
     def __init__(
         self,
@@ -223,7 +220,6 @@ class PreservingCall:
         self._differs = False
 
     def run(self, forward: Callable[[], Any]) -> Any:
-        """Run the function, and return its output."""
         output = None
         try:
             with saved_tensors_hooks(self._packing(), unpack):

@@ -121,8 +121,14 @@ class Program:
         return value in self.makers or value in self.written
 
     def can_be_preserved(self, value: int) -> bool:
-        """Whether autograd saves it in a form that can be handed in."""
-        return value in self.recipes and value not in self.written and self._is_saved(value)
+        """Whether autograd saves it, and nothing but parts of what its operator gave: so it can be handed in."""
+        whole = self.recipes.get(value)
+        if whole is None or value in self.written:
+            return False
+        saves = [
+            recipe for each in self.saved for part, recipe in (*each.parts, (each.value, each.recipe)) if part == value
+        ]
+        return bool(saves) and all(recipe is not None and lies_within(recipe, whole) for recipe in saves)
 
     def standing_for(self, value: int) -> set[int]:
         """The value itself, if autograd saves it. Otherwise the nearest saved values that are computed from it."""
@@ -138,14 +144,6 @@ class Program:
             else:
                 rest += (made for operator in self.operators if each in operator.reads for made in operator.makes)
         return found
-
-    def _is_saved(self, value: int) -> bool:
-        """Whether autograd saves it, and nothing but parts of the tensor that its operator gave."""
-        whole = self.recipes[value]
-        saves = [
-            recipe for each in self.saved for part, recipe in (*each.parts, (each.value, each.recipe)) if part == value
-        ]
-        return bool(saves) and all(recipe is not None and lies_within(recipe, whole) for recipe in saves)
 
 
 def lies_within(part: ViewRecipe, whole: ViewRecipe) -> bool:
@@ -183,7 +181,8 @@ class Decisions:
         self.saved = [self._saved(each, preserved) for each in program.saved]
         self.preserves = any(isinstance(how, (Preserved, list)) for how in self.saved)
         """Whether a saved tensor is preserved besides the function's inputs."""
-        self._recomputed: set[int] = set()
+        self.recomputed: set[int] = set()
+        """Numbers of saved tensors that a replay computes, so that they can be compared."""
         wanted: list[tuple[int, int]] = []
         last = -1
         first_of: dict[int, int] = {}
@@ -201,7 +200,7 @@ class Decisions:
                 writes = program.operators[each.place].writes if each.place < len(program.operators) else ()
                 wanted += [(value, each.place + (value in writes)) for value in made]
                 if made:
-                    self._recomputed.add(number)
+                    self.recomputed.add(number)
         self.acts: list[Act] = needed(program.operators, wanted, preserved.keys())
         """Acts of a replay, by operators."""
         self.handed: set[int] = {
@@ -236,10 +235,6 @@ class Decisions:
         if value in preserved:
             return Preserved(value, preserved[value], recipe, program.recipes[value])
         return "input" if value in program.inputs and value not in program.written else False
-
-    def is_recomputed(self, number: int) -> bool:
-        """Whether a replay computes a saved tensor, so that it can be compared."""
-        return number in self._recomputed
 
     @classmethod
     def of(cls, program: Program, choices: Choices, chosen: Mapping[int, tuple[Decision, bool]] | None) -> Decisions:

@@ -6,22 +6,11 @@ A recomputed function runs more often than in plain training. Its Python state m
 :class:`PythonState` takes a shallow copy before the first run. Each replay starts from that copy. After the replay,
 the state from before the replay is put back.
 
-The copy has, for every module that the function is, belongs to or closes over (with all submodules):
-
-* attributes, buffers, submodules and parameters, by identity. Hooks are left out, and parameters that FSDP exchanges;
-* the memory of parameters and buffers, and whether they require gradients;
-* attributes of their classes;
-* the content of lists, dictionaries, sets, deques and small arrays, and attributes of plain objects, some levels deep.
-
-It also has the function's closure cells, the globals that its code names (and those that functions among them name),
-and the states of random generators: those of ``random`` and NumPy, and those among the function's objects. Objects of
-torch's own classes are never opened: they hold the state of hooks, streams and process groups.
-
-Iterators and files cannot be copied. A function that has one is not recomputed (:meth:`PythonState.why_kept`). Neither
-is one with a layer that makes its parameters in this call, or that writes them.
-
-Other state (C extensions) is not seen. There the checks of the replay decide: equal values,
-or a :class:`~spillway.errors.RecomputeError`.
+``docs/replays.md`` lists what is copied, and which functions are not recomputed (:meth:`PythonState.why_kept`).
+Attributes, buffers, submodules and parameters of modules are copied by identity, and so is the memory of parameters and
+buffers. Hooks are left out, and parameters that FSDP exchanges. Objects of torch's own classes are never opened: they
+hold the state of hooks, streams and process groups. State that is not seen (of C extensions) is left to the checks of
+the replay: equal values, or a :class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
 Nothing is held between calls. The names and values of all containers are one sequence, whose identities are compared at
@@ -91,11 +80,9 @@ class PythonState:
 
     @property
     def changes(self) -> bool:
-        """Whether the state has changed."""
         return not all(each.is_current() for each in self._copies)
 
     def changed(self) -> list[str]:
-        """Names of the state that has changed."""
         return [*chain.from_iterable([each.changed() for each in self._copies])]
 
     @contextmanager
@@ -131,7 +118,6 @@ class _Copy:
         self._rest = _Rest(walk)
 
     def is_current(self) -> bool:
-        """Whether nothing has changed."""
         return self._has_same_contents() and not self._rest.changes()
 
     def changed(self) -> list[str]:
@@ -140,7 +126,6 @@ class _Copy:
         return [*(str(name) for each, then in copies for name in each.changes(then)), *self._rest.changes()]
 
     def put_back(self) -> None:
-        """Set everything to this content."""
         if not self.is_current():
             _put_back(self._contents(), self._rest)
 
@@ -159,7 +144,6 @@ class _Copy:
         return now_lengths == lengths and all(map(is_, now_values, values)) and all(map(is_, now_names, names))
 
     def _contents(self) -> Iterator[tuple[_Container, Any]]:
-        """The containers with their contents."""
         lengths, names, values = self._content
         all_names, all_values, count = iter(names), iter(values), len(self.walk.modules)
         for each, length in zip(_containers_of(self.walk), lengths[count:], strict=True):
@@ -233,7 +217,6 @@ class _Container:
         return [name for name in names if not self._is_left_out(name)]
 
     def put_back(self, then: Any) -> None:
-        """Set the container to an earlier content."""
         for name in _Container.changes(self, then):
             if then.get(name, MISSING) is MISSING:
                 self._delete(name)
@@ -350,7 +333,6 @@ class _Rest:
         self._is_empty = not (self._flags or self._holders or self._arrays or self._generators)
 
     def changes(self) -> list[str]:
-        """Descriptions of what has changed."""
         found: list[str] = []
         if self._is_empty:
             return found

@@ -115,7 +115,6 @@ class Recorder(OperatorMode):
         self.outputs = {value for part in parts if (value := self.values.find(part)) is not None}
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
-        """Note a tensor that autograd saves."""
         node = next_node()
         if not self._saving or node > self._saving[-1]:
             self.saves_at.append(len(self.operators))

@@ -16,7 +16,7 @@ from spillway.checkpointing.checks import difference_error, fingerprints_of, has
 from spillway.checkpointing.learned import LearnedCalls
 from spillway.checkpointing.python_state import PythonState
 from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
-from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided, whole_view_of
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.errors import RecomputeError
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.types import Decision
@@ -150,8 +150,9 @@ def replay_argument(tensor: torch.Tensor, requires_grad: bool, is_written: bool)
             return leaf.clone()  # type: ignore[no-untyped-call, unused-ignore]
         if not requires_grad or (tensor.requires_grad and tensor.is_leaf) or not is_strided(leaf):
             return leaf
-        # It was no leaf. Casts of leaves are taken for casts of autocast.
-        return whole_view_of(leaf)
+        # It was no leaf. Casts of leaves are taken for casts of autocast. `view_as` gives dimensions of size one other
+        # strides.
+        return leaf[...] if type(leaf) in PLAIN else leaf.view_as(leaf)
 
 
 _KEEP = Decision.KEEP
@@ -249,8 +250,12 @@ class ReplayableCall:
         self._reached.forward_ended()
         if self._is_observed:
             self._learn(output, tensors)
-        if self._learned.state:
-            self._note_state()
+        if names := self._learned.state:
+            self._scope.ledger.note(
+                f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
+                f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the "
+                f"forward, and puts the later state back."
+            )
         self._scope.waiting.send()
 
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -296,14 +301,6 @@ class ReplayableCall:
                 learned.written_inputs |= {place}
                 self._tensors[place] = (KeptHandle(copy), unpack, tensor.requires_grad, True)
         self._copies.clear()
-
-    def _note_state(self) -> None:
-        names = self._learned.state
-        self._scope.ledger.note(
-            f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
-            f"{' and more' if len(names) > 4 else ''}). Each recomputation starts from the state before the forward, "
-            f"and puts the later state back."
-        )
 
     # Backward.
 

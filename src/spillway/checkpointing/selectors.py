@@ -148,7 +148,6 @@ class Planned:
     """Whether any saved tensor is recomputed. Otherwise tensors without a decision are kept."""
 
     def decision(self, place: int, operator: Any) -> Decision:
-        """The decision about the operator at a place."""
         planned = self.decisions.get(place)
         return Decision.RECOMPUTE if planned is None or planned[0] != full_name(operator) else planned[1]
 
@@ -253,11 +252,9 @@ class Choices:
         return _first(self._names, operator)
 
     def by_saving(self, operator: Any) -> Decision | None:
-        """The decision about tensors that the operator saves."""
         return _first(self._saved_by, operator)
 
     def by_place(self, place: int, operator: Any) -> Decision:
-        """The plan's decision about the operator at a place."""
         assert self.planned is not None
         decision = self.planned.decision(place, operator)
         if decision is not Decision.RECOMPUTE:
@@ -291,7 +288,9 @@ class Choices:
             self.inputs = self.inputs or decision
         elif isinstance(selector, saved_by):
             self._saved_by.append(_Rule(selector, selector.matches, decision))
-        elif _is_module_pattern(selector):
+        elif isinstance(selector, str) and "::" not in selector and selector not in FAMILIES:
+            if not any(sign in selector for sign in ".*?["):
+                raise UsageError(_unknown(selector))
             self.patterns.append(selector)
             self._predicates.append(_Rule(selector, _in_module(selector), decision))
         elif isinstance(selector, (str, AnyOperator, Overloads)):
@@ -322,14 +321,6 @@ def _key_of(selector: Any) -> Hashable:
         return selector if isinstance(selector, Hashable) else id(selector)
     cells = (cell.cell_contents for cell in selector.__closure__ or ())
     return code, *(each if isinstance(each, Hashable) else id(each) for each in cells)
-
-
-def _is_module_pattern(selector: Any) -> bool:
-    if not isinstance(selector, str) or "::" in selector or selector in FAMILIES:
-        return False
-    if not any(sign in selector for sign in ".*?["):
-        raise UsageError(_unknown(selector))
-    return True
 
 
 def _in_module(pattern: str) -> Predicate:

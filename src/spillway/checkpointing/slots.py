@@ -2,10 +2,9 @@
 
 NOTE [ Dropped outputs ]
 
-With ``drop_output`` the output of a checkpointed function is dropped once its consumer has run, and recomputed before
-the consumer's backward. No storage is resized. When the consumer saves the output, its storage is looked up, and
-autograd gets a reference to the call instead. So the storage dies with the last name that the model has for it. An
-output that is still alive in backward, and was not written, is used as it is.
+With ``drop_output`` the output of a checkpointed function is dropped once its consumer has run. No storage is resized.
+When the consumer saves the output, its storage is looked up, and autograd gets a reference to the call instead. So the
+storage dies with the last name that the model has for it. An output that is still alive in backward is used as it is.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class SavedSlot:
             self.tracked = tensor_without_memory(tensor), version_of(tensor)
 
     def keep(self, tensor: torch.Tensor) -> None:
-        """Hold the tensor."""
         with below_modes(tensor):
             self.value = alias_of(tensor), -1 if tensor.is_inference() else version_of(tensor)
 

@@ -65,13 +65,6 @@ def has_bits(tensor: torch.Tensor) -> bool:
         return False
 
 
-def whole_view_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the whole tensor with the same strides. ``view_as`` gives dimensions of size one other strides."""
-    if type(tensor) in PLAIN:
-        return tensor[...]
-    return tensor.view_as(tensor)
-
-
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:
     """The plain tensors among arguments or outputs, also in lists, and the parts of wrappers."""
     found: list[torch.Tensor] = []

@@ -211,7 +211,6 @@ class Stopwatch:
         """Times of the end of each step."""
 
     def stepped(self, count: int) -> None:
-        """An optimizer has made a step."""
         import torch
 
         from spillway.cli.running.script import ScriptExit

@@ -6,8 +6,7 @@ A parameter is *held* if the CPU has its state. The user's own tensor stays on t
 state and its **fp32 master weight**: a copy in the type of the step. The GPU steps all other parameters as usual.
 
 Backward: a gradient is accumulated, and its copy to the CPU is queued behind an event on the compute stream. ``p.grad``
-becomes an :class:`~spillway.optim.offloaded_gradient.OffloadedGradient`, a tensor whose bytes are on the CPU. Later
-gradients are added there. Clipping and scaling are noted, and applied when the step reads the gradient.
+becomes a tensor whose bytes are on the CPU (``offloaded_gradient.py``), and later gradients are added there.
 
 ``step()``: one *worker thread* takes *chunks* of parameters in turn (NOTE [ The state store ] in ``state_store.py``).
 It queues copies of the next parameters to the CPU (NOTE [ A step reads the parameter ] in ``host_parameter.py``), and

@@ -21,8 +21,8 @@ from spillway.errors import TierError, TierFullError
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, Settings, State
-from spillway.optim.transfers import SentTensor, aligned, on_error
-from spillway.runtime.backend import Event, TaskEnd, raise_again
+from spillway.optim.transfers import SentTensor, aligned
+from spillway.runtime.backend import Event, TaskEnd, on_error, raise_again
 from spillway.runtime.bytes import Bytes, Cells, over
 
 if TYPE_CHECKING:
@@ -151,7 +151,6 @@ class StateChunk:
 
     @property
     def is_cut(self) -> bool:
-        """Whether it is a piece of a parameter."""
         return self.parts[0].is_cut
 
     @property
@@ -335,10 +334,6 @@ class TransferPipeline:
             self._load_ahead(transfer.nbytes)
         with on_error(self.drop, transfer):
             self._tier.wait(transfer)
-
-    def give_out(self, step: TaskEnd) -> None:
-        """Workers step a chunk."""
-        self._given_out.append(step)
 
     def wait_for_workers(self, most: int) -> None:
         """Wait until at most so many steps of the workers are unfinished."""

@@ -19,9 +19,9 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
-from spillway.optim.transfers import Upload, on_error
+from spillway.optim.transfers import Upload
 from spillway.runtime.arena import pages
-from spillway.runtime.backend import Event
+from spillway.runtime.backend import Event, on_error
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 
@@ -82,7 +82,6 @@ class MemoryTier(CpuTier):
         return part.of(self._wholes[part.held][MASTER])
 
     def master_bytes(self, part: ChunkPart) -> Bytes:
-        """The same as bytes."""
         size = part.held.work_dtype.itemsize
         return self._pinned[part.held].range(part.start * size, part.numel * size)
 
@@ -187,7 +186,7 @@ class CpuStore(StateStore):
             if not chunk.parts[0].held.cut:
                 return self._step_chunks([transfer])
             end = chunk.context.workers.run(partial(self._step_chunks, [transfer]))
-            pipeline.give_out(end)
+            transfer.cost.given_out.append(end)
             return end
 
     # In any thread.

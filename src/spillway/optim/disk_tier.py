@@ -17,9 +17,8 @@ from spillway.optim.cpu_store import CpuTier
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import State
-from spillway.optim.transfers import on_error
 from spillway.runtime.arena import Block, anonymous_pages, pages
-from spillway.runtime.backend import Backend, Event, Several
+from spillway.runtime.backend import Backend, Event, Several, on_error
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.disk_tier import PIECE_BYTES, cut
 from spillway.runtime.spill_file import Extent, SpillFile

@@ -34,12 +34,9 @@ by hand afterwards, ``step()`` loads the chunk again, after its copy out.
 
 NOTE [ Master weights cross whole ]
 
-A ``bfloat16`` parameter has the upper half of its master weight, rounded. Sixteen more bits do not give the master:
-
-* A master that rounds to ``h`` is, as integers, ``(h << 16) + d``. If ``h`` is even, both ties round to it: ``d`` has
-  65,537 values. Many NaNs round to the same ``h``, too.
-* The correction to a value that was overwritten through ``.data`` would make a wrong master of the new one (NOTE [ A
-  step reads the parameter ] in ``host_parameter.py``). Only the old ``h`` tells, which would be left out.
+A ``bfloat16`` parameter has the upper half of its master weight, rounded. Sixteen more bits do not give the master: to
+an even upper half both ties round, so 65,537 values, and many NaNs. Nor would they show that the parameter was
+overwritten through ``.data`` (NOTE [ A step reads the parameter ] in ``host_parameter.py``).
 
 NOTE [ The ring on the GPU ]
 
@@ -66,8 +63,8 @@ from spillway.optim.optimizer_class import ClassTraits, State
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
-from spillway.optim.transfers import aligned, on_error
-from spillway.runtime.backend import Event, Stream, TaskEnd
+from spillway.optim.transfers import aligned
+from spillway.runtime.backend import Event, Stream, TaskEnd, on_error
 from spillway.runtime.bytes import Bytes, Cells, over
 from spillway.runtime.pinned import Pinned
 from spillway.units import format_bytes

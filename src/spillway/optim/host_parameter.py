@@ -113,7 +113,6 @@ class HostParameter:
 
     @property
     def form(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Shape and strides."""
         return self._form.size, self._form.stride
 
     def local(self) -> torch.Tensor:

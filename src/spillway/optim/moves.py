@@ -14,8 +14,9 @@ from spillway.optim.options import FractionTuner, ShareTuner, Tuner
 from spillway.optim.placement import Placement
 from spillway.optim.states import StateViews
 from spillway.optim.stepping import StepQueue
-from spillway.optim.tensors import local_of, many_processes
-from spillway.optim.transfers import on_error
+from spillway.optim.tensors import local_of
+from spillway.runtime.backend import on_error
+from spillway.runtime.system import many_processes
 
 if TYPE_CHECKING:
     from spillway.parameters.homes import StreamedParameter

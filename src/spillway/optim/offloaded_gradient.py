@@ -268,11 +268,7 @@ class LentGradients:
         put_gradient(held, self._in_use[held])
 
     def take_back(self, held: HostParameter) -> None:
-        """Compute has waited for the step.
-
-        Raises:
-            UsageError: if the gradient was written before.
-        """
+        """Compute has waited for the step. Raises ``UsageError`` if the gradient was written before."""
         read, in_use = self._read.pop(held, None), self._in_use.pop(held, None)
         if read is not None:
             self.nbytes[held.context] -= read.nbytes

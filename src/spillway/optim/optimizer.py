@@ -20,7 +20,7 @@ from spillway.optim.placement import IN_CAPTURE, Placement
 from spillway.optim.states import StateViews, check_shapes
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of
-from spillway.optim.transfers import on_error
+from spillway.runtime.backend import on_error
 from spillway.session import Session
 from spillway.types import OptimizerStats
 

@@ -199,10 +199,6 @@ def held_of(sizes: Sequence[int], fraction: float, *, last_first: bool = True) -
 
     ``last_first`` begins with the last ones. Their gradients come first in backward. The first ones, which the next
     forward needs first, are then stepped on the GPU.
-
-    Example:
-        >>> held_of([4, 4, 2], 0.5)
-        [False, True, True]
     """
     wanted = fraction * sum(sizes)
     held = [False] * len(sizes)
@@ -221,10 +217,6 @@ def held_beyond(nbytes: Sequence[int], budget: int) -> list[bool]:
 
     A parameter stays on the GPU if it fits the rest of the budget, beginning with the first. ``nbytes`` are bytes of
     state, master weights included.
-
-    Example:
-        >>> held_beyond([4, 8, 2, 4], 7)
-        [False, True, False, True]
     """
     held = []
     for size in nbytes:
@@ -318,12 +310,7 @@ class FractionTuner(Tuner):
 
 
 def affordable(seen: StepTimes, fraction: float, slowdown: float) -> float:
-    """The largest fraction that slows a step down by no more than allowed.
-
-    Example:
-        >>> affordable(StepTimes(step_seconds=1.5, stall_seconds=0.5, host_seconds=0.8), 1.0, 0.05)
-        0.4243...
-    """
+    """The largest fraction that slows a step down by no more than allowed."""
     own = seen.step_seconds - seen.stall_seconds
     allowed = slowdown * own
     if seen.stall_seconds <= allowed:

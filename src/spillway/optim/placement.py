@@ -52,8 +52,8 @@ from spillway.optim.options import Options, alternating, compute_with, counted, 
 from spillway.optim.state_store import StateStore, StepCost
 from spillway.optim.states import device_copy
 from spillway.optim.tensors import follow, local_of
-from spillway.optim.transfers import Transfers, on_error
-from spillway.runtime.backend import HostQueue
+from spillway.optim.transfers import Transfers
+from spillway.runtime.backend import HostQueue, on_error
 from spillway.runtime.device import DeviceRuntime
 from spillway.session import Session
 
@@ -156,7 +156,6 @@ class Placement:
     # Steps.
 
     def of_stores(self, held: Iterable[HostParameter]) -> Iterator[tuple[StateStore, list[HostParameter]]]:
-        """Parameters by store."""
         some = list(held)
         for store in self.stores:
             mine = [one for one in some if one.store is store]
@@ -326,7 +325,6 @@ class DeviceStep:
         del self._work[parameter]
 
     def step(self) -> None:
-        """Step the parameters that have a gradient."""
         by_group = defaultdict(list)
         for parameter, (index, _) in self._work.items():
             if parameter.grad is not None:

@@ -39,8 +39,7 @@ from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings,
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, flat, follow
-from spillway.optim.transfers import on_error
-from spillway.runtime.backend import Event, Stalls, TaskEnd, finish
+from spillway.runtime.backend import Event, Stalls, TaskEnd, finish, on_error
 from spillway.runtime.bytes import over
 from spillway.types import OptimizerStats
 
@@ -176,7 +175,7 @@ class StateStore(ABC):
         """A parameter's state, with slots for tensors that are elsewhere."""
         pieces = [chunk.states[index] for chunk, index in self._parts_of(held)]
         state = {}
-        for name, _ in _common(pieces):
+        for name in _common(pieces):
             values = [piece[name] for piece in pieces]
             # Some pieces may be stored, if others could not be.
             stored = next((value for value in values if isinstance(value, Slot)), None)
@@ -225,7 +224,7 @@ class StateStore(ABC):
                 if chunk not in seen:
                     seen[chunk] = self.tier.host_states(chunk)
             pieces = [seen[chunk][index] for chunk, index in parts]
-            whole.append({name: _joined(one, [piece[name] for piece in pieces]) for name, _ in _common(pieces)})
+            whole.append({name: _joined(one, [piece[name] for piece in pieces]) for name in _common(pieces)})
             for chunk, _ in parts:
                 if chunk.is_cut:
                     # It belongs to this parameter alone, and was copied.
@@ -355,7 +354,6 @@ class StateStore(ABC):
         parameters: Mapping[int, torch.nn.Parameter],
         lent: defaultdict[torch.Tensor, State],
     ) -> None:
-        """The same after it."""
         chunk, states = transfer.chunk, transfer.states
         for index, parameter in parameters.items():
             states[index] = lent[parameter]
@@ -456,10 +454,9 @@ class StateStore(ABC):
         return states
 
 
-def _common(pieces: Sequence[State]) -> list[tuple[Hashable, Any]]:
-    """The values of a parameter's first piece that all pieces have."""
-    first = pieces[0].items() if pieces else ()
-    return [(name, value) for name, value in first if all(name in piece for piece in pieces)]
+def _common(pieces: Sequence[State]) -> list[Hashable]:
+    """The names that all pieces of a parameter's state have."""
+    return [name for name in (pieces[0] if pieces else ()) if all(name in piece for piece in pieces)]
 
 
 def _on_meta(state: State) -> State:

@@ -10,11 +10,12 @@ from typing import Any
 
 import torch
 
+from spillway._torch import distributed_with
 from spillway.errors import UsageError
 from spillway.optim.chunks import Slot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, State
-from spillway.optim.tensors import distributed_like, flat, local_of
+from spillway.optim.tensors import flat, is_distributed, local_of
 
 STEP = "step"
 """The name of the count of steps. Its type is not the parameter's."""
@@ -160,9 +161,11 @@ class StateViews:
 
 def as_distributed(state: State, parameter: torch.Tensor) -> State:
     """A state whose tensors are distributed as the parameter is."""
+    if not is_distributed(parameter):
+        return dict(state)
     shape = local_of(parameter).shape
     return {
-        key: distributed_like(value, parameter)
+        key: distributed_with(value, parameter)
         if isinstance(value, torch.Tensor) and value.shape == shape and value.ndim > 0
         else value
         for key, value in state.items()

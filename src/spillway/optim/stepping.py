@@ -26,9 +26,9 @@ from spillway.optim.optimizer_class import is_plain
 from spillway.optim.placement import Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
-from spillway.optim.tensors import is_distributed, local_of, many_processes, with_strides_of
-from spillway.optim.transfers import on_error
-from spillway.runtime.backend import Event, label
+from spillway.optim.tensors import is_distributed, local_of, with_strides_of
+from spillway.runtime.backend import Event, label, on_error
+from spillway.runtime.system import many_processes
 
 if TYPE_CHECKING:
     from spillway.parameters.homes import StreamedParameter
@@ -361,7 +361,6 @@ class BackwardSteps:
 
     @contextlib.contextmanager
     def within(self, *, is_paused: bool = False, complete: Callable[[Any], object] | None = None) -> Iterator[None]:
-        """A context with these attributes."""
         before = self.is_paused, self.complete
         self.is_paused, self.complete = is_paused, complete
         try:

@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from spillway._torch import distributed_with, local_part
+from spillway._torch import local_part
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UnsupportedError
 from spillway.runtime.bytes import Bytes
@@ -32,17 +32,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = local_part(tensor)
     # A collective may be under way.
     return local.wait() if hasattr(local, "wait") else local
-
-
-def distributed_like(local: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Distribute a local part as a parameter is. The part may be on another device."""
-    return distributed_with(local, parameter) if is_distributed(parameter) else local
-
-
-def many_processes() -> bool:
-    """Whether this process trains in a process group of several."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def memory_of(tensor: torch.Tensor) -> Bytes:

@@ -7,13 +7,12 @@ program order, not by the clock, so that the peak is the same in every step.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,16 +32,6 @@ _batch_numbers = itertools.count(1)
 def aligned(nbytes: int, to: int = _ALIGNMENT) -> int:
     """Bytes, rounded up so that the next tensor begins at a multiple."""
     return -(-nbytes // to) * to
-
-
-@contextlib.contextmanager
-def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
-    """Undo something if the block raises."""
-    try:
-        yield
-    except BaseException:
-        undo(*args)
-        raise
 
 
 @dataclass(eq=False, slots=True)
@@ -216,7 +205,6 @@ class Transfers:
         return self.backend.record(self.backend.compute())
 
     def wait(self, event: Event) -> None:
-        """Let the caller's compute stream wait."""
         self.backend.timed_wait(self.backend.compute(), event, self.waits)
 
     def count(self, *, sent: int = 0, received: int = 0) -> None:

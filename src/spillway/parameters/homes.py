@@ -146,7 +146,6 @@ class StreamedParameter:
         return version_of(self.own()) != self._version
 
     def use(self, storage: torch.UntypedStorage) -> None:
-        """The parameter's data is this storage."""
         self.own().data = self._over(storage)
         self.is_in_use = True
 

@@ -47,18 +47,12 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Module, Parameter
 
-from spillway._torch import (
-    disable_dispatch,
-    disable_function,
-    in_backward,
-    refuse_transforms,
-    top_hooks,
-)
+from spillway._torch import in_backward, refuse_transforms, top_hooks, unseen
 from spillway.errors import TierError, UnsupportedError, UsageError
 from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
 from spillway.parameters.streamable import Trainer, parameters_of
 from spillway.parameters.weights import pinned_of
-from spillway.runtime.backend import Stream
+from spillway.runtime.backend import Stream, on_error
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters
 from spillway.runtime.pinned import Pinned
@@ -117,7 +111,6 @@ class StreamedBlock:
 
     @property
     def sizes(self) -> list[int]:
-        """Bytes of each parameter."""
         return [each.home.nbytes for each in self.parameters if each.is_alive]
 
     def in_replay(self) -> AbstractContextManager[None]:
@@ -135,13 +128,13 @@ class StreamedBlock:
         """
         model = self._model
         try:
-            with model.lock, _unseen():
+            with model.lock, unseen():
                 # A block inside of one that is replayed is called as in forward.
                 self._enter(is_replay=is_replay or in_replay())
             with nullcontext() if is_replay else _aliases_for_others():
                 yield
         finally:
-            with model.lock, _unseen():
+            with model.lock, unseen():
                 self._exit(is_replay=is_replay or in_replay())
 
     def _enter(self, *, is_replay: bool) -> None:
@@ -149,7 +142,7 @@ class StreamedBlock:
         if not self.parameters:
             # They are on the device, or the model was removed.
             return
-        model, compute = self._model, self._model.compute_stream()
+        model, compute = self._model, self._model.runtime.backend.compute()
         if self.users > 1:
             if compute != self._stream:
                 raise UnsupportedError(
@@ -192,7 +185,8 @@ class StreamedBlock:
             self.here_bytes = 0
             if listener is not None:
                 listener.rests(begins=False)
-            self._model.left(self)
+            if not (self._model.passes or in_backward()):
+                self._model.settle()
 
     def _rest(self) -> None:
         while self._here:
@@ -232,12 +226,12 @@ class StreamedModel:
         if optimizer is not None:
             optimizer.check_streaming()
         found = parameters_of(blocks, model, device, min_bytes, optimizer)
-        self._optimizer = _nothing if optimizer is None else weakref.ref(optimizer)
+        self._optimizer = weakref.ref(optimizer) if optimizer is not None else lambda: None
         self._session, self._device = session, device
         runtime = session.runtime(device)
         if not isinstance(runtime, DeviceRuntime):
             raise UnsupportedError("stream: got a capture that is under way, expected none. Attach before the capture")
-        self._runtime, self.mover = runtime, runtime.mover
+        self.runtime, self.mover = runtime, runtime.mover
         self.identity = session.of(SavedState).identity
         self.lock = threading.RLock()
         out, back = self.mover.streams
@@ -245,7 +239,8 @@ class StreamedModel:
         # Weak: entries of dropped models hold the tier until they are forgotten.
         me = weakref.ref(self)
         self._tier.at_end = lambda: _settle(me)
-        self._passes = 0
+        self.passes = 0
+        """Calls of the model that are under way."""
         self._ahead = _Ahead()
         self._moved: list[tuple[weakref.ref[Any], torch.device]] = []
         self.blocks: list[StreamedBlock] = []
@@ -255,16 +250,16 @@ class StreamedModel:
             undo.callback(self._leave)
             with self._moving() as streamed:
                 undo.callback(self._forget, streamed)
-                with ExitStack() as inside:
-                    # The optimizer then sees parameters where they were.
-                    inside.callback(self._leave)
-                    inside.callback(self._forget, streamed)
+                # The optimizer then sees parameters where they were.
+                with on_error(self._leave), on_error(self._forget, streamed):
                     for name, parameters in found.items():
                         own = [Owned(path, weakref.ref(each), each.device) for path, each in parameters]
                         self.blocks.append(StreamedBlock(name, self, own))
                         self._stream(self.blocks[-1], streamed)
-                    self._move_others(model)
-                    inside.pop_all()
+                    for tensor in (*model.parameters(), *model.buffers()):
+                        if tensor.device != device and not is_streamed(tensor):
+                            self._moved.append((weakref.ref(tensor), tensor.device))
+                            move(tensor, tensor.detach().to(device))
             undo.pop_all()
 
     @contextmanager
@@ -272,12 +267,12 @@ class StreamedModel:
         """A call of the model. See NOTE [ Fetched ahead ] and NOTE [ Writes at rest ]."""
         with self.lock:
             self._ahead.drop()
-            self._passes += 1
+            self.passes += 1
         try:
             yield
         finally:
             with self.lock:
-                self._passes -= 1
+                self.passes -= 1
                 self.settle()
 
     def settle(self) -> None:
@@ -312,17 +307,13 @@ class StreamedModel:
                 )
             with self._moving() as streamed:
                 # First: all together may not fit the device.
-                with ExitStack() as undo:
-                    undo.callback(self._settle_on_device, coming, streamed)
+                with on_error(self._settle_on_device, coming, streamed):
                     for block in coming:
                         self._stream(block, streamed)
-                    undo.pop_all()
                 for block in leaving:
-                    with ExitStack() as undo:
-                        # Those of its parameters that have left.
-                        undo.callback(self._stream, block, streamed)
+                    # Those of its parameters that have left.
+                    with on_error(self._stream, block, streamed):
                         self._settle_on_device([block], streamed)
-                        undo.pop_all()
 
     def remove(self) -> None:
         """Every parameter and buffer is again where it was."""
@@ -343,7 +334,7 @@ class StreamedModel:
 
     def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter | None]) -> None:
         """Move the parameters of a block to pinned memory, unless they are there."""
-        optimizer, arena, backend = self._optimizer(), self._runtime.arena, self._runtime.backend
+        optimizer, arena, backend = self._optimizer(), self.runtime.arena, self.runtime.backend
         for owned in block.own:
             parameter = owned.reference()
             if parameter is None or is_streamed(parameter):
@@ -377,7 +368,7 @@ class StreamedModel:
     def _let_go(self, blocks: Sequence[StreamedBlock], device: torch.device | None = None) -> None:
         """Give parameters memory of their own on a device; ``None``: where they were."""
         self.settle()
-        backend = self._runtime.backend
+        backend = self.runtime.backend
         # Homes are read by the CPU now, and freed.
         backend.record(backend.compute()).synchronize()
         for block in blocks:
@@ -401,10 +392,6 @@ class StreamedModel:
 
     # For blocks, with the lock held.
 
-    def compute_stream(self) -> Stream:
-        """The calling thread's compute stream."""
-        return self._runtime.backend.compute()
-
     def uses(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
         """The uses of a block that is entered, being copied."""
         ahead = self._ahead.take(block, is_replay=is_replay)
@@ -417,7 +404,7 @@ class StreamedModel:
     def fetch_next(self, block: StreamedBlock, *, is_replay: bool) -> None:
         """Fetch the block that followed this one the last time."""
         following = self._ahead.expected(block, is_replay=is_replay)
-        if following is None or not (self._passes or is_replay):
+        if following is None or not (self.passes or is_replay):
             return
         if is_replay and any(each.is_alive and each.is_written() for each in following.parameters):
             # Its backward is over, and a step is writing it.
@@ -432,14 +419,9 @@ class StreamedModel:
             # It may be in use just now, and is not needed yet. When it is, its call fetches it and gets the error.
             return
 
-    def left(self, block: StreamedBlock) -> None:
-        """The block is at rest."""
-        if not (self._passes or in_backward()):
-            self.settle()
-
     def fetched(self, block: StreamedBlock, *, is_replay: bool) -> list[Use]:
         """Uses of a block whose copies are queued."""
-        if self._session.runtime(self._device) is not self._runtime:
+        if self._session.runtime(self._device) is not self.runtime:
             raise UnsupportedError(
                 f"{block.name} is streamed, and was called while a graph is captured: got a capture, expected none. A "
                 f"captured graph reads the same memory in each replay"
@@ -468,15 +450,9 @@ class StreamedModel:
         return entry
 
     def _made(self, parameter: StreamedParameter, ledger: ByteCounters) -> StreamedEntry:
-        entry = StreamedEntry(parameter, self._runtime, self._tier, ledger)
+        entry = StreamedEntry(parameter, self.runtime, self._tier, ledger)
         parameter.latest = entry.reference
         return entry
-
-    def _move_others(self, model: Module) -> None:
-        for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.device != self._device and not is_streamed(tensor):
-                self._moved.append((weakref.ref(tensor), tensor.device))
-                move(tensor, tensor.detach().to(self._device))
 
 
 class _Ahead:
@@ -514,10 +490,6 @@ class _Ahead:
         self._last.clear()
 
 
-def _nothing(*_: object) -> None:
-    return None
-
-
 def _settle(model: weakref.ref[StreamedModel]) -> None:
     found = model()
     if found is not None:
@@ -534,11 +506,4 @@ def _aliases_for_others() -> Iterator[None]:
     pack: Callable[[torch.Tensor], Any] = KeptHandle if hooks is None else hooks[0]
     back: Callable[[Any], Any] = unpack if hooks is None else hooks[1]
     with saved_tensors_hooks(lambda tensor: pack(tensor.detach() if is_streamed(tensor) else tensor), back):
-        yield
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Inside, modes of the caller's do not see what is done: it is no part of the model."""
-    with torch.inference_mode(mode=False), disable_dispatch(), disable_function():
         yield

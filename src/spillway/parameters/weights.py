@@ -4,8 +4,7 @@ NOTE [ Loaded once ]
 
 A model on ``meta`` has no memory. Each of its tensors gets a :class:`~spillway.runtime.pinned.Pinned` of its own, as a
 CPU tensor, and the file's bytes are copied there from its mapping. :func:`spillway.attach` finds the memory by the
-tensor's storage (:func:`pinned_of`), and takes it as the parameter's home. So a streamed weight is in CPU memory once
-from the file to the end of training, and is copied once. All others are moved to the device one after the other.
+tensor's storage (:func:`pinned_of`), and takes it as the parameter's home. So a streamed weight is copied once.
 
 Torch lets no tensor on ``meta`` get memory. So modules get new parameters, as with ``load_state_dict(assign=True)``.
 They get them at the end, when all are read.
@@ -15,7 +14,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -134,11 +133,7 @@ def _read(place: _Place, stored: Mapping[str, Any], runtime: DeviceRuntime) -> t
 
 
 def _places_of(model: Module, stored: Mapping[str, Any]) -> list[_Place]:
-    """All places of tensors that are on ``meta`` or in the files.
-
-    Raises:
-        UsageError: if the names, shapes or kinds of numbers are not those of the files.
-    """
+    """All places of tensors that are on ``meta`` or in the files. Raises ``UsageError`` if the files do not fit."""
     persistent = model.state_dict(keep_vars=True).keys()
     found = {
         f"{path}.{key}" if path else key: (module, key, tensor)
@@ -216,30 +211,24 @@ def _refuse(names: Sequence[str], what: str) -> None:
 
 def _stored_in(paths: Iterable[Path], opened: ExitStack) -> dict[str, Any]:
     """The open file of each stored tensor."""
-    safe_open, errors = _library()
-    found: dict[str, Any] = {}
-    homes: dict[str, Path] = {}
-    for path in paths:
-        try:
-            file = opened.enter_context(safe_open(path, framework="pt"))
-        except errors as error:
-            raise UsageError(f"load_weights: got {path}, expected a safetensors file: {error}") from error
-        for name in file.keys():  # noqa: SIM118
-            if name in homes:
-                raise UsageError(f"load_weights: got {name} in {homes[name]} and in {path}, expected it in one file")
-            found[name], homes[name] = file, path
-    return found
-
-
-def _library() -> tuple[Callable[..., Any], tuple[type[Exception], ...]]:
-    """The library's function that opens a file, and its errors."""
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError:
         raise UnsupportedError(
             "load_weights: got no safetensors, expected that library. Install it: pip install safetensors"
         ) from None
-    return safe_open, (SafetensorError, OSError)
+    found: dict[str, Any] = {}
+    homes: dict[str, Path] = {}
+    for path in paths:
+        try:
+            file = opened.enter_context(safe_open(path, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise UsageError(f"load_weights: got {path}, expected a safetensors file: {error}") from error
+        for name in file.keys():  # noqa: SIM118
+            if name in homes:
+                raise UsageError(f"load_weights: got {name} in {homes[name]} and in {path}, expected it in one file")
+            found[name], homes[name] = file, path
+    return found
 
 
 def _paths_of(files: Files) -> list[Path]:

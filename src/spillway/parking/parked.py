@@ -2,14 +2,10 @@
 
 NOTE [ A parking ]
 
-:func:`park` finds the tensors of what is named, and their storages. It chooses storages, the least needed first:
-optimizer state, gradients, frozen parameters, then all others; within each, those of the last modules first. These are
-copied out, and emptied (NOTE [ One parked storage ]).
-
-Left alone are storages without memory of the device: weights that ``attach(stream=...)`` has in pinned memory, state of
-an ``OffloadedOptimizer``, all tensors of the CPU. So are storages that torch cannot resize, and those that another
-parking has. On a device whose memory is the CPU's own, nothing is copied or emptied, but all else is the same: the
-errors of a loop show up without a GPU.
+:func:`park` finds the tensors of what is named, and their storages. It chooses storages, the least needed first. These
+are copied out, and emptied (NOTE [ One parked storage ]). ``docs/howto-parking.md`` says which are left alone; so are
+those that another parking has. On a device whose memory is the CPU's own, nothing is copied or emptied, but all else is
+the same: the errors of a loop show up without a GPU.
 
 Hooks of modules raise an error while something of theirs is parked, and wait for it afterwards. One hook of all
 optimizers does so before a step, so that no step stops half-way. A module's hook goes when all of it is back; that of
@@ -21,8 +17,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -31,13 +27,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from spillway._torch import PLACE, disable_dispatch, disable_function, without_dynamo
+from spillway._torch import PLACE, unseen, without_dynamo
 from spillway.checkpointing.blocks import is_a, is_compiled
 from spillway.errors import ParkedError, UnsupportedError, UsageError
 from spillway.parking.found import Found, Need, modules_of, states_of
 from spillway.parking.guards import storages_of
 from spillway.parking.storages import Copy, ParkedStorage, State, fingerprints
+from spillway.runtime.backend import on_error
 from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.system import many_processes
 from spillway.session import Session
 from spillway.units import format_bytes, parse_bytes
 
@@ -89,7 +87,7 @@ class Parked:
             UnsupportedError: while a graph is captured.
             SessionError: if the session is closed. The bytes are lost.
         """
-        with self._parking.lock, _unseen():
+        with self._parking.lock, unseen(), torch.no_grad():
             if not self.is_parked:
                 return
             self._session.check_open()
@@ -133,7 +131,7 @@ class Parked:
 
     def synchronize(self) -> None:
         """Block until all copies back are done. Nothing of the parking is left then."""
-        with self._parking.lock, _unseen():
+        with self._parking.lock, unseen(), torch.no_grad():
             if self.is_parked:
                 return
             for each in self._storages:
@@ -228,10 +226,6 @@ class Parked:
             # The hook stays until the next parking: torch goes through the hooks of steps just now.
             self._storages = []
 
-    def _undo(self) -> None:
-        self.unpark()
-        self.synchronize()
-
     def _remove_hooks(self) -> None:
         while self._hooks:
             self._hooks.pop().remove()
@@ -320,7 +314,7 @@ def park(
     wanted = None if bytes is None else parse_bytes(bytes, what="bytes")
     session = Session.default() if session is None else session
     known = session.of(Parking)
-    with known.lock, _unseen():
+    with known.lock, unseen(), torch.no_grad():
         # Their copies back are over, and all tensors have their own classes.
         for each in list(known.returning):
             each.synchronize()
@@ -339,9 +333,10 @@ def park(
             session,
             reuse=reuse and tier == "host",
             is_whole=wanted is None,
-            at_once=tier == "disk" or found.goes_at_once or _has_others() or any(map(_sees_hooks, models)),
+            # Collectives of torch see neither hooks nor guards.
+            at_once=tier == "disk" or found.goes_at_once or many_processes() or any(map(_sees_hooks, models)),
         )
-        with on_error(parking._undo):
+        with on_error(parking.synchronize), on_error(parking.unpark):
             parking._send(chosen, tier)
             parking._watch(found, modules_of(models), optimizers)
             if release and any(each.runtime.backend.device.type != "cpu" for each in chosen):
@@ -351,12 +346,6 @@ def park(
 
 parked = park
 """:func:`park`, as a context: ``with spillway.parked(model):``. Its end calls ``unpark()``, also after an exception."""
-
-
-def _has_others() -> bool:
-    """Whether this process is one of several: collectives of torch see neither hooks nor guards."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _sees_hooks(model: Module) -> bool:
@@ -389,20 +378,3 @@ def _check(models: Sequence[Any], optimizers: Any, tier: Any, session: Any) -> N
         raise UsageError(f'tier: got {tier!r}, expected "host" or "disk"')
     if session is not None and not isinstance(session, Session):
         raise UsageError(f"session: got {session!r}, expected a spillway.Session, or None for the default one")
-
-
-@contextmanager
-def on_error(undo: Callable[[], object]) -> Iterator[None]:
-    """Undo something if the block raises."""
-    try:
-        yield
-    except BaseException:
-        undo()
-        raise
-
-
-@contextmanager
-def _unseen() -> Iterator[None]:
-    """Inside, modes of the caller's do not see what is done."""
-    with torch.inference_mode(mode=False), torch.no_grad(), disable_dispatch(), disable_function():
-        yield

@@ -45,12 +45,13 @@ import torch
 from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
-from spillway._torch import base_of, holders_of, version_of
+from spillway._torch import holders_of, version_of
 from spillway.errors import ParkedError, TierError, UnsupportedError
 from spillway.parking import guards
 from spillway.runtime.bytes import Bytes, over
 from spillway.runtime.entry import ByteCounters, Entry
 from spillway.runtime.entry import State as EntryState
+from spillway.saved_tensors.identity import version_owner
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -164,8 +165,7 @@ class ParkedStorage:
         for tensor in self._alive():
             if tensor.is_inference():
                 return None
-            base = base_of(tensor)
-            found.append((weakref.ref(tensor if base is None else base), version_of(tensor)))
+            found.append((weakref.ref(version_owner(tensor)), version_of(tensor)))
         return found
 
     def empty(self) -> None:
@@ -205,11 +205,7 @@ class ParkedStorage:
             guards.refuse(storage, f"{self.name} is being copied back to the GPU. Call synchronize() of the parking")
 
     def use(self, what: str) -> None:
-        """Something is about to use it on the calling thread's compute stream.
-
-        Raises:
-            ParkedError: if it is parked.
-        """
+        """Something is about to use it on the thread's compute stream. Raises ``ParkedError`` if it is parked."""
         with self._lock:
             if self.state is State.PARKED and self.storage() is not None:
                 raise ParkedError(self._text(what))

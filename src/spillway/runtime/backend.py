@@ -26,7 +26,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import NoReturn, Protocol
+from dataclasses import dataclass
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -81,13 +82,11 @@ class HostQueue(Protocol):
         ...
 
 
+@dataclass(eq=False, slots=True)
 class Several:
     """An event that is reached when all of its events are."""
 
-    __slots__ = ("events",)
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.events = events
+    events: Sequence[Event]
 
     def query(self) -> bool:
         return all(event.query() for event in self.events)
@@ -214,11 +213,7 @@ class Backend(ABC):
         return block.owned_by(block.storage)
 
     def mapped(self, memory: Bytes, owner: object) -> torch.Tensor:
-        """Pinned CPU memory as a tensor of the device, of bytes. It keeps the owner alive.
-
-        Raises:
-            UnsupportedError: if the device cannot read CPU memory.
-        """
+        """Pinned memory as a tensor of the device, which keeps the owner alive. Raises ``UnsupportedError``."""
         return memory.owned_by(owner)
 
     def host_access(self, block: Bytes, *, write: bool) -> None:  # noqa: B027
@@ -283,15 +278,11 @@ class HostTasks:
             )
         # A worker keeps its arguments until shortly after the event is reached, and a task holds memory. So the worker
         # gets a box, and takes the task out of it.
-        return TaskEvent(self._pool.submit(_take_and_run, [task]))
+        return TaskEvent(self._pool.submit(lambda box: box.pop()(), [task]))
 
     def close(self) -> None:
         self._closed = True
         self._pool.shutdown(wait=True)
-
-
-def _take_and_run(box: list[Task]) -> Event | None:
-    return box.pop()()
 
 
 class TaskEvent(TaskEnd):
@@ -309,7 +300,6 @@ class TaskEvent(TaskEnd):
         return inner is None or inner.query()
 
     def finish(self) -> None:
-        """Block until the task, and every task that it queued, is done or has failed."""
         if self._future.exception() is None:
             finish(self._future.result())
 
@@ -324,6 +314,16 @@ class TaskEvent(TaskEnd):
         inner = self.resolve()
         if inner is not None:
             inner.synchronize()
+
+
+@contextlib.contextmanager
+def on_error(undo: Callable[..., object], *args: Any) -> Iterator[None]:
+    """Undo something if the block raises."""
+    try:
+        yield
+    except BaseException:
+        undo(*args)
+        raise
 
 
 def raise_again(error: BaseException) -> NoReturn:

@@ -2,10 +2,9 @@
 
 NOTE [ Affinities that are left alone ]
 
-An affinity that a launcher, ``taskset``, a container or OpenMP's settings gave stays. So a process that may not run on
-every CPU is left alone; the kernel tells of all of them in one mask. In a process that may run everywhere, a single
-thread may have been pinned, and it stays pinned: only threads that may run everywhere are moved. The way back moves
-only threads that still have the affinity that they were given here.
+A process that may not run on every CPU is left alone: the kernel tells of launchers, ``taskset`` and containers in one
+mask. In a process that may run everywhere, a single thread may have been pinned, and it stays pinned: only threads that
+may run everywhere are moved. The way back moves only threads that still have the affinity that they were given here.
 """
 
 from __future__ import annotations

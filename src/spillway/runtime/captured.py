@@ -9,9 +9,8 @@ Work queued during a capture is recorded, and runs at each replay of the graph, 
   order of their capture;
 * no event can be queried, and no time measured;
 * handles of an earlier step may die during a capture. They are processed later (NOTE [ Handles die anywhere ]);
-* no memory can be registered. Slots come from slabs that the steps before the capture have left. A tensor that does not
-  fit stays on the device, with a note;
-* a slot belongs to its graph while that may be replayed. It is reused after ``Session.release_graphs``;
+* no memory can be registered. Slots come from slabs that the steps before the capture have left, and belong to their
+  graph until ``Session.release_graphs``;
 * a captured copy is shared only within the capture. A copy of an earlier step is freed when that step has ended, and a
   captured one is empty before the first replay;
 * a capture must end on one stream: when a pass ends, compute waits for all copies out;
@@ -21,6 +20,7 @@ Work queued during a capture is recorded, and runs at each replay of the graph, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -36,14 +36,12 @@ if TYPE_CHECKING:
     from spillway.runtime.device import DeviceRuntime
 
 
+@dataclass(eq=False, slots=True)
 class CapturedEvent:
     """An event and its capture; ``None`` for an event that is over."""
 
-    __slots__ = ("capture", "inner")
-
-    def __init__(self, inner: Event | None, capture: int | None) -> None:
-        self.inner = inner
-        self.capture = capture
+    inner: Event | None
+    capture: int | None
 
     def query(self) -> bool:
         return True

@@ -9,8 +9,7 @@ would become a CPU-memory tier without a cap. A large storage is cut into pieces
 
 *Direct*, for the CPU, where blocks would count towards a budget of resident memory. The file is written from the
 storage itself, which is released when its write is done. It is read into memory that then belongs to the tensor: a
-block of the tier's own arena, given back when that storage dies. Bytes lie at the same distance from a page in the file
-as in memory, so all but the two edges move without a copy.
+block of the tier's own arena, given back when that storage dies. Bytes lie as far from a page in the file as in memory.
 
 An entry, its write and its reads each use the extent, and the last of them frees it. If it were freed with its write
 still queued, the late write would overwrite the next owner's bytes.
@@ -24,11 +23,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 
 from spillway.errors import TierError, TierFullError, TransferError
 from spillway.runtime.arena import PAGE, Arena, Block, pages
-from spillway.runtime.backend import Backend, Event, Stream
+from spillway.runtime.backend import Backend, Event, Stream, on_error
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.spill_file import Extent, SpillFile
 from spillway.runtime.tiers import Tier
@@ -74,13 +72,11 @@ class DiskTier(Tier):
 
     def reserve(self, source: Bytes) -> list[_Piece]:
         pieces: list[_Piece] = []
-        with ExitStack() as undo:
-            undo.callback(self.free, pieces)
+        with on_error(self.free, pieces):
             for part in cut(source):
                 pieces.append(_Piece(self._file.allocate(part.nbytes)))  # noqa: PERF401  (after a failure, those before are freed)
             # The other blocks follow as writes end. Without the first, none would ever be free.
             pieces[0].block = self._stage(pieces[0].extent.nbytes)
-            undo.pop_all()
         return pieces
 
     def store(self, slots: Sequence[list[_Piece]], sources: Sequence[Bytes]) -> Sequence[Event]:

@@ -27,7 +27,7 @@ import torch
 from spillway.errors import SessionError
 from spillway.runtime.backend import Backend, Stream, in_task, label
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell, batches
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, batches
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -61,7 +61,13 @@ class Mover:
         self.numbers = itertools.count()
         """Numbers for new entries."""
         out, back = self.streams
-        self._tell = tell = _teller(recorder)
+
+        def tell(kind: EventKind, *entries: Entry) -> None:
+            if recorder is not None:
+                for entry in entries:
+                    recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
+
+        self._tell = tell
         self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
         self._prefetches = PrefetchQueue(backend, back, self._compute, tell)
@@ -73,10 +79,7 @@ class Mover:
         self._listeners: list[weakref.WeakMethod[Callable[[bool], object]]] = []
 
     def see(self, entry: Entry) -> None:
-        """Register an entry, and the calling thread's compute stream, which writes its bytes.
-
-        See NOTE [ Streams of compute ].
-        """
+        """Register an entry, and the thread's compute stream, which writes it. See NOTE [ Streams of compute ]."""
         entry.mover = self
         if not self._compute.knows():
             with self._lock:
@@ -115,7 +118,9 @@ class Mover:
             if not defer:
                 queue.follow()
             # Asked one by one: an entry may leave, or change, with the batch before.
-            leaving = (entry for entry in entries if _can_leave(entry))
+            leaving = (
+                entry for entry in entries if entry.state is State.RESIDENT and entry.handles > 0 and entry.tier is None
+            )
             for together in batches(leaving, min(self.batch, batch_bytes(most))):
                 queue.make_room(sum([entry.nbytes for entry in together]), most)
                 move(together, tier)
@@ -306,19 +311,6 @@ class Mover:
         entry.release()
         entry.state = State.AWAY
         self._tell(EventKind.DROP, entry)
-
-
-def _teller(recorder: Recorder | None) -> Tell:
-    def tell(kind: EventKind, *entries: Entry) -> None:
-        if recorder is not None:
-            for entry in entries:
-                recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
-
-    return tell
-
-
-def _can_leave(entry: Entry) -> bool:
-    return entry.state is State.RESIDENT and entry.handles > 0 and entry.tier is None
 
 
 def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:

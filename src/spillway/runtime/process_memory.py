@@ -11,8 +11,7 @@ NOTE [ malloc on a CPU ]
 
 Torch allocates aligned memory. glibc's aligned ``malloc`` does not reuse a freed block of the same size, and its
 threshold for blocks with a mapping of their own rises to 32 MiB. Small tensors that live on then keep large holes
-resident: a training of 2 GiB took 23 GiB. With a fixed threshold each larger tensor is a mapping, which ends when it is
-freed. This costs page faults. Other C libraries, and a user's own setting, are left alone.
+resident. ``docs/planning.md`` has what Spillway sets, and when it leaves ``malloc`` alone.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ class Resident(NamedTuple):
 
 
 class ResidentPeak:
-    """The most resident bytes of this process: since :meth:`restart` was called, or as far back as the kernel knows.
-
-    Example:
-        >>> peak = ResidentPeak()
-        >>> peak.restart().now <= peak.most()
-        True
-    """
+    """The most resident bytes of this process: since :meth:`restart` was called, or as far back as the kernel knows."""
 
     def __init__(self) -> None:
         with _lock:
@@ -135,12 +128,7 @@ _OTHERS = ("jemalloc", "mimalloc", "tcmalloc")
 
 @functools.cache
 def set_malloc() -> str:
-    """Set it, once in the process; says in a sentence how ``malloc`` is set.
-
-    Example:
-        >>> set_malloc() == malloc_setting()
-        True
-    """
+    """Set it, once in the process; says in a sentence how ``malloc`` is set."""
     return _left_alone() or _set()
 
 

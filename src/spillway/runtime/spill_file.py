@@ -41,7 +41,7 @@ import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,7 +58,7 @@ from spillway.errors import (
     UsageError,
 )
 from spillway.runtime.arena import FreeRanges
-from spillway.runtime.backend import quiet
+from spillway.runtime.backend import on_error, quiet
 from spillway.runtime.spill_directory import choose_directory, mounts
 from spillway.units import format_bytes
 
@@ -493,14 +493,11 @@ def _close(calls: SystemCalls, fd: int, owner: int) -> None:
 def _open(directory: Path, calls: SystemCalls) -> tuple[int, bool]:
     """The descriptor of a new anonymous file, and whether it is in ``O_DIRECT`` mode."""
     try:
-        with ExitStack() as undo:
-            fd, name = _open_new(directory, calls)
-            undo.callback(calls.close, fd)
+        fd, name = _open_new(directory, calls)
+        with on_error(calls.close, fd):
             if name:
                 calls.unlink(name)
-            direct = _made_direct(fd, calls)
-            undo.pop_all()
-        return fd, direct
+            return fd, _made_direct(fd, calls)
     except OSError as error:
         kind = TierFullError if error.errno in _FULL else SpillPathError
         raise kind(

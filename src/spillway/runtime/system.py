@@ -40,11 +40,14 @@ def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
     return 1
 
 
-def memory_limit(root: Path = _ROOT) -> int:
-    """CPU-memory bytes that this process may use.
+def many_processes() -> bool:
+    """Whether this process trains in a process group of several."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
-    All of the machine, or the limit of its control group (a container).
-    """
+
+def memory_limit(root: Path = _ROOT) -> int:
+    """Bytes of CPU memory that this process may use: those of the machine, or of its control group (a container)."""
     import psutil  # not at the top: only a session needs it, and it takes long
 
     return min([psutil.virtual_memory().total, *_group_limits(root)])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from spillway.errors import PolicyError
-from spillway.policies import Keep, Policy
+from spillway.policies import Policy
 from spillway.saved_tensors.groups import Group, PassGroups
 from spillway.saved_tensors.identity import StorageMarks
 from spillway.types import Decision, SavedTensor
@@ -38,10 +38,6 @@ class Decider:
     """Storages that were saved so far, also those that are decided about elsewhere."""
     part_of: type[torch.Tensor] | None = None
     """The wrapper subclass whose parts are decided about."""
-
-    @property
-    def keeps_all(self) -> bool:
-        return isinstance(self.policy, Keep) and self.groups.rules is None
 
     def __call__(
         self,

@@ -12,9 +12,8 @@ asks for the members one after the other, so the learned order prefetches them o
 NOTE [ Memory that is released ]
 
 The program may hold a tensor that only backward still needs. When its group is offloaded, the tensor's memory is freed:
-the tensor gets one element instead, not a number, seen at every place. The base of a view is treated the same way,
-since autograd holds it as long as the view. Code that uses the tensor all the same computes visible nonsense, and
-touches no freed memory. If a view or another tensor still sees the memory, nothing would be gained: an error.
+the tensor gets one element instead (``docs/groups.md``). The base of a view is treated the same way, since autograd
+holds it as long as the view. Code that uses the tensor all the same touches no freed memory.
 """
 
 from __future__ import annotations

@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from spillway._torch import base_of, disable_dispatch, dispatch_modes, nested_size, version_of
+from spillway._torch import disable_dispatch, dispatch_modes, nested_size, version_of
 from spillway.errors import InplaceError
-from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed, reach
+from spillway.saved_tensors.identity import Known, SavedStorage, ViewRecipe, is_streamed, reach, version_owner
 
 if TYPE_CHECKING:
     from spillway.session import Session
@@ -158,8 +158,7 @@ class PartsHandle:
     def __init__(self, tensor: torch.Tensor, parts: dict[str, Handle], objects: dict[str, Any], context: Any) -> None:
         # An alias that shares a wrapper's counter shares its parts too. So the owner is checked while it lives; its
         # views keep it alive.
-        base = base_of(tensor)
-        self._owner = weakref.ref(tensor if base is None else base)
+        self._owner = weakref.ref(version_owner(tensor))
         self._version = version_of(tensor)
         self._type: Any = type(tensor)
         self._parts = parts

@@ -33,7 +33,7 @@ from spillway._torch import (
     is_wrapper,
     next_node,
 )
-from spillway.policies import Policy
+from spillway.policies import Keep, Policy
 from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.decide import Decider
 from spillway.saved_tensors.devices import PassDevice, PassDevices
@@ -114,7 +114,8 @@ class ForwardScope:
     @property
     def keeps_the_rest(self) -> bool:
         """Whether every tensor without an explicit decision is kept, and no registry needs to see it."""
-        return self.decider.keeps_all and not (self.outputs.any or self._marks.any)
+        keeps_all = isinstance(self.decider.policy, Keep) and self.groups.rules is None
+        return keeps_all and not (self.outputs.any or self._marks.any)
 
     @property
     def registers_all(self) -> bool:
@@ -222,7 +223,10 @@ class ForwardScope:
             kept = KeptStorage(storage, start, nbytes)
             self.identity.add(storage, kept)
             return KeptHandle(tensor, kept)
-        if self._is_sharded(tensor, storage):
+        if self._gathered is None:
+            self._gathered = Gathered()
+        if self._gathered.holds(storage) or is_local_part(tensor):
+            # An alias of a sharded parameter.
             return KeptHandle(tensor)
         ledger, waiting = (self.ledger, self.waiting) if group is None else (group.ledger, group.waiting)
         mover, order = device.runtime.mover, device.order
@@ -234,7 +238,7 @@ class ForwardScope:
         self.decider.offloaded_bytes += nbytes
         handle = OffloadedHandle(tensor, saved, device.runtime.nothing)
         saved.order, saved.place = order, order.add(saved.reference, nbytes)
-        waiting.add(saved, tier, defer=order.in_tail(saved.place))
+        waiting.add(saved, tier, defer=saved.place in order.tail)
         return handle
 
     def _share(
@@ -263,17 +267,8 @@ class ForwardScope:
             return None
         return tier
 
-    def _is_sharded(self, tensor: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Whether it is an alias of a sharded parameter."""
-        if self._gathered is None:
-            self._gathered = Gathered()
-        return self._gathered.holds(storage) or is_local_part(tensor)
-
     def end(self, *, completed: bool) -> None:
-        """The context exits.
-
-        If nothing was raised inside, the waiting tensors are offloaded, and the pass remembered.
-        """
+        """The context exits. If nothing was raised inside, waiting tensors are offloaded, and the pass remembered."""
         if not completed:
             self.waiting.clear()
             self.groups.abandon()

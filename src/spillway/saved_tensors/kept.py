@@ -99,7 +99,12 @@ class PassthroughBlock:
         if hooks is None or scope is None or self._is_seen or not scope.keeps_the_rest:
             return function(*args, **kwargs)
         if self._nbytes is None:
-            return self._run_seen(scope, function, args, kwargs)
+            before = scope.ledger.total().kept_bytes
+            output = function(*args, **kwargs)
+            self._nbytes = scope.ledger.total().kept_bytes - before
+            returned = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
+            self._is_seen = any(scope.identity.known(each) is not None for each in returned)
+            return output
         given = (each for each in (*args, *kwargs.values()) if type(each) is torch.Tensor and each.requires_grad)
         if any(isinstance(scope.identity.known(each), SavedStorage) for each in given):
             return function(*args, **kwargs)
@@ -116,14 +121,4 @@ class PassthroughBlock:
             self._is_seen = True
         else:
             scope.count_kept(self._nbytes)
-        return output
-
-    def _run_seen(
-        self, scope: ForwardScope, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        before = scope.ledger.total().kept_bytes
-        output = function(*args, **kwargs)
-        self._nbytes = scope.ledger.total().kept_bytes - before
-        given = (each for each in tree_leaves(output) if isinstance(each, torch.Tensor))
-        self._is_seen = any(scope.identity.known(each) is not None for each in given)
         return output

@@ -259,7 +259,8 @@ class AccessOrder:
         self._next: tuple[int, Traversal] | None = None
         """A traversal that has not begun, with its number: it knows what was prefetched of it."""
         self._expected = previous.sequences() if previous is not None else []
-        self._tail = alike.tail_to_come() if alike is not None else frozenset()
+        self.tail = alike.tail_to_come() if alike is not None else frozenset()
+        """Places of entries in the tail of the pass that this one follows."""
         # Known once the pass has ended:
         self.total_bytes = 0
         """Distinct bytes saved."""
@@ -288,10 +289,6 @@ class AccessOrder:
     def is_alive(self) -> bool:
         """Whether backward may still ask for an entry."""
         return any((entry := reference()) is not None and entry.handles > 0 for reference in self._entries)
-
-    def in_tail(self, place: int) -> bool:
-        """Whether the entry is in the tail of the pass that this one follows."""
-        return place in self._tail
 
     def ask(self, place: int, traversal: int, *, caught: bool) -> None:
         """Backward asks for the entry at ``place``, whose handle has asked ``traversal`` times before.
@@ -339,7 +336,7 @@ class AccessOrder:
     def tail_to_come(self) -> frozenset[int]:
         """The tail for the next pass."""
         if not self._traversals:
-            return self._tail
+            return self.tail
         # Deferred entries count towards the in-flight limit: of more than fit, the first would be offloaded after all.
         tail: set[int] = set()
         nbytes = 0

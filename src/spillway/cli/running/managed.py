@@ -160,7 +160,6 @@ class _ManagedProcess:
         self._tree.close()
 
     def finish(self) -> None:
-        """Print and write the result."""
         if os.getpid() != self._process or self._is_over:
             return
         self._observer.end()

@@ -8,32 +8,28 @@ function. It sees a call before every hook and with its keyword arguments, and c
 is attached. So the first forward in training is already managed.
 
 ``register_module_forward_pre_hook`` cannot replace this. A global pre-hook runs inside the call, when attaching is too
-late for it. The first forward would keep everything that autograd saves, and run out of memory under the very budgets
-that need a plan. Global hooks also get no keyword arguments, and send every module through the slow path of
-``Module._call_impl``. When calls are not observed, the class has ``None`` again, and a call costs nothing more.
+late for it: the first forward would run out of memory under the very budgets that need a plan. When calls are not
+observed, the class has ``None`` again, and a call costs nothing more.
 
 NOTE [ Models among modules ]
 
-A model is the outermost module in training that is called as a module, has trainable parameters, and repeats blocks. It
-is judged before its first forward in training with gradients. Some calls are not judged: in a backward (a checkpoint
-recomputes its function), inside of something compiled or traced, and those that an attached model makes itself. A
-wrapper that is made later is not a model: the model inside of it stays attached. For ``DDP``, the model is the module
-inside, since a plan has its names.
+``docs/command-line.md`` says which modules are models. A module is judged before its first forward in training with
+gradients. Some calls are not judged: in a backward (a checkpoint recomputes its function), inside of something compiled
+or traced, and those that an attached model makes itself. For ``DDP``, the model is the module inside, since a plan has
+its names.
 
 NOTE [ Rejected models ]
 
 A module that cannot be attached is rejected: it trains on unchanged, the reason is kept, and its submodules are not
-judged. If an attached model refuses a later call, Spillway is removed from it, and this call goes on without. The
-model is attached once more, since a changed model (``block.compile()``) may be fine to attach to. The second time it is
-rejected. If the script calls ``spillway.attach`` for an attached model, its own options are meant: the attachment is
-removed first, and the model is rejected. Only a budget that no plan fits is an error for the script.
+judged. If an attached model refuses a later call, Spillway is removed from it, and the model is attached once more: a
+changed model (``block.compile()``) may be fine to attach to. The second time it is rejected, and so is a model that the
+script attaches itself. Only a budget that no plan fits is an error for the script.
 
 NOTE [ Unobserved calls ]
 
 Calls of modules are observed until all parameters of all optimizers belong to a managed or a rejected model. From then
-on an optimizer's step costs a comparison, and a call nothing. Observing starts again when a new optimizer steps, or one
-with more parameters. If parameters with a gradient are in no observed call for two steps, their module is rejected (it
-is compiled, say), or they themselves are, if they are in no module.
+on an optimizer's step costs a comparison, and a call nothing. If parameters with a gradient are in no observed call for
+two steps, their module is rejected (it is compiled, say), or they themselves are, if they are in no module.
 """
 
 from __future__ import annotations
@@ -46,9 +42,10 @@ import statistics
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
@@ -158,7 +155,6 @@ class ModelRegistry:
             setattr(Module, PLACE, lambda module, /, *args, **kwargs: self._observed_call(module, args, kwargs))
 
     def stop(self) -> None:
-        """Observe no more calls."""
         if self.is_observing:
             self.is_observing = False
             setattr(Module, PLACE, None)
@@ -246,7 +242,8 @@ class ModelRegistry:
     def _judge_new(self, module: Module) -> Role:
         if not any(each.requires_grad for each in module.parameters()):
             return self._know(module, Role.PASSED)
-        frames = list(_frames())
+        # Without its own frame: the list would be a cycle that keeps tensors alive.
+        frames = [frame for frame, _ in traceback.walk_stack(sys._getframe(1))]
         if any(frame.f_code is _ATTACHED_CALL for frame in frames):
             return self._know(module, Role.PASSED)
         by_hand = _run_by_hand(frames, module)
@@ -344,7 +341,6 @@ class StepClock:
         return statistics.median(b - a for a, b in itertools.pairwise(times)) if len(times) > 1 else None
 
     def end(self) -> None:
-        """Observe no more steps."""
         self._hook.remove()
 
     def _stepped(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -425,14 +421,6 @@ def _parameters(optimizer: Optimizer) -> list[Tensor]:
 def alive(kind: type[Any]) -> list[Any]:
     """All objects of a class. Neither modules nor optimizers that were not called yet are known to torch otherwise."""
     return [each for each in gc.get_objects() if issubclass(type(each), kind)]
-
-
-def _frames() -> Iterator[FrameType]:
-    """The frames around the caller's. With its own among them, the list would be a cycle that keeps tensors alive."""
-    frame: FrameType | None = sys._getframe(1).f_back
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def _run_by_hand(frames: list[FrameType], module: Module) -> Module | None:

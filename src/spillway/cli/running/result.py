@@ -81,7 +81,6 @@ class RunResult:
     schema: int = 1
 
     def to_json(self) -> str:
-        """All of it, for programs."""
         return TypeAdapter(RunResult).dump_json(self, indent=1).decode()
 
     def to_text(self) -> str:

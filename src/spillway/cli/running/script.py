@@ -49,12 +49,7 @@ def rank_of(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def numbered(path: Path, what: str, number: int) -> Path:
-    """The path for one of several: number 0 has the name itself, others ``plan.rank1.json`` and so on.
-
-    Example:
-        >>> numbered(Path("plan.json"), "rank", 1).name
-        'plan.rank1.json'
-    """
+    """The path for one of several: number 0 has the name itself, others ``plan.rank1.json`` and so on."""
     return path.with_name(f"{path.stem}.{what}{number}{path.suffix}") if number else path
 
 

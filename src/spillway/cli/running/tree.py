@@ -58,7 +58,6 @@ class ProcessTree:
         return tuple(found)
 
     def close(self) -> None:
-        """Remove its own folder."""
         if self.own is not None:
             if os.environ.get(_FOLDER) == str(self.own):
                 del os.environ[_FOLDER]

@@ -65,7 +65,6 @@ class KindRow:
 
     @property
     def name(self) -> str:
-        """The names of its blocks, in short."""
         return names_of([row.name for row in self.rows])
 
     @property
@@ -119,7 +118,6 @@ class Way:
 
     @property
     def distance(self) -> str:
-        """Whether it is within the budget, in words."""
         over = self.point.peak_bytes - self.budget
         return f"{format_bytes(over)} over budget" if over > 0 else "within the budget"
 
@@ -187,7 +185,6 @@ class Facts:
 
     @property
     def copies(self) -> tuple[Copied, ...]:
-        """The offloaded storages, with the spans of their copies."""
         return copies_of(self.profile, self.plan, self.program, self.timeline.spans)
 
     @property
@@ -341,11 +338,8 @@ def facts_of(
     profile = profile_for(profile, plan, hardware)
     program, rates = program_of(profile, plan), planning_rates(hardware, plan.window)
     timeline = simulate_program(program, rates, spans=True)
-    keep, checkpoint = (
-        Point(step.peak_bytes, step.seconds)
-        for decision in (Decision.KEEP, Decision.RECOMPUTE)
-        for step in [simulate_program(uniform_program(profile, decision), rates)]
-    )
+    steps = (simulate_program(uniform_program(profile, each), rates) for each in (Decision.KEEP, Decision.RECOMPUTE))
+    keep, checkpoint = (Point(step.peak_bytes, step.seconds) for step in steps)
     places, instants = _instants(timeline)
     kinds, stacks = _stacked(profile, timeline)
     layers = tuple(Layer(*kind, tuple(stacks[place][number] for place in places)) for number, kind in enumerate(kinds))

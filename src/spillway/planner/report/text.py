@@ -54,12 +54,11 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
 
 def _ways(facts: Facts, width: int) -> list[str]:
     """The plan, and the two steps that need none."""
-    lines: list[tuple[str, ...]] = [("", "peak", "step", "")]
-    lines += [
+    ways = (
         (way.name, format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds), way.distance)
         for way in facts.ways
-    ]
-    return aligned(zip(*lines, strict=True), width)
+    )
+    return aligned(zip(("", "peak", "step", ""), *ways, strict=True), width)
 
 
 def _blocks(facts: Facts, width: int) -> list[str]:
@@ -75,12 +74,7 @@ def _blocks(facts: Facts, width: int) -> list[str]:
 
 
 def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
-    """Equal blocks together: their names, the first of them, and how many there are.
-
-    Example:
-        >>> [names for names, *_ in grouped(rows)]  # doctest: +SKIP
-        ['layers.0 to 3, 8 to 11', 'layers.4 to 7']
-    """
+    """Equal blocks together: their names (``"layers.0 to 3, 8 to 11"``), the first of them, and how many there are."""
     alike: dict[object, list[Row]] = {}
     for row in rows:
         alike.setdefault(replace(row, name=""), []).append(row)
