@@ -264,18 +264,14 @@ def _part_at(block: BlockProfile, place: int) -> BackwardPart:
 
 def _backward_peak(block: BlockProfile, resolved: ResolvedDecisions, over_at: list[int], start: int, end: int) -> int:
     """Most bytes in backward between two places, beyond those at the first."""
-    count = len(block.operators)
     peaks = [_part_at(block, start).peak_bytes]
-    there = (*resolved.kept, *resolved.offloaded, *resolved.recomputed)
+    others = (*resolved.offloaded, *resolved.recomputed)
+    there = (*resolved.kept, *others)
     for part in block.backward_parts:
         if end < part.place <= start:
             # Storages that are not needed here any more were there at the first place.
             gone = block.nbytes(number for number in there if part.place < over_at[number] <= start)
-            released = block.nbytes(
-                number
-                for number in (*resolved.offloaded, *resolved.recomputed)
-                if (at := block.values[number].released_at) is not None and min(at + 1, count) == part.place
-            )
+            released = block.nbytes(number for number in others if over_at[number] == part.place)
             peaks.append(max(part.peak_bytes, part.held_peak_bytes - released) - gone)
     return max(peaks)
 

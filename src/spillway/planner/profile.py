@@ -84,11 +84,6 @@ class Value(Record):
         """Number of operators that had run at the place where backward needs it first."""
         return self.saved_at if self.saved_last_at is None else self.saved_last_at
 
-    @property
-    def released_at(self) -> int | None:
-        """As ``asked_at``, where backward needs it last. For an input, only the first place is known."""
-        return self.asked_at if self.is_input else self.saved_at
-
 
 @dataclass(frozen=True, slots=True)
 class OperatorProfile(Record):
