@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -113,6 +114,40 @@ def test_tensors_of_one_call_are_held_until_the_next_node_begins(number: int, we
     assert Node.found == [[is_held] * 2, [False] * 2 + [is_held] * 2]
     assert tracer.finish().held == ({1} if is_held else set())
     assert not any(each() is not None for each in Node.there)
+
+
+def test_what_is_held_goes_with_the_graph_of_a_backward_that_failed() -> None:
+    class Failing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, a: Tensor) -> Tensor:
+            ctx.save_for_backward(a)
+            return a * 2
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Tensor:
+            ctx.saved_tensors  # noqa: B018
+            raise RuntimeError("failed")
+
+    tracer = StepTracer(torch.device("cuda"), lambda: 0, Counter(), weighs=True)
+    for _ in range(2):
+        tracer.block_begins("a", "kind", ())
+    Node.there = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        made = tensor.clone()
+        tracer.asked(1, 0, made)
+        Node.there.append(weakref.ref(made.untyped_storage()))
+        return made
+
+    x = torch.ones(4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(torch.detach, unpack):
+        y = Failing.apply(x.neg()).sum()
+    with pytest.raises(RuntimeError, match="failed"):
+        y.backward()
+    assert len(Node.there) == 1
+    del y
+    gc.collect()
+    assert Node.there[0]() is None
 
 
 def test_the_first_move_between_two_instants_is_found() -> None:

@@ -20,7 +20,8 @@ NOTE [ Held tensors ]
 
 Autograd releases a tensor that a replay made when the operator's backward has run, and one that forward kept a little
 later: NOTE [ The end of an operator ] in ``profile.py``. To measure both, the tracer holds the former in one call of
-each kind, the last one, until the next node of the graph begins, or the next tensor is asked for.
+each kind, the last one, until the next node of the graph begins, or the next tensor is asked for. Hooks of the nodes
+that may be next hold them, so that they go with the graph if a backward fails.
 
 NOTE [ The CPU's clock ]
 
@@ -173,6 +174,10 @@ class StepTrace:
         return self.host[until] - self.host[since] if self.has_host else 0.0
 
 
+class _Used(list[torch.UntypedStorage]):
+    """Storages, which can be referenced weakly."""
+
+
 def queues(device: torch.device) -> bool:
     """Whether the CPU queues work there, and goes on."""
     return device.type not in ("cpu", "meta")
@@ -208,10 +213,10 @@ class StepTracer:
         self._carried = carried
         self._held: list[torch.UntypedStorage] = []
         """Copies of the streamed parameters of the block whose backward runs."""
-        self._used: list[torch.UntypedStorage] = []
+        self._used: Callable[[], _Used | None] = lambda: None
         """Memory of tensors that a node was given: see NOTE [ Held tensors ]."""
-        self._node: torch.autograd.graph.Node | None = None
-        """That node."""
+        self._node = 0
+        """The identity of that node."""
         self._node_hooks: list[torch.utils.hooks.RemovableHandle] = []
         """Tell that the next node begins."""
         self._trace = StepTrace(has_host=queues(device))
@@ -293,8 +298,8 @@ class StepTracer:
         """A block's backward is given what it saved after so many operators: a tensor, if a replay made it."""
         if self._closed:
             return
-        if current_node() is not self._node:
-            self._let_go(self._used)
+        if id(current_node()) != self._node:
+            self._let_go(self._used())
         self._trace.asked.append((number, place))
         self._mark("asked", len(self._trace.asked) - 1)
         if self._weighs and tensor is not None:
@@ -307,11 +312,15 @@ class StepTracer:
         if len(alike) == 1 or number != alike[-1] or node is None or not is_plain(tensor):
             return
         trace.held.add(number)
-        self._used.append(tensor.untyped_storage())
-        if node is not self._node:
-            self._node = node
-            following = [each for each, _ in node.next_functions if each is not None]
-            self._node_hooks += [each.register_prehook(lambda _: self._let_go(self._used)) for each in following]
+        used = self._used()
+        if used is None or id(node) != self._node:
+            used, self._node = _Used(), id(node)
+            self._used, end = weakref.ref(used), partial(self._node_begins, used)
+            self._node_hooks += [each.register_prehook(end) for each, _ in node.next_functions if each is not None]
+        used.append(tensor.untyped_storage())
+
+    def _node_begins(self, used: _Used, _: Sequence[torch.Tensor]) -> None:
+        self._let_go(used)
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
@@ -341,24 +350,25 @@ class StepTracer:
         if self._weighs and not self._closed:
             self._held += copies
 
-    def _let_go(self, *held: list[torch.UntypedStorage]) -> None:
+    def _let_go(self, *held: list[torch.UntypedStorage] | None) -> None:
         """Free what is held only to be counted."""
         if any(held):
             self.moves(True)
             for each in held:
-                each.clear()
+                if each is not None:
+                    each.clear()
             self.moves(False)
         self._leave_node()
 
     def _leave_node(self) -> None:
-        self._node = None
+        self._node = 0
         for hook in self._node_hooks:
             hook.remove()
         self._node_hooks.clear()
 
     def finish(self) -> StepTrace:
         """The step has ended. Waits for the device."""
-        self._let_go(self._held, self._used)
+        self._let_go(self._held, self._used())
         self._mark("done", 0)
         trace = self._trace
         trace.readings = dict(zip(trace.order, self._meter.finish(), strict=True))
@@ -371,7 +381,8 @@ class StepTracer:
         """Remove all hooks, and measure nothing any more."""
         self._closed = True
         self._held.clear()
-        self._used.clear()
+        if (used := self._used()) is not None:
+            used.clear()
         self._meter.close()
         self._leave_node()
         for hook in self._hooks:
@@ -427,7 +438,7 @@ class StepTracer:
     def _on_gradient(self, what: str, number: int) -> None:
         if self._closed or (what, number) in self._trace.carried:
             return
-        self._let_go(self._held, self._used)
+        self._let_go(self._held, self._used())
         if what == "back":
             self._fall_behind("turned")
         self._mark(what, number)
