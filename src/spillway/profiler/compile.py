@@ -319,7 +319,7 @@ def _parts(weighed: StepTrace, probe: Probe, number: int, until: Place) -> tuple
 
 
 def _with_held(parts: tuple[BackwardPart, ...], held: tuple[BackwardPart, ...]) -> tuple[BackwardPart, ...]:
-    """The parts with the peaks of a call in which tensors were held. See NOTE [ Held tensors ] in ``step_trace.py``."""
+    """The parts with the peaks of a call in which tensors were held: NOTE [ Held tensors ] in ``step_trace.py``."""
     if [each.place for each in parts] != [each.place for each in held]:
         return parts
     return tuple(replace(part, held_peak_bytes=other.peak_bytes) for part, other in zip(parts, held, strict=True))

@@ -175,7 +175,7 @@ class StepTrace:
 
 
 class _Used(list[torch.UntypedStorage]):
-    """Storages, which can be referenced weakly."""
+    """A list that can be referenced weakly."""
 
 
 def queues(device: torch.device) -> bool:
@@ -214,9 +214,8 @@ class StepTracer:
         self._held: list[torch.UntypedStorage] = []
         """Copies of the streamed parameters of the block whose backward runs."""
         self._used: Callable[[], _Used | None] = lambda: None
-        """Memory of tensors that a node was given: see NOTE [ Held tensors ]."""
         self._node = 0
-        """The identity of that node."""
+        """Memory of tensors that a node was given, and the node's identity: see NOTE [ Held tensors ]."""
         self._node_hooks: list[torch.utils.hooks.RemovableHandle] = []
         """Tell that the next node begins."""
         self._trace = StepTrace(has_host=queues(device))
@@ -315,12 +314,9 @@ class StepTracer:
         used = self._used()
         if used is None or id(node) != self._node:
             used, self._node = _Used(), id(node)
-            self._used, end = weakref.ref(used), partial(self._node_begins, used)
-            self._node_hooks += [each.register_prehook(end) for each, _ in node.next_functions if each is not None]
+            self._used, following = weakref.ref(used), [each for each, _ in node.next_functions if each is not None]
+            self._node_hooks += [each.register_prehook(lambda _, it=used: self._let_go(it)) for each in following]
         used.append(tensor.untyped_storage())
-
-    def _node_begins(self, used: _Used, _: Sequence[torch.Tensor]) -> None:
-        self._let_go(used)
 
     def casts(self, storage: torch.UntypedStorage) -> None:
         """A block has cast a leaf to this."""
@@ -381,8 +377,6 @@ class StepTracer:
         """Remove all hooks, and measure nothing any more."""
         self._closed = True
         self._held.clear()
-        if (used := self._used()) is not None:
-            used.clear()
         self._meter.close()
         self._leave_node()
         for hook in self._hooks:
