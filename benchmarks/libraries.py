@@ -182,7 +182,8 @@ def frozen(width: int, words: int, device: torch.device, tiny: bool) -> tuple[nn
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2 if tiny else 12}
     sizes |= {"num_attention_heads": max(width // 64, 1), "vocab_size": words, "bos_token_id": 0, "eos_token_id": 1}
     text = CLIPTextModel(CLIPTextConfig(**sizes))
-    return (each.requires_grad_(False).to(device, torch.bfloat16) for each in (vae, text))
+    vae, text = (each.requires_grad_(False).to(device, torch.bfloat16) for each in (vae, text))
+    return vae, text
 
 
 def unet(width: int, tiny: bool) -> nn.Module:

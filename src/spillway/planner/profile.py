@@ -17,8 +17,8 @@ NOTE [ The end of an operator ]
 
 When an operator's backward has made its gradients, autograd sums those that were broadcast: of a bias, say. Only then
 does it release what a forward kept. A reloaded or recomputed tensor is released before. Torch's sums of many rows take
-a buffer on a GPU, of 132 MiB for 18,464 rows of 1,024 numbers, which lies above a kept tensor, and in the place of
-another. So a part of a backward has two peaks, and that of the end counts for blocks that keep their tensors.
+a large buffer on a GPU, which comes on top of a kept tensor, and where a released one was. So a part of a backward has
+two peaks, with and without the tensors of its operator.
 
 NOTE [ One size tells a larger one ]
 

@@ -307,8 +307,9 @@ class StepTracer:
     def _hold(self, number: int, tensor: torch.Tensor) -> None:
         """See NOTE [ Held tensors ]."""
         trace, node = self._trace, current_node()
-        alike = [other for other, call in enumerate(trace.calls) if call.kind == trace.calls[number].kind]
-        if len(alike) == 1 or number != alike[-1] or node is None or not is_plain(tensor):
+        kind, before, after = trace.calls[number].kind, trace.calls[:number], trace.calls[number + 1 :]
+        is_last = not any(call.kind == kind for call in after) and any(call.kind == kind for call in before)
+        if not is_last or node is None or not is_plain(tensor):
             return
         trace.held.add(number)
         used = self._used()

@@ -27,7 +27,7 @@ import torch
 from spillway.errors import SessionError
 from spillway.runtime.backend import Backend, Stream, in_task, label
 from spillway.runtime.entry import Entry, State
-from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, batches
+from spillway.runtime.queues import ComputeStreams, OffloadQueue, Order, PrefetchQueue, Tell, batches
 from spillway.runtime.tiers import Tier
 from spillway.types import Event as RuntimeEvent
 from spillway.types import EventKind, Recorder
@@ -61,13 +61,7 @@ class Mover:
         self.numbers = itertools.count()
         """Numbers for new entries."""
         out, back = self.streams
-
-        def tell(kind: EventKind, *entries: Entry) -> None:
-            if recorder is not None:
-                for entry in entries:
-                    recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
-
-        self._tell = tell
+        self._tell = tell = _teller(recorder)
         self._compute = ComputeStreams(backend)
         self._offloads = OffloadQueue(out, self._compute, tell)
         self._prefetches = PrefetchQueue(backend, back, self._compute, tell)
@@ -311,6 +305,15 @@ class Mover:
         entry.release()
         entry.state = State.AWAY
         self._tell(EventKind.DROP, entry)
+
+
+def _teller(recorder: Recorder | None) -> Tell:
+    def tell(kind: EventKind, *entries: Entry) -> None:
+        if recorder is not None:
+            for entry in entries:
+                recorder(RuntimeEvent(kind, entry.number, entry.nbytes))
+
+    return tell
 
 
 def _usable(entry: Entry, compute: Stream) -> torch.UntypedStorage | None:
