@@ -182,6 +182,12 @@ current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current
 """The node of a graph whose backward runs in this thread."""
 
 
+def number_of_node(node: torch.autograd.graph.Node | None) -> int | None:
+    """A node's place in the order in which its thread made nodes. Its Python object may be made again at any time."""
+    return None if node is None else node._sequence_nr()  # type: ignore[attr-defined]
+
+
+
 refuse_access: Callable[[torch.UntypedStorage, str], None] | None = None
 """Let all access to a storage's bytes raise a ``RuntimeError`` with a text; ``None``: this torch cannot."""
 allow_access: Callable[[torch.UntypedStorage], None] | None = None

@@ -116,6 +116,32 @@ def test_tensors_of_one_call_are_held_until_the_next_node_begins(number: int, we
     assert not any(each() is not None for each in Node.there)
 
 
+def test_a_node_whose_python_object_is_made_again_is_the_same_node() -> None:
+    tracer = StepTracer(torch.device("cuda"), lambda: 0, Counter(), weighs=True)
+    for _ in range(2):
+        tracer.block_begins("a", "kind", ())
+    there: list[weakref.ref[torch.UntypedStorage]] = []
+    found: list[bool] = []
+    others = []
+
+    def unpack(tensor: Tensor) -> Tensor:
+        made = tensor.clone()
+        tracer.asked(1, 0, made)
+        there.append(weakref.ref(made.untyped_storage()))
+        # Takes the memory of the node's object.
+        others.append((tensor @ torch.ones(2, 2, requires_grad=True)).grad_fn)
+        return made
+
+    with torch.autograd.graph.saved_tensors_hooks(torch.detach, unpack):
+        y = torch.ones(2, 2, requires_grad=True) @ torch.ones(2, 2, requires_grad=True)
+    y.grad_fn.register_hook(lambda *_: found.extend(each() is not None for each in there))
+    loss = y.sum()
+    del y
+    loss.backward()
+    assert found == [True, True]
+    tracer.close()
+
+
 def test_what_is_held_goes_with_the_graph_of_a_backward_that_failed() -> None:
     class Failing(torch.autograd.Function):
         @staticmethod

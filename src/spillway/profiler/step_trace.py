@@ -51,7 +51,7 @@ from functools import partial
 
 import torch
 
-from spillway._torch import current_node, tree_leaves
+from spillway._torch import current_node, number_of_node, tree_leaves
 from spillway.checkpointing.tensors import is_plain
 from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, TaskBytes
 from spillway.profiler.meter import Meter, Reading, meter_of
@@ -214,8 +214,8 @@ class StepTracer:
         self._held: list[torch.UntypedStorage] = []
         """Copies of the streamed parameters of the block whose backward runs."""
         self._used: Callable[[], _Used | None] = lambda: None
-        self._node = 0
-        """Memory of tensors that a node was given, and the node's identity: see NOTE [ Held tensors ]."""
+        self._node: int | None = None
+        """Memory of tensors that a node was given, and the node's number: see NOTE [ Held tensors ]."""
         self._node_hooks: list[torch.utils.hooks.RemovableHandle] = []
         """Tell that the next node begins."""
         self._trace = StepTrace(has_host=queues(device))
@@ -297,7 +297,7 @@ class StepTracer:
         """A block's backward is given what it saved after so many operators: a tensor, if a replay made it."""
         if self._closed:
             return
-        if id(current_node()) != self._node:
+        if number_of_node(current_node()) != self._node:
             self._let_go(self._used())
         self._trace.asked.append((number, place))
         self._mark("asked", len(self._trace.asked) - 1)
@@ -312,9 +312,9 @@ class StepTracer:
         if not is_last or node is None or not is_plain(tensor):
             return
         trace.held.add(number)
-        used = self._used()
-        if used is None or id(node) != self._node:
-            used, self._node = _Used(), id(node)
+        used, own = self._used(), number_of_node(node)
+        if used is None or own != self._node:
+            used, self._node = _Used(), own
             self._used, following = weakref.ref(used), [each for each, _ in node.next_functions if each is not None]
             self._node_hooks += [each.register_prehook(lambda _, it=used: self._let_go(it)) for each in following]
         used.append(tensor.untyped_storage())
@@ -358,7 +358,7 @@ class StepTracer:
         self._leave_node()
 
     def _leave_node(self) -> None:
-        self._node = 0
+        self._node = None
         for hook in self._node_hooks:
             hook.remove()
         self._node_hooks.clear()
