@@ -39,7 +39,7 @@ from spillway.units import format_bytes
 KEEP, CHECKPOINT, WITHIN, BETWEEN = "keep", "own checkpointing", "budget of its peak", "budget half-way"
 Limits = dict[str, Any]
 """Options of a plan."""
-SEARCH = 8
+SEARCH = 10
 """Steps before the measured ones: a plan is active by then."""
 
 
@@ -143,7 +143,7 @@ def trl(way: str, limits: Limits | None, steps: int, device: torch.device, tiny:
             folder,
             max_steps=steps,
             max_length=length,
-            per_device_train_batch_size=2,
+            per_device_train_batch_size=2 if tiny else 4,
             gradient_checkpointing=way == CHECKPOINT,
             logging_steps=1,
             learning_rate=1e-3,
@@ -178,10 +178,12 @@ def frozen(width: int, words: int, device: torch.device, tiny: bool) -> tuple[nn
     channels = (8, 16) if tiny else (128, 256, 512, 512)
     count = len(channels)
     kinds = {"down_block_types": ("DownEncoderBlock2D",) * count, "up_block_types": ("UpDecoderBlock2D",) * count}
-    vae = AutoencoderKL(block_out_channels=channels, norm_num_groups=4, latent_channels=4, **kinds)
+    with device:
+        vae = AutoencoderKL(block_out_channels=channels, norm_num_groups=4, latent_channels=4, **kinds)
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_hidden_layers": 2 if tiny else 12}
     sizes |= {"num_attention_heads": max(width // 64, 1), "vocab_size": words, "bos_token_id": 0, "eos_token_id": 1}
-    text = CLIPTextModel(CLIPTextConfig(**sizes))
+    with device:
+        text = CLIPTextModel(CLIPTextConfig(**sizes))
     vae, text = (each.requires_grad_(False).to(device, torch.bfloat16) for each in (vae, text))
     return vae, text
 
@@ -234,9 +236,10 @@ def diffusers(
     """A denoiser learns from images and words."""
     from diffusers.training_utils import EMAModel
 
-    width, words, size, count = (32, 99, 16, 2) if tiny else (768, 49408, 512, 8)
+    width, words, size, count = (32, 99, 16, 2) if tiny else (768, 49408, 512, 32)
     vae, text = frozen(width, words, device, tiny)
-    model = make(width, tiny).to(device, torch.bfloat16).train()
+    with device:
+        model = make(width, tiny).to(torch.bfloat16).train()
     if way == CHECKPOINT:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
@@ -258,7 +261,7 @@ def diffusers(
             optimizer.step()
             optimizer.zero_grad()
             average.step(model.parameters())
-            losses.append(float(loss))
+            losses.append(loss.item())
             meter.step_ended()
         return Found(meter.ends, meter.peak(), digest_of(losses, model), attached)
 

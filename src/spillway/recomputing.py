@@ -150,7 +150,8 @@ def recompute(
         function: a function or module. Without arguments for it, a wrapped function is returned (also as a decorator,
             with options or without).
         *args: its arguments. Tensors in lists, tuples and dictionaries are found. Hooks around the call save them: an
-            ``offload`` context offloads them, and so does ``offload=["inputs"]``.
+            ``offload`` context offloads them, and so does ``offload=["inputs"]``. A leaf that requires grad stays: its
+            graph holds it.
         save: selectors of tensors to keep: see :mod:`spillway.checkpointing.selectors`. A tensor that both name is
             kept. :class:`saved_by` comes last.
         offload: selectors of tensors to offload to CPU memory. CPU tensors are offloaded to disk.

@@ -240,7 +240,8 @@ OUTPUT = ROWS * WIDE * 4
 
 @pytest.mark.usefixtures("listener")
 @pytest.mark.parametrize(
-    ("most", "count", "allow", "share"), [(1, 1, "recompute", 0.9), (3, 1, "recompute", 0.6), (2, 2, "disk", 0.6)]
+    ("most", "count", "allow", "share"),
+    [(1, 1, "recompute", 0.9), (3, 1, "recompute", 0.6), (2, 2, "disk", 0.6), (4, 1, "disk", 0.4)],
 )
 def test_peaks_are_foreseen_and_budgets_are_kept_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int, count: int, allow: str, share: float
@@ -263,13 +264,15 @@ def test_peaks_are_foreseen_and_budgets_are_kept_to(
                 assert offloaded.stage == "active" and offloaded.measured is not None, offloaded.explain()
                 plan = offloaded.plans[0]
                 profiles = [stage.profile for stage in offloaded._rank.stages]  # type: ignore[union-attr]
-                if allow == "recompute" or not peaks:
-                    # Regions hold generators' states, which matter where blocks are this small.
-                    off = 0.02 if peaks else 0.002
-                    # The first chunk's input is there when a step begins, so that it counts as static. If there are
-                    # several chunks, it is gone when the peak comes.
-                    gone = OUTPUT if most > 1 else 0
-                    assert offloaded.measured + gone - STATIC == pytest.approx(plan.predicted_peak - STATIC, rel=off)
+                # Regions hold generators' states, which matter where blocks are this small.
+                off = 0.02 if peaks else 0.002
+                # The first chunk's input is there when a step begins, so that it counts as static. If there are several
+                # chunks, it is gone when the peak comes.
+                gone = OUTPUT if most > 1 else 0
+                most_bytes, foreseen = offloaded.measured + gone - STATIC, plan.predicted_peak - STATIC
+                assert most_bytes <= (1 + off) * foreseen
+                # A CPU has offloaded before the step goes on.
+                assert allow == "disk" or most_bytes >= (1 - off) * foreseen
                 assert not peaks or offloaded.measured <= int(budget) < peaks[0]
                 peaks.append(offloaded.measured)
                 for stage in stages:

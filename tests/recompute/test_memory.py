@@ -6,7 +6,7 @@ import gc
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +185,23 @@ def test_a_dropped_output_does_not_stay(session: spillway.Session, no_collector:
     assert all(map(torch.equal, kept[0], dropped[0]))
 
 
+@pytest.mark.parametrize(("is_leaf", "around"), [(True, "ours"), (False, "ours"), (True, "theirs")])
+def test_an_argument_that_the_graph_holds_anyway_is_not_offloaded(is_leaf: bool, around: str) -> None:
+    packed: list[Tensor] = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda each: packed.append(each) or each, lambda each: each)
+    with spillway.Session() as session:
+        x = torch.randn(64, requires_grad=True)
+        given = x if is_leaf else x * 1
+        with spillway.offload(session=session, min_bytes=0) as context, hooks if around == "theirs" else nullcontext():
+            y = spillway.recompute(torch.sin, given, session=session)
+        del given
+        assert context.stats().offloaded_bytes == (0 if is_leaf else 256)
+        # Hooks of others get it.
+        assert [each is x for each in packed] == ([True] if around == "theirs" else [])
+        y.sum().backward()
+        assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+
+
 def test_what_a_region_offloads_leaves_while_it_runs() -> None:
     events = EventList()
     left = HiddenList()
@@ -201,8 +218,8 @@ def test_what_a_region_offloads_leaves_while_it_runs() -> None:
         left.clear()
         with spillway.offload(session=session, min_bytes=0):
             y = spillway.recompute(region, x, offload="pointwise", session=session)
-        # What the last operator saved waits until that has run.
-        assert left == [2]
+        # What the last operator saved waits until that has run. The graph holds the argument, which is a leaf.
+        assert left == [1]
         y.sum().backward()
 
 

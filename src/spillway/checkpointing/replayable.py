@@ -261,14 +261,15 @@ class ReplayableCall:
     def _save_inputs(self, tensors: Sequence[torch.Tensor]) -> None:
         """Have the arguments saved, and copied in an observed call."""
         around = top_hooks(True)
-        scope, is_light = self._scope, False
+        scope, is_light, are_ours = self._scope, False, True
         pack: Callable[[torch.Tensor], Any] = KeptHandle
         back: Callable[[Any], torch.Tensor] = unpack
         if self._inputs is not None and self._inputs is not _KEEP:
             pack = partial(scope.save, decision=Decision.OFFLOAD)
         elif self._inputs is None and around is not None:
             pack, back = around
-            if getattr(pack, "__self__", None) is scope and scope.keeps_the_rest:
+            are_ours = getattr(pack, "__self__", None) is scope
+            if are_ours and scope.keeps_the_rest:
                 # Tensors without grad are mostly alive anyway: counting them takes more time than it is worth.
                 pack, is_light = partial(scope.save, decision=_KEEP), True
         written = self._learned.written_inputs
@@ -283,8 +284,10 @@ class ReplayableCall:
                 part = self._partition.handle_of_part(tensor, pack, back)
                 self._tensors.append((part, unpack, tensor.requires_grad, False))
             else:
-                handle = KeptHandle(tensor) if is_light and not tensor.requires_grad else pack(tensor)
-                self._tensors.append((handle, back, tensor.requires_grad, False))
+                # The graph holds a leaf that it makes a gradient for: offloading it would free nothing.
+                is_held = tensor.is_leaf and are_ours if tensor.requires_grad else is_light
+                handle = (KeptHandle(tensor), unpack) if is_held else (pack(tensor), back)
+                self._tensors.append((*handle, tensor.requires_grad, False))
             if self._is_observed:
                 self._copies[place] = copy_of(tensor)
 
