@@ -794,6 +794,23 @@ def test_nested_tensors(regions: Regions, layout: torch.layout, where: str) -> N
         regions.right_or_refused(step)
 
 
+@one_place
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_buffer(regions: Regions, layout: torch.layout) -> None:
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        linear, x = torch.nn.Linear(8, 8), torch.randn(6, 8, requires_grad=True)
+        parts = torch.nested.nested_tensor([torch.ones(2, 8), torch.full((4, 8), 2.0)], layout=layout)
+        linear.register_buffer("parts", parts)
+        linear.register_forward_hook(lambda module, _, out: out * torch.cat(list(module.parts.unbind())))
+        with call.context():
+            loss = call(linear, x * 1).sum()
+        loss.backward()
+        yield from gradients(x, linear)
+
+    regions(step)
+
+
 @pytest.mark.parametrize("needs", ["leaf", "history", "history-saved-inside"])
 @ways
 def test_a_distributed_tensor_as_input(one_rank: None, regions: Regions, how: Options, needs: str) -> None:

@@ -42,7 +42,7 @@ from torch.nn import Module
 from spillway._torch import disable_function
 from spillway.checkpointing.python_generators import global_generators
 from spillway.checkpointing.python_walk import INTERNAL, MISSING, Walk, are_plain, value_of_cell, values_of_slots
-from spillway.checkpointing.tensors import below_modes
+from spillway.checkpointing.tensors import below_modes, is_strided
 from spillway.saved_tensors.identity import is_streamed
 
 _values_of, _requires_grad, _data_of = methodcaller("values"), attrgetter("requires_grad"), attrgetter("data")
@@ -324,7 +324,7 @@ class _Rest:
         self._walk = walk
         with below_modes():
             self._flags = [*map(_requires_grad, walk.parameters)]
-            holders = [each for each in (*walk.parameters, *walk.buffers) if each.layout is torch.strided]
+            holders = [each for each in (*walk.parameters, *walk.buffers) if is_strided(each)]
             # A streamed parameter has other memory in each use.
             self._holders = [each for each in holders if not is_streamed(each)]
             self._aliases = [*map(_data_of, self._holders)]
