@@ -28,7 +28,7 @@ from spillway.attaching.ranks import RankGroup
 from spillway.attaching.search import PlanSearch, is_same
 from spillway.attaching.stages import Stage
 from spillway.attaching.timer import PlanTimer
-from spillway.planner.plan import ANY_RATES, uniform_program
+from spillway.planner.plan import ANY_RATES, Plan, uniform_program
 from spillway.planner.profile import HostTimes
 from spillway.planner.timeline import simulate_program
 from spillway.profiler import meter, step_trace
@@ -463,33 +463,38 @@ def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_
         assert found.target is not None and found.target.nbytes == BudgetTarget(budget).nbytes
 
 
-def test_after_two_plans_above_the_budget_torchs_checkpointing_is_next(
-    session: Session, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("worth", "above", "plans"), [(1.05, 2, 3), (1e-9, 9, 5), (1e9, 9, 3)], ids=str)
+def test_after_two_plans_above_the_budget_a_smaller_one_or_torchs_checkpointing_is_next(
+    session: Session, monkeypatch: pytest.MonkeyPatch, worth: float, above: int, plans: int
 ) -> None:
+    """``above``: plans that are above the budget, if they are not torch's own checkpointing."""
     validate = PlanSearch.validate
+    tried: list[Plan] = []
 
-    def recomputes_all(self: PlanSearch) -> bool:
-        assert self.plan is not None
-        return all(block.recomputes for block in self.plan.blocks)
+    def recomputes_all(plan: Plan) -> bool:
+        return all(block.recomputes and not block.operators for block in plan.blocks)
 
-    def above(self: PlanSearch, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
-        assert self.budget is not None
-        return validate(self, peak if recomputes_all(self) else self.budget + 1, trace, learned=learned)
+    def judged(self: PlanSearch, peak: int, trace: StepTrace | None, *, learned: bool) -> Stage | None:
+        assert self.budget is not None and self.plan is not None
+        if self.plan not in tried:
+            tried.append(self.plan)
+        is_above = len(tried) <= above and not recomputes_all(self.plan)
+        return validate(self, self.budget + 1 if is_above else min(peak, self.budget), trace, learned=learned)
 
-    monkeypatch.setattr(PlanSearch, "validate", above)
+    monkeypatch.setattr(PlanSearch, "validate", judged)
+    monkeypatch.setattr(searching, "_WORTH", worth)
     kind = NAMED["mlp"]
     model, batch = kind.model(), kind.batch()
     expected = one_step(kind.model(), batch)
     budget = budget_of(spillway.profile(model, batch, session=session), 0.7) + 4 * MiB
     with attached_to(model, budget, session) as attached:
-        plans = []
         while attached.stage != "active":
             assert all(map(torch.equal, one_step(model, batch), expected))
-            if attached.plan is not None and attached.plan not in plans:
-                plans.append(attached.plan)
-        assert len(plans) == 3
-        assert attached.plan is not None and all(block.recomputes for block in attached.plan.blocks)
-        assert ["torch's own checkpointing next" in note for note in attached.notes] == [False, True]
+        assert len(tried) == plans
+        assert attached.plan == tried[-1]
+        ends_so = ["torch's own checkpointing next" in note for note in attached.notes]
+        assert recomputes_all(tried[-1]) is ends_so[-1] is (above > 2)
+        assert sum(ends_so) == (above > 2)
 
 
 def test_a_plan_that_recomputes_nothing_is_not_timed_beside_it(

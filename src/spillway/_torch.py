@@ -187,7 +187,6 @@ def number_of_node(node: torch.autograd.graph.Node | None) -> int | None:
     return None if node is None else node._sequence_nr()  # type: ignore[attr-defined]
 
 
-
 refuse_access: Callable[[torch.UntypedStorage, str], None] | None = None
 """Let all access to a storage's bytes raise a ``RuntimeError`` with a text; ``None``: this torch cannot."""
 allow_access: Callable[[torch.UntypedStorage], None] | None = None

@@ -36,6 +36,10 @@ _ROUNDING = 1000
 """Up to such a part of the budget, a step of torch's own checkpointing may be above it because of cached blocks."""
 _CLOSE = 1.01
 """If predicted times are this close, the plan of torch's own checkpointing is taken."""
+_WORTH = 1.05
+"""After two plans above the budget, a smaller one is worth a try if torch's own checkpointing takes so much longer."""
+_MOST_SMALLER = 3
+"""Smaller plans that are tried before torch's own checkpointing is next in any case."""
 
 
 def is_same(plan: Plan, other: Plan) -> bool:
@@ -213,7 +217,7 @@ class PlanSearch:
         return is_close and self._is_latest(self._checkpointing(self._profiled)) and self.memory.free_cached()
 
     def correct(self, peak: int) -> None:
-        """Choose another plan, since a step was above the budget: after two such plans, torch's own checkpointing.
+        """Choose another plan, since a step was above the budget: a smaller one, or torch's own checkpointing.
 
         Raises:
             BudgetError: if no plan takes less. The latest one stays.
@@ -230,13 +234,25 @@ class PlanSearch:
                     self.notes.append(f"torch's own checkpointing took {format_bytes(peak)}: another plan next")
                     return
         if checkpointing is None or not self.known_target.corrections:
-            self._forget_rival()
-            self.known_target.back_off(peak, self.replan, self.notes.append)
-        else:
+            self._back_off(peak)
+        elif self.known_target.corrections >= _MOST_SMALLER or not self._finds_smaller(peak, checkpointing):
             self.notes.append(
                 f"a step of {format_bytes(peak)} where less was predicted: torch's own checkpointing next"
             )
             self.plan = checkpointing
+
+    def _finds_smaller(self, peak: int, checkpointing: Plan) -> bool:
+        """Back off, and tell whether that plan is predicted to be worth a step."""
+        try:
+            self._back_off(peak)
+        except BudgetError:
+            return False
+        assert self.plan is not None
+        return self.plan.predicted_seconds * _WORTH < checkpointing.predicted_seconds
+
+    def _back_off(self, peak: int) -> None:
+        self._forget_rival()
+        self.known_target.back_off(peak, self.replan, self.notes.append)
 
     def step_ended(self, inputs: int, *, learned: bool) -> bool:
         """A step by the active plan is over, and was within the budget; whether the next one has another plan."""

@@ -97,7 +97,7 @@ _SHARE = 16
 """A window that takes more than this part of the memory is halved."""
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """The fractions of an optimizer on the CPU that are tried, beside all of it."""
-_MOST_SLACK = 64 << 20
+_MOST_SLACK = 256 << 20
 _block_options = functools.lru_cache(32)(block_options)
 """One plan solves many steps of the same blocks."""
 _SAME = 1.001
@@ -105,7 +105,11 @@ _SAME = 1.001
 
 
 def aim_at(budget: int) -> int:
-    """The bytes to plan for at first within a budget. The CPU may free memory a moment later in another step."""
+    """The bytes to plan for at first within a budget.
+
+    In another step, the CPU may free memory a moment later, and the allocator may give blocks that are a little larger
+    than asked for: the more tensors a plan keeps, the more.
+    """
     return budget - min(budget // 200, _MOST_SLACK)
 
 
