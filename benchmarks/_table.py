@@ -340,6 +340,29 @@ def of_trainers(result: Result) -> list[str]:
     return [conditions, "", *table(heads, *rows)]
 
 
+# libraries.py: one way of one fine-tune a row.
+
+
+def of_libraries(result: Result) -> list[str]:
+    rows = []
+    for row in result["rows"]:
+        plain = next(each for each in result["rows"] if each["library"] == row["library"])
+        rows.append(
+            [
+                row["library"],
+                row["way"],
+                ranged(row),
+                f"{row['step_seconds'] / plain['step_seconds']:.3f}",
+                gib(row["peak_bytes"]),
+                gib(row["budget"]) if row["budget"] else "-",
+                f"{row['predicted_seconds'] * 1e3:.0f} ms, {gib(row['predicted_peak'])}" if row["budget"] else "-",
+                "yes" if row["identical"] else "NO",
+            ]
+        )
+    heads = ["fine-tune", "way", "step", BASELINE, "peak", "budget", "predicted", "identical"]
+    return [f"median of {result['options']['steps']} steps; {where_and_when(result)}", "", *table(heads, *rows)]
+
+
 # losses.py: one way with one vocabulary a row.
 
 
@@ -479,6 +502,7 @@ KINDS: dict[str, Callable[[Result], list[str]]] = {
     "asked": of_budgets,
     "stages_peak": of_pairs,
     "losses": of_trainers,
+    "library": of_libraries,
     "loss_of": of_losses,
     "ratio": of_ratios,
     "placed_bound": of_placed,

@@ -76,7 +76,7 @@ def test_a_table_says_what_its_files_say(names: list[str], body: str, monkeypatc
 
 def test_there_are_tables_of_every_kind_of_benchmark() -> None:
     sources = {name for _, names, _ in blocks() for name in names}
-    for kind in ("demo", "step", "parallel", "optimizer", "pareto", "resnet50", "budgets"):
+    for kind in ("demo", "step", "parallel", "optimizer", "pareto", "resnet50", "budgets", "libraries"):
         assert any(f"-{kind}-" in name for name in sources), kind
     assert sources <= {path.name for path in RESULTS.glob("*.json")}
 

@@ -184,7 +184,7 @@ current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current
 
 def number_of_node(node: torch.autograd.graph.Node | None) -> int | None:
     """A node's place in the order in which its thread made nodes. Its Python object may be made again at any time."""
-    return None if node is None else node._sequence_nr()  # type: ignore[attr-defined]
+    return None if node is None else node._sequence_nr()
 
 
 refuse_access: Callable[[torch.UntypedStorage, str], None] | None = None
