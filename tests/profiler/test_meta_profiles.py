@@ -21,7 +21,7 @@ import spillway
 from allocations import Listener, count_exactly
 from budgets import NAMED, Kind, budget_of
 from spillway import Hardware, Profile, Session
-from spillway.planner.profile import BlockProfile
+from spillway.planner.profile import BlockProfile, Static
 from spillway.profiler.meta_device import MetaDevice
 from spillway.profiler.target_kernels import kernels_of
 from steps import Block, assert_nothing_left
@@ -102,7 +102,26 @@ def test_what_is_around_the_blocks_has_the_bytes_that_were_measured_on_an_h200()
     assert profile.middle.peak_bytes == MEASURED.middle.peak_bytes
     assert profile.after.change_bytes == MEASURED.after.change_bytes
     # Parameters and tables, the batch, and what products have for themselves.
-    assert profile.static_bytes == parameters + 2 * (2 << 20) + (64 << 20) + (32 << 20)
+    more = 2 * (2 << 20) + (64 << 20) + (32 << 20)
+    assert profile.static_bytes == parameters + more
+    assert profile.static == Static(weights=parameters, gradients=0, optimizer=0, other=more)
+
+
+@pytest.mark.parametrize("stream", [None, "auto"])
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, "offloaded"])
+def test_static_bytes_are_told_apart(optimizer: Any, stream: str | None) -> None:
+    with torch.device("meta"):
+        layers = [nn.Sequential(nn.Linear(1024, 1024, bias=False), nn.GELU()) for _ in range(4)]
+        model, batch = nn.Sequential(*layers, nn.Linear(1024, 1024, bias=False)), torch.empty(64, 1024)
+    known = {"optimizer": optimizer, "stream": stream} if stream else {"optimizer": optimizer}
+    profile = spillway.profile(model, batch, loss=loss, hardware="h200", **known)
+    each, is_offloaded = 1024 * 1024 * 4, optimizer == "offloaded"
+    assert profile.static is not None
+    # Without the offloaded optimizer, trained weights stay.
+    assert profile.static.weights == each * (1 if stream and is_offloaded else 5)
+    assert profile.static.gradients == 0
+    assert profile.static.optimizer == pytest.approx(0 if is_offloaded else 2 * 5 * each, abs=1 << 14)
+    assert profile.static.total == profile.static_bytes
 
 
 def test_times_of_a_block_are_near_those_that_were_measured_on_an_h200() -> None:

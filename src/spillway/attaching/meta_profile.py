@@ -40,13 +40,14 @@ from spillway.checkpointing.blocks import Named, find_blocks
 from spillway.checkpointing.losses import own_losses
 from spillway.checkpointing.recorder import Recorder
 from spillway.checkpointing.selectors import Choices
+from spillway.checkpointing.tensors import is_plain
 from spillway.errors import UsageError
 from spillway.parameters.streamable import streamable
 from spillway.planner.hardware import Hardware
-from spillway.planner.profile import Profile
+from spillway.planner.profile import Profile, Static
 from spillway.profiler.compile import compile_profile
 from spillway.profiler.meta_device import META, MetaDevice, MetaMeter, state_sizes, without_values
-from spillway.profiler.meter import ClockMeter
+from spillway.profiler.meter import ClockMeter, static_within
 from spillway.profiler.probe import Probe, ProfilerListener
 from spillway.profiler.step_trace import StepTracer
 from spillway.profiler.target_kernels import first_attention, kernels_of, standing_workspace
@@ -88,12 +89,13 @@ def profile_on_meta(
     state, moved = device.tensors.state(step), tree_map(device.tensors.of, batch)
     # No operator is seen to read the optimizer's state and the workspace of matrix products.
     trained = {id(each): each for each in state.values() if each.is_leaf and each.requires_grad}
-    leaving = _LeavingGradients(device, hardware)
+    leaving, of_optimizer = _LeavingGradients(device, hardware), 0
     if is_offloaded:
         for each in trained.values():
             each.register_post_accumulate_grad_hook(leaving.add)  # type: ignore[no-untyped-call]
     else:
-        device.before += sum(map(device.rounded, state_sizes(list(trained.values()), optimizer)))
+        of_optimizer = sum(map(device.rounded, state_sizes(list(trained.values()), optimizer)))
+    device.before += of_optimizer
     device.before += standing_workspace(device.device, hardware)
     for tensor in tensors_of(*state.values(), moved):
         device.number_of(tensor)
@@ -118,7 +120,10 @@ def profile_on_meta(
         )
         functional_call(step, state, (moved,)).backward()
         leaving.clear()
-    return profiler.profile(type(model).__name__)
+    weights = [state[f"model.{name}"] for name, _ in model.named_parameters()]
+    of_weights = sum(device.rounded(each.nbytes) for each in weights if is_plain(each))
+    known = Static(weights=of_weights - profiler.streamed_bytes, gradients=0, optimizer=of_optimizer, other=0)
+    return profiler.profile(type(model).__name__, known)
 
 
 def is_on_meta(model: Module, batch: Any) -> bool:
@@ -179,6 +184,7 @@ class MetaProfiler:
         self._device = device
         self._streamed = streamed
         """Bytes of the streamed parameters of each block."""
+        self.streamed_bytes = sum(device.rounded(nbytes) for sizes in streamed.values() for nbytes in sizes)
         self._tracer = StepTracer(META, lambda: 0, MetaMeter(device))
         self._probes: dict[Hashable, Probe] = {}
         self._calls: dict[int, _BlockCall] = {}
@@ -199,7 +205,7 @@ class MetaProfiler:
                 if forward is not None:
                     each.module.__dict__["forward"] = forward
 
-    def profile(self, model: str) -> Profile | None:
+    def profile(self, model: str, known: Static) -> Profile | None:
         if not self._tracer.has_backward:
             self._tracer.close()
             return None
@@ -210,8 +216,8 @@ class MetaProfiler:
         # The reloads took no time.
         kinds = tuple(replace(kind, recompute_factor=_RECOMPUTE_FACTOR) for kind in profile.kinds)
         # They were on the device meanwhile.
-        away = sum(self._device.rounded(nbytes) for sizes in self._streamed.values() for nbytes in sizes)
-        return replace(profile, kinds=kinds, static_bytes=profile.static_bytes - away)
+        static_bytes = profile.static_bytes - self.streamed_bytes
+        return replace(profile, kinds=kinds, static_bytes=static_bytes, static=static_within(known, static_bytes))
 
     def _run(self, block: Named, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not (block.module.training and torch.is_grad_enabled()):
