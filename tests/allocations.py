@@ -176,6 +176,9 @@ class ExactMemory:
         self._meter = ExactMeter(self._resident())
         self._meter.mark()
 
+    def total(self) -> int | None:
+        return None
+
     def free_cached(self) -> bool:
         return False
 
@@ -188,6 +191,9 @@ class NoMemory:
 
     def peak(self) -> int:
         return 0
+
+    def total(self) -> int | None:
+        return None
 
     def free_cached(self) -> bool:
         return False

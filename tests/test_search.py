@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import spillway
-from allocations import NoMemory, count_exactly
+from allocations import ExactMemory, NoMemory, count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search
 from spillway import BudgetError, Session
 from spillway.attaching import search as searching
@@ -34,6 +34,7 @@ from spillway.planner.timeline import simulate_program
 from spillway.profiler import meter, step_trace
 from spillway.profiler.step_trace import Place, StepTrace, StepTracer
 from spillway.types import Decision
+from spillway.units import format_bytes
 from steps import Block, failing
 
 MiB = 1 << 20
@@ -495,6 +496,23 @@ def test_after_two_plans_above_the_budget_a_smaller_one_or_torchs_checkpointing_
         ends_so = ["torch's own checkpointing next" in note for note in attached.notes]
         assert recomputes_all(tried[-1]) is ends_so[-1] is (above > 2)
         assert sum(ends_so) == (above > 2)
+
+
+@pytest.mark.parametrize(("share", "is_noted"), [(1.0, True), (0.8, False)])
+def test_a_plan_that_fills_a_gpu_is_noted(
+    session: Session, monkeypatch: pytest.MonkeyPatch, share: float, is_noted: bool
+) -> None:
+    kind = NAMED["mlp"]
+    model, batch = kind.model(), kind.batch()
+    budget = budget_of(spillway.profile(model, batch, session=session), 0.7) + 4 * MiB
+    for memory in (ExactMemory, NoMemory):
+        monkeypatch.setattr(memory, "total", lambda self: int(budget / share))
+    with attached_to(model, budget, session) as attached:
+        search(model, batch, attached)
+        assert attached.stage == "active"
+        filled = [note for note in attached.notes if "the plan fills" in note]
+        assert len(filled) == is_noted
+        assert not filled or f"a budget of {format_bytes(int(0.9 * int(budget / share)))}" in filled[0]
 
 
 def test_a_plan_that_recomputes_nothing_is_not_timed_beside_it(

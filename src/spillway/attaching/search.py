@@ -34,6 +34,8 @@ _GRAINS = 256
 """A step's first bytes are rounded up to such a part of the budget."""
 _ROUNDING = 1000
 """Up to such a part of the budget, a step of torch's own checkpointing may be above it because of cached blocks."""
+_MOST_FILLED = 0.9
+"""A part of the GPU's memory. A plan may fill more of it, and that is noted."""
 _CLOSE = 1.01
 """If predicted times are this close, the plan of torch's own checkpointing is taken."""
 _WORTH = 1.05
@@ -142,6 +144,13 @@ class PlanSearch:
             plan = checkpointing
         assert plan is not None
         self.plan = plan
+        total = self.memory.total()
+        if total is not None and plan.predicted_peak > _MOST_FILLED * total:
+            self.notes.once(
+                f"the plan fills more than nine tenths of the GPU's {format_bytes(total)}, of which the allocator's "
+                f"reserve and other libraries take a part: if memory runs out, give a budget of "
+                f"{format_bytes(int(_MOST_FILLED * total))}, or set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+            )
 
     def step_begins(self, collector: ProfileCollector) -> bool:
         """Whether a step begins with so many more bytes than planned for that there is another plan."""

@@ -23,6 +23,7 @@ from torch.nn import Module
 from spillway._torch import device_stats, sleep_on_gpu, storage_key, storage_parts
 from spillway.planner.profile import Static
 from spillway.runtime.process_memory import Resident, ResidentPeak, resident_bytes
+from spillway.runtime.system import memory_info
 from spillway.saved_tensors.identity import is_streamed
 
 GRAIN = 512
@@ -85,6 +86,10 @@ class DeviceMemory:
 
     def peak(self) -> int:
         return allocated(self._device)[1] if self._resident is None else self._resident.most()
+
+    def total(self) -> int | None:
+        """All bytes of an accelerator."""
+        return memory_info(self._device)[1] if self._resident is None else None
 
     def free_cached(self) -> bool:
         """Free the allocator's cached blocks, if it has some. Waits for the device."""

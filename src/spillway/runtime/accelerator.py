@@ -52,7 +52,7 @@ from spillway.runtime.backend import (
     TaskEvent,
 )
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.system import near_cpus
+from spillway.runtime.system import memory_info, near_cpus
 
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
@@ -278,9 +278,7 @@ class AcceleratorBackend(Backend):
         return event
 
     def memory_info(self) -> tuple[int, int] | None:
-        if self.device.type == "cuda":
-            return torch.cuda.mem_get_info(self.device)
-        return torch.accelerator.get_memory_info(self.device)
+        return memory_info(self.device)
 
     def peak_bytes(self) -> int:
         return int(torch.accelerator.max_memory_allocated(self.device))

@@ -156,6 +156,11 @@ def which_device(device: torch.device | str | None = None) -> torch.device:
     return torch.device(device.type, index)
 
 
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Free bytes of an accelerator, and all of them."""
+    return torch.cuda.mem_get_info(device) if device.type == "cuda" else torch.accelerator.get_memory_info(device)
+
+
 def device_name(device: torch.device) -> str:
     """The accelerator's name by its driver, or the processor's."""
     if device.type == "cpu":

@@ -155,12 +155,9 @@ class RunOptions:
 
     def budget_on(self, device: torch.device) -> str | int | None:
         """The budget of a model on a device; ``None``: it has none."""
-        import torch
+        from spillway.runtime.system import memory_info
 
-        if self.option or device.type == "cpu":
-            return self.budget
-        memory = torch.cuda.mem_get_info if device.type == "cuda" else torch.accelerator.get_memory_info
-        return int(memory(device)[1] * DEFAULT_SHARE)
+        return self.budget if self.option or device.type == "cpu" else int(memory_info(device)[1] * DEFAULT_SHARE)
 
     def attach(self, model: Module) -> tuple[Attached, str, list[str]]:
         """Attach to a model, and name the way, with notes. The default: 90 % of a GPU's memory, or ``offload``."""
