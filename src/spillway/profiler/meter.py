@@ -88,8 +88,8 @@ class DeviceMemory:
         return allocated(self._device)[1] if self._resident is None else self._resident.most()
 
     def total(self) -> int | None:
-        """All bytes of an accelerator."""
-        return memory_info(self._device)[1] if self._resident is None else None
+        """All bytes of a CUDA device. Other types of devices need not tell."""
+        return memory_info(self._device)[1] if self._device.type == "cuda" else None
 
     def free_cached(self) -> bool:
         """Free the allocator's cached blocks, if it has some. Waits for the device."""
