@@ -182,7 +182,7 @@ class Attached:
         Args:
             path: of the file, which is replaced.
             trace: of another file: the simulated step, for Chrome and Perfetto.
-            curve: also draw a step's time over ten budgets, each with a plan of its own.
+            curve: also draw a step's time over up to eight budgets, each with a plan of its own.
 
         Raises:
             UsageError: if there is no plan, or no profile, since the plan was given; if plotly is not installed; if the
