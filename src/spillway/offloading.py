@@ -3,6 +3,10 @@
 The contexts push saved-tensor hooks and pop them. Each time that ``offload`` is entered, a pass begins, a
 :class:`~spillway.saved_tensors.hooks.ForwardScope`, whose ``pack`` is the hook. The order of backward that passes teach
 belongs to the session, by tag.
+
+From a saved tensor to its copy: ``pack`` makes an entry for the tensor's storage, which waits until the operator that
+saved it has run (``ForwardScope.advance``). Then ``Mover.put`` queues the entry, a tier gives it memory, and the backend
+copies the bytes on the stream ``out``.
 """
 
 from __future__ import annotations
@@ -56,9 +60,9 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     nested), and tensors saved inside a backward (a checkpoint's replay). A module's buffer is offloaded like other
     tensors, which frees nothing, since the module holds it. :func:`spillway.list_saved_tensors` names the others.
 
-    Without ratio, policy, groups, size, tier and window, a context on an accelerator is disabled if offloading gains
-    nothing: if an earlier pass saved less than a 64th of the device's memory, and eight times as much is free.
-    ``stats().notes`` says so.
+    With no option that says how much is offloaded and where, a context on an accelerator is disabled if offloading gains
+    nothing: if an earlier pass saved less than 1/64 of the device's memory, and eight times the saved bytes are free.
+    ``stats().notes`` says so. ``ratio=1`` offloads all in any case.
 
     Args:
         ratio: offload the first tensors of a pass, up to this share of its bytes, from 0 to 1. The first pass under a
@@ -120,9 +124,10 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             raise UsageError(f"tag: got {tag!r}, expected a string or None")
         if session is not None and not isinstance(session, Session):
             raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
+        # Then a pass may be disabled: see the docstring.
         self._has_no_options = (ratio, min_bytes, window, policy, groups, tier) == (*[None] * 5, "auto")
-        # `None` offloads everything, which is the usual case, without a call.
-        self._policy = None if ratio == 1 else policy if ratio is None else Ratio(ratio)
+        # Without a policy everything is offloaded, as by a ratio of 1, and no call is made for each tensor.
+        self._policy = policy if ratio in (None, 1) else Ratio(ratio)
         self._min_bytes = parse_bytes(MIN_BYTES if min_bytes is None else min_bytes, what="min_bytes")
         self._tag = tag
         self._tier = check_tier(tier)
@@ -136,7 +141,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     def __enter__(self) -> Self:
         session = self._session if self._session is not None else Session.default()
         session.check_open()
-        learned = self._memory_in(session)
+        learned = self._orders_in(session)
         with ExitStack() as stack:
             if self._has_no_options and learned.gains_nothing() and not session.of(SavedState).marks.any:
                 why = learned.benefit.why_none
@@ -190,7 +195,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
         session, ledger = self._last
         return session.stats_of(ledger)
 
-    def _memory_in(self, session: Session) -> LearnedOrders:
+    def _orders_in(self, session: Session) -> LearnedOrders:
         """The orders that earlier passes of the code inside have taught. An attached model has its own."""
         return session.of(SavedState).learned(self._tag)
 

@@ -200,7 +200,7 @@ class ModelPass(offload):
         """Forget the learned order. See NOTE [ Another plan ]."""
         self._memory = LearnedOrders()
 
-    def _memory_in(self, session: Session) -> LearnedOrders:
+    def _orders_in(self, session: Session) -> LearnedOrders:
         return self._memory
 
 
