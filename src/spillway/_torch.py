@@ -104,6 +104,19 @@ def refuse_transforms() -> None:
         )
 
 
+def refuse_dual_numbers() -> None:
+    """Raise :class:`~spillway.errors.UnsupportedError` inside of forward-mode differentiation."""
+    if torch.autograd.forward_ad._current_level >= 0:
+        raise UnsupportedError(
+            "got a recomputed function inside of torch.autograd.forward_ad.dual_level, expected plain autograd: a "
+            "recomputation has no tangents. Call the function itself there; spillway.offload works with dual numbers"
+        )
+
+
+is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
+"""Whether a tensor is one of autograd's, which are zero and have no memory."""
+
+
 # Modes and transforms.
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack

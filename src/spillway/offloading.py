@@ -5,8 +5,8 @@ The contexts push saved-tensor hooks and pop them. Each time that ``offload`` is
 belongs to the session, by tag.
 
 From a saved tensor to its copy: ``pack`` makes an entry for the tensor's storage, which waits until the operator that
-saved it has run (``ForwardScope.advance``). Then ``Mover.put`` queues the entry, a tier gives it memory, and the backend
-copies the bytes on the stream ``out``.
+saved it has run (``ForwardScope.advance``). Then ``Mover.put`` queues the entry, a tier gives it memory, and the
+backend copies the bytes on the stream ``out``.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
     nested), and tensors saved inside a backward (a checkpoint's replay). A module's buffer is offloaded like other
     tensors, which frees nothing, since the module holds it. :func:`spillway.list_saved_tensors` names the others.
 
-    With no option that says how much is offloaded and where, a context on an accelerator is disabled if offloading gains
-    nothing: if an earlier pass saved less than 1/64 of the device's memory, and eight times the saved bytes are free.
-    ``stats().notes`` says so. ``ratio=1`` offloads all in any case.
+    With no option that says how much is offloaded and where, a context on an accelerator is disabled if offloading
+    gains nothing: if an earlier pass saved less than 1/64 of the device's memory, and eight times the saved bytes are
+    free. ``stats().notes`` says so. ``ratio=1`` offloads all in any case.
 
     Args:
         ratio: offload the first tensors of a pass, up to this share of its bytes, from 0 to 1. The first pass under a

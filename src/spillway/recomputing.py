@@ -17,6 +17,7 @@ from spillway._torch import (
     disable_dynamo,
     in_backward,
     keep_out,
+    refuse_dual_numbers,
     refuse_transforms,
     top_hooks,
     untraced,
@@ -240,6 +241,7 @@ def _call_checkpointed(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     refuse_transforms()
+    refuse_dual_numbers()
     keep_out()
     arguments = Arguments(args, kwargs)
     tensors = arguments.pop_tensors()

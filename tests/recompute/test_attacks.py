@@ -11,13 +11,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional
 from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils.checkpoint import checkpoint
 
 import spillway
 from recompute.regions import (
@@ -1523,6 +1526,91 @@ def test_what_was_made_in_inference_mode_stays(regions: Regions) -> None:
         x = torch.randn(4, 8, requires_grad=True)
         with call.context():
             loss = call(function, x * 1, offload=[lambda *_: True]).sum()
+        loss.backward()
+        yield from gradients(x)
+
+    regions(step)
+
+
+class _Preactivated(nn.Module):
+    """Its activation writes the input in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.ReLU(inplace=True), nn.Conv1d(4, 4, 3, padding=1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+class _Stage(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.begin, self.first, self.second = nn.Conv1d(4, 4, 3, padding=1), _Preactivated(), _Preactivated()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(self.first(self.begin(x))).tanh()
+
+
+@pytest.mark.parametrize("outer", ["ours", "torch's", "attached"])
+def test_a_nested_function_that_writes_its_input(outer: str) -> None:
+    def train(recomputes: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found = nn.Sequential(_Stage(), _Stage()), []
+        with spillway.Session() as session:
+            if recomputes and outer == "attached":
+                spillway.attach(
+                    model, policy=spillway.Recompute(), blocks=["[01]", "*.first", "*.second"], session=session
+                )
+            for stage in model if recomputes and outer != "attached" else ():
+                for inner in (stage.first, stage.second):
+                    inner.forward = partial(spillway.recompute, inner.forward, session=session)
+                wrap = checkpoint if outer == "torch's" else spillway.recompute
+                options: dict[str, Any] = {"use_reentrant": False} if outer == "torch's" else {"session": session}
+                stage.forward = partial(wrap, stage.forward, **options)
+            for _ in range(4):
+                x = torch.randn(2, 4, 8, requires_grad=True)
+                model(x).square().sum().backward()
+                found += [*gradients(x, model)]
+                model.zero_grad()
+        return found
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+@pytest.mark.parametrize("function", [lambda x, w: (x * w).sin(), lambda x, w: (x @ w).sin()])
+def test_an_argument_that_requires_grad_later_was_a_constant(function: Callable[..., torch.Tensor]) -> None:
+    def train(recomputes: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        w, found = torch.randn(8, 8, requires_grad=True), []
+        with spillway.Session() as session:
+            for _ in range(4):
+                x = torch.randn(8, 8)
+                y = spillway.recompute(function, x, w, session=session) if recomputes else function(x, w)
+                x.requires_grad_(True)
+                y.sum().backward()
+                assert x.grad is None and w.grad is not None
+                found.append(w.grad.clone())
+        return found
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+def test_dual_numbers_are_refused() -> None:
+    x, forward_ad = torch.randn(4, requires_grad=True), torch.autograd.forward_ad
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x, torch.ones(4))
+        with pytest.raises(spillway.UnsupportedError, match="dual_level"):
+            spillway.recompute(torch.sin, dual)
+    spillway.recompute(torch.sin, x).sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
+
+
+def test_a_zero_tensor_has_no_bits(regions: Regions) -> None:
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        zeros, x = torch._efficientzerotensor((4,)), torch.randn(4, requires_grad=True)
+        with call.context():
+            loss = call(lambda x: (x.sin() * zeros + x.cos()).exp(), x * 1).sum()
         loss.backward()
         yield from gradients(x)
 

@@ -251,13 +251,18 @@ class PlanSearch:
             self.plan = checkpointing
 
     def _finds_smaller(self, peak: int, checkpointing: Plan) -> bool:
-        """Back off, and tell whether that plan is predicted to be worth a step."""
-        try:
+        """Back off, unless that plan is not predicted to be worth a step; whether it is."""
+        target, count = self.known_target, len(self.notes)
+        before = target.corrections, target.nbytes
+        with suppress(BudgetError):
             self._back_off(peak)
-        except BudgetError:
-            return False
-        assert self.plan is not None
-        return self.plan.predicted_seconds * _WORTH < checkpointing.predicted_seconds
+            assert self.plan is not None
+            if self.plan.predicted_seconds * _WORTH < checkpointing.predicted_seconds:
+                return True
+        # That plan never ran.
+        target.corrections, target.nbytes = before
+        del self.notes[count:]
+        return False
 
     def _back_off(self, peak: int) -> None:
         self._forget_rival()

@@ -389,7 +389,7 @@ class CheckpointedCall(ReplayableCall):
             inputs = zip(self._unpack_inputs(), self._tensors, strict=True)
             tensors = [
                 tensor
-                if tensor.requires_grad and tensor.is_leaf and not written
+                if grad and tensor.requires_grad and tensor.is_leaf and not written
                 else replay_argument(tensor, grad, written)
                 for tensor, (*_, grad, written) in inputs
             ]

@@ -278,6 +278,9 @@ class ReplayableCall:
             if place in written:
                 # The call holds the content from before the function writes it.
                 copy = copy_of(tensor)
+                if not are_ours:
+                    # A replay of an outer checkpoint knows of no writes, and saves it: the numbers must agree.
+                    pack(tensor)
                 self._tensors.append((KeptHandle(copy), unpack, tensor.requires_grad, True))
                 continue
             if self._partition is not None and self._partition.splits(tensor):

@@ -16,6 +16,7 @@ from spillway._torch import (
     disable_modes,
     dispatch_modes,
     is_wrapper,
+    is_zero_tensor,
     sharing_versions,
     storage_parts,
 )
@@ -56,7 +57,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 def has_bits(tensor: torch.Tensor) -> bool:
     """Whether it has content to compare. Meta and fake tensors, and subclasses without memory, have none."""
     if type(tensor) in PLAIN:
-        return tensor.device.type != "meta"
+        return tensor.device.type != "meta" and not is_zero_tensor(tensor)
     if tensor.device.type == "meta" or isinstance(tensor, FakeTensor):
         return False
     try:
