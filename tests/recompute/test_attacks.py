@@ -42,6 +42,7 @@ from recompute.regions import (
     pointwise_chain,
     ways,
 )
+from spillway.saved_tensors.handles import in_replay
 
 Options = dict[str, Any]
 
@@ -1606,6 +1607,7 @@ def test_dual_numbers_are_refused() -> None:
     assert torch.equal(x.grad, x.detach().cos())  # type: ignore[arg-type]
 
 
+@one_place
 def test_a_zero_tensor_has_no_bits(regions: Regions) -> None:
     def step(call: Call) -> Iterator[torch.Tensor]:
         zeros, x = torch._efficientzerotensor((4,)), torch.randn(4, requires_grad=True)
@@ -1615,3 +1617,129 @@ def test_a_zero_tensor_has_no_bits(regions: Regions) -> None:
         yield from gradients(x)
 
     regions(step)
+
+
+# State that forward reads through its own functions.
+
+_SETTINGS = {"factor": 1.0}
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale(self.linear(x)).tanh()
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class _ByMethod(_Scaled):
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * _SETTINGS["factor"]
+
+
+class _ByTwoMethods(_Scaled):
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.again(x)
+
+    def again(self, x: torch.Tensor) -> torch.Tensor:
+        return x * _SETTINGS["factor"]
+
+
+class _ByProperty(_Scaled):
+    @property
+    def factor(self) -> float:
+        return _SETTINGS["factor"]
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class _ByStaticMethod(_Scaled):
+    @staticmethod
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return x * _SETTINGS["factor"]
+
+    def scale(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(x)
+
+
+class _BySuper(_ByMethod):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + x
+
+
+def _by_closure() -> nn.Module:
+    settings = _SETTINGS
+
+    class Closed(_Scaled):
+        def scale(self, x: torch.Tensor) -> torch.Tensor:
+            return x * settings["factor"]
+
+    return Closed()
+
+
+def _by_forward_of_the_instance() -> nn.Module:
+    module = _Scaled()
+    module.forward = lambda x: (module.linear(x) * _SETTINGS["factor"]).tanh()  # type: ignore[method-assign]
+    return nn.Sequential(module)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [_ByMethod, _ByTwoMethods, _ByProperty, _ByStaticMethod, _BySuper, _by_closure, _by_forward_of_the_instance],
+    ids=lambda make: make.__name__.strip("_"),
+)
+@pytest.mark.parametrize("is_attached", [False, True])
+def test_settings_that_change_between_two_micro_batches(make: Callable[[], nn.Module], is_attached: bool) -> None:
+    def train(recomputes: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model, found = nn.Sequential(make(), make()), []
+        with spillway.Session() as session:
+            if recomputes and is_attached:
+                spillway.attach(model, policy=spillway.Recompute(), blocks=["0", "1"], session=session)
+            for step in range(4):
+                losses = []
+                for factor in (1.0, 2.0 + step):
+                    _SETTINGS["factor"] = factor
+                    y = torch.randn(4, 8, requires_grad=True)
+                    for block in () if is_attached else model:
+                        y = spillway.recompute(block, y, session=session) if recomputes else block(y)
+                    losses.append((model(y) if is_attached else y).square().sum())
+                sum(losses).backward()  # type: ignore[union-attr]
+                found += [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+                model.zero_grad()
+        _SETTINGS["factor"] = 1.0
+        assert len(found) == 16
+        return found
+
+    assert all(map(torch.equal, train(True), train(False)))
+
+
+@one_place
+def test_other_threads_draw_numbers_once(regions: Regions) -> None:
+    """A replay rewinds only generators that its forward has advanced."""
+    drawn = HiddenList()
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        if in_replay():
+            thread = threading.Thread(target=lambda: drawn.append((random.random(), np.random.rand())))
+            thread.start()
+            thread.join()
+        return x.sin()
+
+    for _ in range(3):
+        drawn.clear()
+        random.seed(0)
+        np.random.seed(0)
+        wanted = [(random.random(), np.random.rand()) for _ in range(3)]
+        random.seed(0)
+        np.random.seed(0)
+        y = spillway.recompute(function, torch.randn(4, requires_grad=True) * 1, session=regions.session)
+        drawn.append((random.random(), np.random.rand()))
+        y.sum().backward()
+        drawn.append((random.random(), np.random.rand()))
+        assert drawn == wanted

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import spillway
-from recompute.regions import Call, HiddenAttribute, Regions, gradients, one_place
+from recompute.regions import Call, HiddenAttribute, HiddenList, Regions, gradients, one_place
 from spillway.checkpointing import learned
 from spillway.saved_tensors.handles import in_replay
 from support import assert_identical
@@ -46,7 +46,7 @@ def test_forward_runs_without_modes_in_every_call(regions: Regions) -> None:
 
 
 def test_a_replay_ends_with_the_last_tensor_that_is_wanted(regions: Regions) -> None:
-    ends = []
+    ends = HiddenList()
 
     class Ends(nn.Module):
         ended = HiddenAttribute(0)

@@ -78,6 +78,14 @@ class PythonState:
         found = {id(pair[1]): pair for pair in reversed(named)}
         return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
 
+    def forward_ended(self) -> None:
+        """Let go of the states of generators that forward did not advance: its replay needs none of them.
+
+        To set and restore them would rewind what other threads draw meanwhile.
+        """
+        for each in self._copies:
+            each.let_go_of_unused_generators()
+
     @property
     def changes(self) -> bool:
         return not all(each.is_current() for each in self._copies)
@@ -132,6 +140,9 @@ class _Copy:
     def taken_now(self) -> Callable[[], None]:
         """A function that puts the present content back."""
         return partial(_put_back, [(each, each.content()) for each in _containers_of(self.walk)], _Rest(self.walk))
+
+    def let_go_of_unused_generators(self) -> None:
+        self._rest.generators = [(each, state) for each, state in self._rest.generators if each.get() != state]
 
     def _has_same_contents(self) -> bool:
         """Whether all containers have the same names and values, in the same order."""
@@ -329,8 +340,8 @@ class _Rest:
             self._holders = [each for each in holders if not is_streamed(each)]
             self._aliases = [*map(_data_of, self._holders)]
         self._arrays = [(array, array.copy()) for array in walk.arrays]
-        self._generators = [(generator, generator.get()) for generator in walk.generators]
-        self._is_empty = not (self._flags or self._holders or self._arrays or self._generators)
+        self.generators = [(generator, generator.get()) for generator in walk.generators]
+        self._is_empty = not (self._flags or self._holders or self._arrays or self.generators)
 
     def changes(self) -> list[str]:
         found: list[str] = []
@@ -344,7 +355,7 @@ class _Rest:
             # The ``.data`` of one got other memory, or another shape, strides or type.
             if not all(map(_is_set_to, self._holders, self._aliases)):
                 found.append("the memory of a parameter or buffer")
-        if any(generator.get() != state for generator, state in self._generators):
+        if any(generator.get() != state for generator, state in self.generators):
             found.append("the state of a Python or NumPy random generator")
         return found
 
@@ -359,7 +370,7 @@ class _Rest:
                 # FSDP frees the memory of a parameter: there is none to put back.
                 if not _is_set_to(each, alias) and alias.untyped_storage().nbytes():
                     each.data = alias
-        for generator, state in self._generators:
+        for generator, state in self.generators:
             if generator.get() != state:
                 generator.put(state)
 

@@ -206,6 +206,9 @@ class Walk:
             # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
             for each in (parameters, buffers, children) if parameters is not None else ():
                 self._meet(each.items(), 0)
+        if "forward" in attributes:
+            # A user has put another one in the place of the class's.
+            self._meet((("forward", attributes["forward"]),), 1)
         values = getter(attributes)
         if not _SIMPLE.issuperset(map(type, values)):
             self._meet(zip(names, values, strict=True), 1)
@@ -234,9 +237,14 @@ class Walk:
                     self.buffers.append(buffer)
 
     def _read_class(self, kind: type) -> None:
-        """Read ``forward`` of a class and its bases, and containers that all objects share."""
+        """Read containers that all objects of a class share, and the state of its ``forward`` and what that calls."""
         if id(kind) in self._seen:
             return
+        for function in _functions_of(kind):
+            if id(function) not in self._seen:
+                self._seen.add(id(function))
+                self._read_cells(function, 1)
+                self._add_globals(function, opens=True)
         for base in kind.__mro__:
             if id(base) in self._seen:
                 continue
@@ -246,9 +254,6 @@ class Walk:
                 self.classes.append(base)
                 if not _CODE.issuperset(map(type, content.values())):
                     self._meet([pair for pair in content.items() if pair[0][:2] != "__"], 1, is_shared=True)
-                forward = content.get("forward")
-                if type(forward) is types.FunctionType:
-                    self._add_globals(forward, opens=True)
 
     # Objects and functions.
 
@@ -262,14 +267,17 @@ class Walk:
             self._meet(zip(names, values_of_slots(value, names), strict=True), depth)
 
     def _read_function(self, function: types.FunctionType, depth: int, *, opens: bool) -> None:
-        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            self.cells.append((name, cell))
-            self._meet(((name, value_of_cell(cell)),), depth)
+        self._read_cells(function, depth)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         self._meet(zip(repeat("a default of an argument"), defaults), depth)
         self._add_globals(function, opens=opens)
         self.owners.append(function)
         self._meet(vars(function).items(), depth)
+
+    def _read_cells(self, function: types.FunctionType, depth: int) -> None:
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self.cells.append((name, cell))
+            self._meet(((name, value_of_cell(cell)),), depth)
 
     def _add_globals(self, function: types.FunctionType, *, opens: bool) -> None:
         """Read globals that a function's code names: its state and, if it ``opens``, functions with their own state."""
@@ -367,6 +375,30 @@ def _name_of(kind: type, root: str, *, has_slots: bool) -> str:
 
 def _root_of(value: Any) -> str:
     return str(getattr(value, "__module__", None) or "").partition(".")[0]
+
+
+def _functions_of(kind: type) -> list[types.FunctionType]:
+    """``forward`` of a class, and its methods and properties that are named there, or in another one of these."""
+    found: dict[int, types.FunctionType] = {}
+    names, done = ["forward"], {"forward"}
+    # The list grows during the loop.
+    for name in names:
+        for base in kind.__mro__:
+            value = vars(base).get(name) if _facts_of(base)[2] else None
+            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
+            if type(function) is types.FunctionType:
+                found[id(function)] = function
+                new = _names_in(function.__code__) - done
+                done |= new
+                names += new
+    return [*found.values()]
+
+
+@functools.lru_cache(maxsize=1024)
+def _names_in(code: types.CodeType) -> frozenset[str]:
+    """Attributes and globals that a function's code names, also in inner functions."""
+    inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
+    return frozenset(code.co_names).union(*inner)
 
 
 @functools.lru_cache(maxsize=1024)

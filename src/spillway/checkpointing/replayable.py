@@ -250,6 +250,7 @@ class ReplayableCall:
         self._reached.forward_ended()
         if self._is_observed:
             self._learn(output, tensors)
+        self._state.forward_ended()
         if names := self._learned.state:
             self._scope.ledger.note(
                 f"{self._label}: its forward changes Python state ({', '.join(names[:4])}"
