@@ -725,3 +725,23 @@ def test_a_setting_of_kernels_is_set_to_what_was_read(place: int) -> None:
         # A library that this build of torch lacks stays off.
         assert changed is not before or not before
         assert get() is before
+
+
+def test_the_hooks_of_a_leaf_are_those_of_torch() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    assert _torch.hooks_of_leaf(leaf) == ({}, {})
+    leaf.register_hook(lambda gradient: gradient * 2)
+    leaf.register_post_accumulate_grad_hook(lambda each: None)
+    before, after = _torch.hooks_of_leaf(leaf)
+    assert len(before) == len(after) == 1
+    before.popitem()
+    leaf.sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, torch.ones(2))
+
+
+def test_zero_tensors_and_dual_numbers_are_known() -> None:
+    assert _torch.is_zero_tensor(torch._efficientzerotensor((2,)))
+    assert not _torch.is_zero_tensor(torch.zeros(2))
+    _torch.refuse_dual_numbers()
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(UnsupportedError):
+        _torch.refuse_dual_numbers()

@@ -113,6 +113,12 @@ def refuse_dual_numbers() -> None:
         )
 
 
+def hooks_of_leaf(leaf: torch.Tensor) -> tuple[dict[int, object], dict[int, object]]:
+    """The hooks of a leaf's gradient, and those after it was accumulated. A leaf without any has other, empty ones."""
+    found: Any = leaf
+    return found._backward_hooks or {}, found._post_accumulate_grad_hooks or {}
+
+
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor
 """Whether a tensor is one of autograd's, which are zero and have no memory."""
 

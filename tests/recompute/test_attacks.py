@@ -1743,3 +1743,29 @@ def test_other_threads_draw_numbers_once(regions: Regions) -> None:
         y.sum().backward()
         drawn.append((random.random(), np.random.rand()))
         assert drawn == wanted
+
+
+@one_place
+@pytest.mark.parametrize("which", ["argument", "parameter", "after accumulation"])
+@ways
+def test_hooks_that_the_function_registers_on_leaves_act_once(regions: Regions, how: Options, which: str) -> None:
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        linear, x, seen = nn.Linear(8, 8), torch.randn(4, 8, requires_grad=True), HiddenList()
+
+        def function(x: torch.Tensor) -> torch.Tensor:
+            leaf = x if which == "argument" else linear.weight
+            if which == "after accumulation":
+                leaf.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.sum()))
+            else:
+                leaf.register_hook(lambda gradient: gradient * 0.5)
+            return linear(x).sin().exp()
+
+        for _ in range(3):
+            with call.context():
+                loss = call(function, x, **how).sum()
+            loss.backward()
+            yield from gradients(x, linear)
+            yield from seen
+            yield torch.tensor(len(seen))
+
+    regions(step)

@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway._torch import next_node, storage_key, tree_leaves, untraced, version_of
+from spillway._torch import hooks_of_leaf, next_node, storage_key, tree_leaves, untraced, version_of
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.learned import LearnedCalls
@@ -393,7 +393,10 @@ class CheckpointedCall(ReplayableCall):
                 else replay_argument(tensor, grad, written)
                 for tensor, (*_, grad, written) in inputs
             ]
-        collector.know([*tensors, *self._reached.tensors()])
+        known = [*tensors, *self._reached.tensors()]
+        collector.know(known)
+        leaves = [tensor for tensor in known if tensor.requires_grad and tensor.is_leaf]
+        hooks = [[len(each) for each in hooks_of_leaf(leaf)] for leaf in leaves]
         if isinstance(mode, Recorder):
             mode.begin(tensors)
         output = None
@@ -420,6 +423,11 @@ class CheckpointedCall(ReplayableCall):
                     raise
             finally:
                 collector.end()
+                # Forward has registered its hooks already, on the same leaves.
+                for leaf, counts in zip(leaves, hooks, strict=True):
+                    for each, count in zip(hooks_of_leaf(leaf), counts, strict=True):
+                        while len(each) > count:
+                            each.popitem()
         if isinstance(mode, Recorder):
             mode.gave(output)
         del output
