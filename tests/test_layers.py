@@ -200,7 +200,6 @@ def test_offload_is_imported_without_modules_that_few_programs_need() -> None:
         "cpu",
         "captured",
         "disk_tier",
-        "spill_directory",
         "spill_file",
         "locator",
         "kept",

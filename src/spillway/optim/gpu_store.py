@@ -64,9 +64,9 @@ from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
 from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import aligned
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Event, Stream, TaskEnd, on_error
 from spillway.runtime.bytes import Bytes, Cells, over
-from spillway.runtime.pinned import Pinned
 from spillway.units import format_bytes
 
 _LINE = 512

@@ -23,9 +23,9 @@ from spillway.errors import UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import flat, local_of, scratch_of, with_strides_of
 from spillway.optim.transfers import SentTensor, Transfers, Upload
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Event, HostQueue, TaskEnd, finish
 from spillway.runtime.bytes import Cells, over
-from spillway.runtime.pinned import Pinned
 
 if TYPE_CHECKING:
     from spillway.optim.host_parameter import HostParameter

@@ -6,7 +6,7 @@ The unit of the store is a *chunk*: a piece of a large parameter or several smal
 states side by side. A *tier* is the place of the chunks between steps:
 
 * :class:`~spillway.optim.cpu_store.MemoryTier`: CPU memory.
-* :class:`~spillway.optim.disk_tier.DiskTier`: the session's spill file.
+* :class:`~spillway.optim.cpu_store.DiskTier`: the session's spill file.
 * :class:`~spillway.optim.gpu_store.PinnedTier`: pinned memory.
 
 The store steps the chunks on the CPU (:class:`~spillway.optim.cpu_store.CpuStore`), or on the GPU

@@ -19,17 +19,17 @@ from torch.nn import Parameter
 
 from spillway._torch import at_end_of_backward, in_backward, version_of
 from spillway.errors import UsageError
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Backend, Event
 from spillway.runtime.bytes import Bytes, over
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters, State
-from spillway.runtime.pinned import Pinned
 from spillway.runtime.tiers import Tier
 from spillway.saved_tensors.identity import SavedStorage, unset_streamed
 
 
 class HomeTier(Tier):
-    """The homes of parameters. A slot is a :class:`~spillway.runtime.pinned.Pinned`, which the mover never frees."""
+    """The homes of parameters. A slot is a :class:`~spillway.runtime.arena.Pinned`, which the mover never frees."""
 
     last: Event | None = None
     """The end of the copies that were queued last."""

@@ -52,7 +52,7 @@ from spillway.runtime.backend import (
     TaskEvent,
 )
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.system import near_cpus
+from spillway.runtime.system import near_cpus, pci_address
 
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
@@ -307,14 +307,6 @@ class _CudaArray:
             "data": (memory.address, False),
             "version": 2,
         }
-
-
-def pci_address(device: torch.device) -> str | None:
-    """A device's PCI address, as ``"0000:3b:00.0"``; ``None`` where torch does not know it."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    if not hasattr(properties, "pci_bus_id"):
-        return None
-    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def _stall_seconds(arrived: Any, events: list[torch.Event]) -> float | None:

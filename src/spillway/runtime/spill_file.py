@@ -59,7 +59,7 @@ from spillway.errors import (
 )
 from spillway.runtime.arena import FreeRanges
 from spillway.runtime.backend import on_error, quiet
-from spillway.runtime.spill_directory import choose_directory, mounts
+from spillway.runtime.system import choose_directory, mounts
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
