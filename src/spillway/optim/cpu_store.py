@@ -81,12 +81,11 @@ class MemoryTier(CpuTier):
         self.make_master(part.held)
         # Its last copy to the GPU.
         self._pinned[part.held].synchronize(part.start)
-        part.held.context.transfers.backend.host_access(self.master_bytes(part), write=True)
+        part.held.context.transfers.backend.host_access(self.master_cells(part).memory, write=True)
         return part.of(self._wholes[part.held][MASTER])
 
-    def master_bytes(self, part: ChunkPart) -> Bytes:
-        size = part.held.work_dtype.itemsize
-        return self._pinned[part.held].range(part.start * size, part.numel * size)
+    def master_cells(self, part: ChunkPart) -> Cells:
+        return part.cells(self._pinned[part.held].block, part.held.work_dtype)
 
     def uploaded(self, part: ChunkPart, end: Event) -> None:
         """A part's master weight is being copied to the GPU, until this event."""
@@ -387,7 +386,7 @@ class CpuStore(StateStore):
         if sent is not None and part.held.has_master and memory is not None:
             transfers.give_back(transfer.values.pop(index))
         elif sent is not None:
-            transfers.backend.host_access(sent.memory, write=True)
+            transfers.backend.host_access(sent.cells.memory, write=True)
         return parameter
 
     def _upload(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> Event:
@@ -407,11 +406,11 @@ class CpuStore(StateStore):
                 # The GPU casts the master weight.
                 assert memory is not None
                 pinned.append(part)
-                source = Cells(memory.master_bytes(part), part.held.work_dtype)
+                source = memory.master_cells(part)
             else:
-                source = Cells(sent.memory, local.dtype)
+                source = sent.cells
                 if part.held.has_master:
-                    values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
+                    values = context.transfers.host_view(source, write=True)
                     values.as_strided(*part.form).copy_(parameter)
             uploads.append(Upload(local, part.start, source))
         end = context.transfers.receive(uploads, transfer.ready) if uploads else transfer.ready
@@ -441,7 +440,7 @@ def _home(part: ChunkPart) -> torch.Tensor:
     """The pinned memory of a streamed parameter, where the CPU reads and writes it."""
     cells = part.home()
     part.held.context.transfers.backend.host_access(cells.memory, write=True)
-    return cells.tensor().as_strided(*part.form)
+    return cells.tensor(part.form)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -88,7 +88,7 @@ class _Range(NamedTuple):
     offset: int
 
     def bytes(self) -> Bytes:
-        return self.pinned.range(self.offset, self.nbytes)
+        return self.pinned.block.part(self.offset, self.nbytes)
 
 
 class PinnedTier(ChunkTier):
@@ -123,13 +123,14 @@ class PinnedTier(ChunkTier):
         backend.wait(incoming, backend.record(backend.compute()))
         ranges: tuple[_Range, ...] = chunk.place if chunk.is_stored else ()
         for one in ranges:
-            self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
-        start = memory.start + aligned(transfer.stored_bytes, _LINE)
+            self._copy_in(context, memory.part(one.start, one.nbytes), one.bytes())
+        start = aligned(transfer.stored_bytes, _LINE)
         for into, index, (source, dtype), after in beside:
             if after is not None:
                 backend.wait(incoming, after)
-            self._copy_in(context, Bytes(memory.storage, start, source.nbytes), source)
-            into[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
+            target = memory.part(start, source.nbytes)
+            self._copy_in(context, target, source)
+            into[index] = Cells(target, dtype).tensor(chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
         for one in ranges:
@@ -180,7 +181,7 @@ class PinnedTier(ChunkTier):
         for one in place:
             for event in one.pinned.before_write():
                 backend.wait(self.streams_of(transfer.chunk.context).outgoing, event)
-        sources = [Bytes(memory.storage, memory.start + one.start, one.nbytes) for one in place]
+        sources = [memory.part(one.start, one.nbytes) for one in place]
         end = self._copy_out(transfer, [(one.bytes(), source) for one, source in zip(place, sources, strict=True)])
         for one in place:
             one.pinned.after("out", end)
@@ -206,8 +207,7 @@ class PinnedTier(ChunkTier):
             return value.cpu() if isinstance(value, torch.Tensor) and value.ndim > 0 else value
 
         for one in chunk.place if views else ():
-            whole = one.pinned.range(0, one.pinned.nbytes)
-            chunk.context.transfers.backend.host_access(whole, write=False)
+            chunk.context.transfers.backend.host_access(one.pinned.bytes, write=False)
         return [
             {name: on_host(index, name, value) for name, value in state.items()}
             for index, state in enumerate(chunk.states)
@@ -417,13 +417,9 @@ def _beside(transfer: ChunkTransfer) -> Iterator[_Beside]:
             continue
         if total is not None:
             assert total.pinned is not None
-            size = total.dtype.itemsize
-            source = Cells(total.pinned.range(part.start * size, part.numel * size), total.dtype)
-            yield transfer.gradients, index, source, None
+            yield transfer.gradients, index, part.cells(total.pinned.block, total.dtype), None
         elif raw is not None:
-            size, memory = raw.dtype.itemsize, raw.memory
-            source = Cells(Bytes(memory.storage, memory.start + part.start * size, part.numel * size), raw.dtype)
-            yield transfer.gradients, index, source, raw.batch.arrived
+            yield transfer.gradients, index, part.cells(*raw.cells), raw.batch.arrived
     for index, part in parts.items():
         if part.held.streamed is not None:
             # The user's writes come before. So do the copies of the step before, which compute has waited for.

@@ -79,11 +79,10 @@ class SentTensor(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     @property
-    def memory(self) -> Bytes:
+    def cells(self) -> Cells:
         """Its place in pinned memory, once the copy is queued."""
-        block = self.batch.block
-        assert block is not None
-        return Bytes(block.storage, block.start + self.start, self.nbytes)
+        assert self.batch.block is not None
+        return Cells(self.batch.block.part(self.start, self.nbytes), self.dtype)
 
 
 class Upload(NamedTuple):
@@ -166,7 +165,7 @@ class Transfers:
         arrived = sent.batch.arrived
         assert arrived is not None
         arrived.synchronize()
-        return self.host_view(sent.memory, sent.dtype, sent.numel, write=False)
+        return self.host_view(sent.cells, write=False)
 
     def receive(self, uploads: Sequence[Upload], after: Event) -> Event:
         """Queue copies to the GPU, after an event; gives their end. The targets may be dropped meanwhile."""
@@ -178,9 +177,8 @@ class Transfers:
                 memory = source.memory
                 if memory.nbytes == 0:
                     continue
-                whole, size = memory_of(tensor), tensor.itemsize
-                nbytes = memory.nbytes // source.dtype.itemsize * size
-                target = Bytes(whole.storage, whole.start + start * size, nbytes)
+                size = tensor.itemsize
+                target = memory_of(tensor).part(start * size, memory.nbytes // source.dtype.itemsize * size)
                 if source.dtype == tensor.dtype:
                     self.backend.copy(self._back, target, memory)
                 else:
@@ -235,10 +233,10 @@ class Transfers:
                 self._open = None
             self._free_unneeded(batch)
 
-    def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
+    def host_view(self, cells: Cells, *, write: bool) -> torch.Tensor:
         """Pinned memory as a flat tensor, for the CPU's threads."""
-        self.backend.host_access(memory, write=write)
-        return Cells(memory.first(numel * dtype.itemsize), dtype).tensor()
+        self.backend.host_access(cells.memory, write=write)
+        return cells.tensor()
 
     def _free_unneeded(self, batch: TransferBatch) -> None:
         if batch.parts == 0 and batch.block is not None and batch.arrived is not None:
@@ -266,7 +264,7 @@ class Transfers:
             self.backend.wait(stream, event)
         for start, source in batch.sources:
             if source.nbytes:
-                self.backend.copy(stream, Bytes(block.storage, block.start + start, source.nbytes), source)
+                self.backend.copy(stream, block.part(start, source.nbytes), source)
         batch.block, batch.arrived = block, self.backend.record(stream)
         batch.number = next(_batch_numbers)
         self.sent_bytes += batch.source_bytes

@@ -119,7 +119,7 @@ def _read(place: _Place, stored: Mapping[str, Any], runtime: DeviceRuntime) -> t
     old = place.tensor
     pinned = Pinned(runtime.arena, old.nbytes)
     pinned.synchronize()
-    runtime.backend.host_access(pinned.range(0, pinned.nbytes), write=True)
+    runtime.backend.host_access(pinned.bytes, write=True)
     storage = pinned.alias().untyped_storage()
     content = over(storage, old.dtype, 0, old.shape, old.stride())
     content.copy_(stored[place.source].get_tensor(place.source))

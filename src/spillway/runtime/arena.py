@@ -275,19 +275,20 @@ class Pinned:
         self._copies.clear()
         self._before.clear()
 
-    def range(self, start: int, nbytes: int) -> Bytes:
-        return Bytes(self.block.storage, self.block.start + start, nbytes)
+    @property
+    def bytes(self) -> Bytes:
+        return self.block.part(0, self.nbytes)
 
     def mapped(self, backend: Backend) -> torch.Tensor:
         """The bytes as a tensor of the device, which holds this object.
 
         The device reads and writes CPU memory over the link then. So does every stream of the device, in order.
         """
-        return backend.mapped(self.range(0, self.nbytes), _Mapped(self, backend))
+        return backend.mapped(self.bytes, _Mapped(self, backend))
 
     def alias(self) -> torch.Tensor:
         """The bytes as a storage of their own, which holds this object."""
-        return self.range(0, max(self.nbytes, 1)).owned_by(self)
+        return self.block.part(0, max(self.nbytes, 1)).owned_by(self)
 
 
 class _Mapped:

@@ -90,7 +90,7 @@ class DiskTier(Tier):
         block = piece.block = piece.block or self._stage(piece.extent.nbytes, over_cap=True)
         for event in block.after:
             self._backend.wait(self._out, event)
-        self._backend.copy(self._out, block.first(piece.extent.nbytes), source)
+        self._backend.copy(self._out, block.part(0, piece.extent.nbytes), source)
         copied = self._backend.record(self._out)
 
         def write() -> None:
@@ -128,7 +128,7 @@ class DiskTier(Tier):
                     event.synchronize()
                 self._backend.host_access(block, write=True)
                 self._file.read(piece.extent, block.buffer())
-                self._backend.copy(self._back, destination, block.first(piece.extent.nbytes))
+                self._backend.copy(self._back, destination, block.part(0, piece.extent.nbytes))
                 copied = (self._backend.record(self._back),)
                 return copied[0]
             finally:
@@ -220,7 +220,7 @@ class DiskTier(Tier):
 def cut(whole: Bytes) -> list[Bytes]:
     """Pieces of equal length, but for the last."""
     starts = range(0, whole.nbytes, PIECE_BYTES)
-    return [Bytes(whole.storage, whole.start + start, min(PIECE_BYTES, whole.nbytes - start)) for start in starts]
+    return [whole.part(start, min(PIECE_BYTES, whole.nbytes - start)) for start in starts]
 
 
 class DirectDiskTier(DiskTier):
@@ -243,7 +243,7 @@ class DirectDiskTier(DiskTier):
 
     def _write(self, piece: _Piece, source: Bytes, ready: Event) -> Event:
         # No byte of it yet. But a checking backend must see the source as it is now, not when the task runs.
-        self._backend.host_access(source.first(0), write=False)
+        self._backend.host_access(source.part(0, 0), write=False)
 
         def write() -> None:
             ready.synchronize()
@@ -259,7 +259,7 @@ class DirectDiskTier(DiskTier):
     def destination(self, slot: list[_Piece], nbytes: int) -> Bytes:
         phase = slot[0].extent.phase
         block = self._memory.allocate(phase + nbytes)
-        memory = self._backend.alias(Bytes(block.storage, block.start + phase, nbytes))
+        memory = self._backend.alias(block.part(phase, nbytes))
         weakref.finalize(memory.untyped_storage(), self._memory.free, block).atexit = False
         return Bytes.of(memory)
 

@@ -68,7 +68,7 @@ class HostTier(Tier):
             for block, source in zip(slots, sources, strict=True):
                 for event in block.after:
                     backend.wait(out, event)
-                backend.copy(out, block.first(source.nbytes), source)
+                backend.copy(out, block.part(0, source.nbytes), source)
         finally:
             # Also after a failure: the other copies are under way.
             copied = self._recorded(out, slots)
@@ -84,7 +84,7 @@ class HostTier(Tier):
                 if event is not last:
                     backend.wait(back, event)
                     last = event
-            backend.copy(back, destination, block.first(destination.nbytes))
+            backend.copy(back, destination, block.part(0, destination.nbytes))
         return self._recorded(back, slots)
 
     def free(self, slot: Block) -> None:
