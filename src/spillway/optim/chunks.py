@@ -286,8 +286,9 @@ class ChunkTier(ABC):
     def store(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:  # noqa: B027
         """Queue the copy of a chunk to its place."""
 
-    def finish(self, transfer: ChunkTransfer) -> None:  # noqa: B027
+    def finish(self, transfer: ChunkTransfer) -> None:
         """Wait until the chunk is stored, and free the transfer's memory. After a ``TierError`` its states are kept."""
+        self.drop(transfer)
 
 
 class TransferPipeline:

@@ -195,9 +195,6 @@ class PinnedTier(ChunkTier):
             parts[index].home_until(end)
         return end
 
-    def finish(self, transfer: ChunkTransfer) -> None:
-        self.drop(transfer)
-
     def host_states(self, chunk: StateChunk) -> list[State]:
         views = {} if not chunk.is_stored else dict(_views(chunk.layout, chunk.place))
 

@@ -21,7 +21,6 @@ error, and the next step uses the chunk from there.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -39,7 +38,7 @@ from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings,
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, flat, follow
-from spillway.runtime.backend import Event, Stalls, TaskEnd, finish, on_error
+from spillway.runtime.backend import Event, Several, Stalls, TaskEnd, finish, on_error
 from spillway.runtime.bytes import over
 from spillway.types import OptimizerStats
 
@@ -54,11 +53,6 @@ _TOGETHER = 1 << 20
 
 SettingsOf = Callable[[HostParameter], Settings]
 """Gives the settings of a parameter's group, for the place of its step."""
-
-
-def in_order(steps: Sequence[Snapshot]) -> Sequence[Snapshot]:
-    """Steps in the order in which their gradients arrive, unless a factor needs all of them."""
-    return steps if any(step.factors for step in steps) else sorted(steps, key=lambda step: step.number)
 
 
 @dataclass(eq=False)
@@ -91,9 +85,7 @@ class StepCost:
     def finish(self) -> None:
         """Wait until all state is back in its place. Raises what went wrong with that."""
         closing, self.closing = self.closing, []
-        with contextlib.ExitStack() as stack:
-            for event in closing:
-                stack.callback(event.synchronize)
+        Several(closing).synchronize()
 
     def end(self, contexts: Iterable[DeviceContext]) -> None:
         """The compute streams wait for all that was queued: the step ends."""

@@ -130,7 +130,7 @@ class Transfers:
         with label("gradient offload"), self._lock:
             stream = self.backend.compute()
             if self._open is not None and self._open.stream != stream:
-                self._dispatch_open()
+                self.flush()
             if tensor.numel() * tensor.itemsize >= _TOGETHER:
                 batch = TransferBatch(stream)
                 sent = batch.add(tensor)
@@ -141,14 +141,19 @@ class Transfers:
             self.backend.compute_access(memory_of(tensor))
             sent = self._open.add(tensor)
             if self._open.nbytes >= _TOGETHER:
-                self._dispatch_open()
+                self.flush()
             return sent
 
     def flush(self) -> None:
         """Queue the copy of small tensors that wait for others."""
-        if self._open is not None:
-            with self._lock:
-                self._dispatch_open()
+        # Without the lock, which a thread that pins memory may hold for long.
+        if self._open is None:
+            return
+        with self._lock:
+            if self._open is not None:
+                # It stays open if there is no memory: a later call may find some.
+                self._dispatch(self._open)
+                self._open = None
 
     def fetch(self, tensors: Sequence[torch.Tensor], after: Event) -> list[SentTensor]:
         """Copy tensors that stay on the GPU, after an event; for the CPU worker thread."""
@@ -220,7 +225,7 @@ class Transfers:
     def settle(self) -> None:
         """Free all gradients that are being copied: the compute stream waits for the copies."""
         with self._lock:
-            self._dispatch_open()
+            self.flush()
             while self._leaving:
                 self._free_oldest()
 
@@ -241,12 +246,6 @@ class Transfers:
     def _free_unneeded(self, batch: TransferBatch) -> None:
         if batch.parts == 0 and batch.block is not None and batch.arrived is not None:
             self.arena.free(batch.block, (batch.arrived, *batch.copies))
-
-    def _dispatch_open(self) -> None:
-        if self._open is not None:
-            # It stays open if there is no memory: a later call may find some.
-            self._dispatch(self._open)
-            self._open = None
 
     def _dispatch(self, batch: TransferBatch) -> None:
         nbytes = batch.source_bytes

@@ -223,7 +223,7 @@ class AcceleratorBackend(Backend):
         return self._tasks.run(task)
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
-        return HostTasks(threads, self._use_device, *([begin] if begin else []), name=name)
+        return HostTasks(threads, self._use_device, begin, name=name)
 
     def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:
         # The allocator ignores the stream on which it allocated the storage. So this only matters for a storage from a

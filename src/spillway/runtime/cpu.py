@@ -47,19 +47,16 @@ class _Compute:
 _DONE = _Compute()
 
 
-class _CpuStream:
+class _CpuStream(HostTasks):
     """A thread that runs queued copies in order."""
 
     def __init__(self, name: str) -> None:
-        self._tasks = HostTasks(1, name=name)
+        super().__init__(1, name=name)
         self.end: Event = _DONE
         """Reached when everything queued by now is done."""
 
     def submit(self, work: Callable[[], None]) -> None:
-        self.end = self._tasks.run(work)
-
-    def close(self) -> None:
-        self._tasks.close()
+        self.end = self.run(work)
 
 
 class CpuBackend(Backend):
@@ -112,7 +109,7 @@ class CpuBackend(Backend):
         return self._tasks.run(task)
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
-        return HostTasks(threads, *([begin] if begin else []), name=name)
+        return HostTasks(threads, begin, name=name)
 
     def host_slab(self, nbytes: int) -> torch.Tensor:
         return anonymous_pages(nbytes)

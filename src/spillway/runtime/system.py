@@ -40,14 +40,14 @@ HOST_SHARE = 0.7
 """The default budget, as a share of the CPU memory that the process may use: the program needs some itself."""
 
 
-def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+def local_ranks() -> int:
     """How many processes of this job run on the machine, according to the launcher; 1 without one.
 
     Raises:
         UsageError: the launcher's variable is no number of processes.
     """
     for name in _LOCAL_RANKS:
-        said = environment.get(name)
+        said = os.environ.get(name)
         if said is not None:
             if not said.isascii() or not said.isdigit() or int(said) == 0:
                 raise UsageError(
