@@ -62,7 +62,6 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import ClassTraits, State
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
-from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import aligned
 from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Event, Stream, TaskEnd, on_error
@@ -189,7 +188,7 @@ class PinnedTier(ChunkTier):
     def store_homes(self, transfer: ChunkTransfer) -> Event:
         """Queue the copies of streamed parameters that were stepped to their homes; gives their end."""
         parts = transfer.chunk.parts
-        copies = [(parts[index].home().memory, memory_of(values)) for index, values in transfer.homes.items()]
+        copies = [(parts[index].home().memory, Bytes.of(values)) for index, values in transfer.homes.items()]
         end = self._copy_out(transfer, copies)
         for index in transfer.homes:
             parts[index].home_until(end)
@@ -342,10 +341,10 @@ class GpuStore(StateStore):
                     part, values = transfer.chunk.parts[index], _values(transfer, index)
                     if part.held.has_master:
                         values.copy_(parameter)
-                    backend.compute_access(memory_of(values))
+                    backend.compute_access(Bytes.of(values))
                     if part.held.streamed is None:
                         # The model may be gone before the step stream has written it.
-                        backend.hand_back(memory_of(values), (stepping,))
+                        backend.hand_back(Bytes.of(values), (stepping,))
                 # Copies to homes come after the step.
                 end = self.tier.store_homes(transfer) if transfer.homes else backend.record(backend.compute())
                 self.send_back(transfer, pipeline)
@@ -358,7 +357,7 @@ class GpuStore(StateStore):
             if step.on_device is not None and step.raw is not None:
                 assert step.raw.batch.arrived is not None
                 backend.wait(backend.compute(), step.raw.batch.arrived)
-                backend.compute_access(memory_of(step.on_device))
+                backend.compute_access(Bytes.of(step.on_device))
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from spillway.optim.tensors import memory_of
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event, Stalls, Stream, label
 from spillway.runtime.bytes import Bytes, Cells
@@ -57,7 +56,7 @@ class TransferBatch:
         return sum(source.nbytes for _, source in self.sources)
 
     def add(self, tensor: torch.Tensor) -> SentTensor:
-        source = memory_of(tensor)
+        source = Bytes.of(tensor)
         start = aligned(self.nbytes)
         self.sources.append((start, source))
         self.nbytes = start + source.nbytes
@@ -138,7 +137,7 @@ class Transfers:
                 return sent
             if self._open is None:
                 self._open = TransferBatch(stream)
-            self.backend.compute_access(memory_of(tensor))
+            self.backend.compute_access(Bytes.of(tensor))
             sent = self._open.add(tensor)
             if self._open.nbytes >= _TOGETHER:
                 self.flush()
@@ -183,7 +182,7 @@ class Transfers:
                 if memory.nbytes == 0:
                     continue
                 size = tensor.itemsize
-                target = memory_of(tensor).part(start * size, memory.nbytes // source.dtype.itemsize * size)
+                target = Bytes.of(tensor).part(start * size, memory.nbytes // source.dtype.itemsize * size)
                 if source.dtype == tensor.dtype:
                     self.backend.copy(self._back, target, memory)
                 else:
@@ -191,7 +190,7 @@ class Transfers:
                 self.received_bytes += memory.nbytes
             end = self.backend.record(self._back)
         for upload in uploads:
-            self.backend.hand_back(memory_of(upload.target), (self._back,))
+            self.backend.hand_back(Bytes.of(upload.target), (self._back,))
         return end
 
     def pinned(self, nbytes: int) -> Block:
@@ -204,7 +203,7 @@ class Transfers:
     def ready(self, tensors: Iterable[torch.Tensor] = ()) -> Event:
         """The end of all that the caller's compute stream was given by now, which may write these tensors."""
         for tensor in tensors:
-            self.backend.compute_access(memory_of(tensor))
+            self.backend.compute_access(Bytes.of(tensor))
         return self.backend.record(self.backend.compute())
 
     def wait(self, event: Event) -> None:

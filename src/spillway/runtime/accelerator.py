@@ -27,7 +27,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +51,7 @@ from spillway.runtime.backend import (
     TaskEvent,
 )
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.system import near_cpus, pci_address
+from spillway.runtime.system import many_processes, near_cpus, pci_address
 
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
@@ -187,7 +186,7 @@ class AcceleratorBackend(Backend):
         if handle is None or not is_whole:
             # Torch reports the error.
             return False
-        if source.nbytes > _PART and source.storage.device.type == "cpu" and _trains_with_others():
+        if source.nbytes > _PART and source.storage.device.type == "cpu" and many_processes():
             return self._in_parts(driver, stream, destination, source)
         return driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
 
@@ -315,12 +314,6 @@ def _stall_seconds(arrived: Any, events: list[torch.Event]) -> float | None:
         return None
     # Negative where the copy was done first.
     return max(0.0, *(float(arrived.elapsed_time(event)) for event in events)) / 1e3
-
-
-def _trains_with_others() -> bool:
-    """Whether this process is one of several that train together."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _as_cuda(stream: Stream) -> torch.cuda.Stream:

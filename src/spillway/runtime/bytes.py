@@ -28,7 +28,7 @@ class Bytes:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Bytes:
-        """All bytes of a contiguous tensor."""
+        """All bytes of a dense tensor, whatever its strides."""
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     @property
