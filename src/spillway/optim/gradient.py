@@ -114,9 +114,8 @@ class DeviceContext:
             )
 
     def close(self, *, lost: bool) -> None:
-        self.lane.close()
-        self.workers.close()
-        self.stepper.close()
+        for queue in (self.lane, self.workers, self.stepper):
+            queue.close()
         if not lost:
             self.transfers.settle()
         self._factor = None
