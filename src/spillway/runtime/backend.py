@@ -217,6 +217,10 @@ class Backend(ABC):
         """Whether the calling thread's compute stream may wait for any event: not inside a capture."""
         return not self.is_capturing()
 
+    def capture(self) -> int | None:
+        """The number of the capture under way; ``None`` for none."""
+        return self.capture_of(self.compute()) if self.is_capturing() else None
+
     def capture_of(self, stream: Stream) -> int | None:
         """The number of the capture that the stream is part of; ``None`` for none."""
         return None

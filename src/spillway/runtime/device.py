@@ -162,10 +162,8 @@ class CapturingBackend(Backend):
             event.each(lambda one: self.wait(stream, one))
             return
         assert isinstance(event, CapturedEvent)
-        if event.inner is None or not self._inner.is_capturing():
-            return
-        now = self._inner.capture_of(self._inner.compute())
-        if event.capture != now:
+        now = self._inner.capture()
+        if event.inner is None or now is None or event.capture != now:
             return
         # A stream for copies joins the capture by waiting. Another compute stream must not.
         if stream in self._streams.values() or self._inner.capture_of(stream) == now:
