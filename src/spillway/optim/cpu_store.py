@@ -19,7 +19,7 @@ from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, S
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
-from spillway.optim.state_store import SettingsOf, StateStore, StepCost
+from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
 from spillway.optim.transfers import Upload
 from spillway.runtime.arena import Block, Pinned, anonymous_pages, pages
@@ -264,10 +264,8 @@ class CpuStore(StateStore):
         return self._traits.is_fused(self._settings(held), held.work_dtype)
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
-        # The next forward needs the first parameters first, and a factor all gradients. Else by their order of arrival.
-        if not overlapped and not any(step.factors for step in steps):
-            steps = sorted(steps, key=lambda step: step.number)
-        by_context = self.transfers_of(steps, cost)
+        # The next forward needs the first parameters first.
+        by_context = self.transfers_of(steps if overlapped else in_order(steps), cost)
         ends: dict[HostParameter, list[Event]] = {step.held: [] for step in steps}
         if steps and not self._traits.steps_alone:
             together = [transfer for transfers in by_context.values() for transfer in transfers]

@@ -55,6 +55,11 @@ SettingsOf = Callable[[HostParameter], Settings]
 """Gives the settings of a parameter's group, for the place of its step."""
 
 
+def in_order(steps: Sequence[Snapshot]) -> Sequence[Snapshot]:
+    """Steps in the order in which their gradients arrive, unless a factor needs all of them."""
+    return steps if any(step.factors for step in steps) else sorted(steps, key=lambda step: step.number)
+
+
 @dataclass(eq=False)
 class StepCost:
     """The cost of one step, counted from the end of the step before."""
