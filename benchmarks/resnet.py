@@ -43,7 +43,7 @@ from _table import describe_hardware, describe_versions
 from spillway.cli.bench import CHILD_ENVIRONMENT
 from spillway.cli.training import add_to_hash
 from spillway.profiler.meter import DeviceMemory
-from spillway.runtime.process_memory import set_malloc
+from spillway.runtime.cpu import set_malloc
 
 PLAIN = "plain"
 RATIOS = ("0", "0.25", "0.5", "0.75", "1")

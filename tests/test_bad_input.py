@@ -28,8 +28,8 @@ from spillway import (
 )
 from spillway.policies import Keep, MinBytes, Offload, Ratio
 from spillway.runtime.device import backend_for
-from spillway.runtime.spill_directory import Mount
 from spillway.runtime.spill_file import SpillFile, SystemCalls
+from spillway.runtime.system import Mount
 from spillway.testing import AdversaryBackend
 from steps import MiB, assert_no_hook, assert_nothing_left, failing, small_batch, small_model, step
 

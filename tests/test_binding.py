@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.runtime.binding import _bind
+from spillway.runtime.system import _bind
 
 DEVICE = torch.device("cuda", 0)
 ADDRESS = "0000:3b:00.0"

@@ -35,7 +35,7 @@ from spillway.integrations import AttachOptions
 from spillway.planner.planner import parse_budget
 from spillway.planner.profile import enlarged
 from spillway.profiler import meter
-from spillway.runtime.process_memory import resident_bytes
+from spillway.runtime.cpu import resident_bytes
 from spillway.units import format_bytes, read_budget
 from steps import Block, MiB, assert_nothing_left, failing
 from support import FailsInBackward

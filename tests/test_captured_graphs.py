@@ -12,8 +12,7 @@ import torch
 from torch import nn
 
 import spillway
-from spillway.runtime.captured import CapturedRuntime, CapturingBackend
-from spillway.runtime.device import DeviceRuntime
+from spillway.runtime.device import CapturedRuntime, CapturingBackend, DeviceRuntime
 from spillway.testing import AdversaryBackend
 
 

@@ -198,9 +198,6 @@ def test_offload_is_imported_without_modules_that_few_programs_need() -> None:
     assert not loaded & {
         "accelerator",
         "cpu",
-        "captured",
-        "disk_tier",
-        "spill_directory",
         "spill_file",
         "locator",
         "kept",

@@ -18,7 +18,7 @@ from running.scripts import Ended, Server
 from spillway import BudgetError, Session, UnsupportedError, UsageError, planning
 from spillway.planner.planner import aim_at
 from spillway.recomputing import Recompute
-from spillway.runtime.process_memory import resident_bytes
+from spillway.runtime.cpu import resident_bytes
 from steps import Block, MiB, assert_nothing_left, failing, small_model
 
 

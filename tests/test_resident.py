@@ -23,8 +23,8 @@ from torch import nn
 import spillway
 from budgets import NAMED, attached_to, hardware, one_step
 from spillway import Session
-from spillway.runtime import process_memory
-from spillway.runtime.process_memory import MAPPED_BYTES, ResidentPeak, malloc_setting, resident_bytes
+from spillway.runtime import cpu
+from spillway.runtime.cpu import MAPPED_BYTES, ResidentPeak, malloc_setting, resident_bytes
 from steps import MiB
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -32,7 +32,7 @@ LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="of glib
 
 TRAINING = """
     import json, sys, torch, spillway
-    from spillway.runtime.process_memory import set_malloc
+    from spillway.runtime.cpu import set_malloc
     from torch import nn
 
     def say(**what):
@@ -217,7 +217,7 @@ def test_one_peak_does_not_make_another_forget() -> None:
 
 
 def test_without_the_kernels_mark_a_thread_sees_what_lasts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "has_mark", lambda: False)
+    monkeypatch.setattr(cpu, "has_mark", lambda: False)
     peak = ResidentPeak()
     before = peak.restart().now
     gone = torch.ones(48 * MiB, dtype=torch.uint8)
@@ -232,8 +232,8 @@ def test_without_the_kernels_mark_a_thread_sees_what_lasts(monkeypatch: pytest.M
 
 HOLES = """
     import sys, torch
-    from spillway.runtime.process_memory import set_malloc
-    from spillway.runtime.process_memory import resident_bytes
+    from spillway.runtime.cpu import set_malloc
+    from spillway.runtime.cpu import resident_bytes
     torch.set_num_threads(1)
     print(set_malloc())
     before, pins = resident_bytes(), []
@@ -277,12 +277,12 @@ def test_a_users_own_setting_of_malloc_wins(monkeypatch: pytest.MonkeyPatch) -> 
     ):
         with monkeypatch.context() as patch:
             patch.setenv(variable, value)
-            assert process_memory._left_alone() == says
+            assert cpu._left_alone() == says
 
 
 def test_without_glibc_malloc_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory.sys, "platform", "darwin")
-    assert process_memory._left_alone() == "left alone: the C library is not glibc"
+    monkeypatch.setattr(cpu.sys, "platform", "darwin")
+    assert cpu._left_alone() == "left alone: the C library is not glibc"
 
 
 def test_stats_say_how_malloc_is_set(tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from spillway.planner.timeline import Timeline
     from spillway.planning import longest, plan, profile, simulate
     from spillway.recomputing import Recompute, recompute
-    from spillway.runtime.binding import Affinity, bind_to_device
+    from spillway.runtime.system import Affinity, bind_to_device
     from spillway.saved_tensors.groups import Groups
     from spillway.saved_tensors.locator import SavedTensorReport, list_saved_tensors
     from spillway.session import Session
@@ -149,7 +149,7 @@ _MODULES = {
     "planner.timeline": "Timeline",
     "planning": "longest plan profile simulate",
     "recomputing": "Recompute recompute",
-    "runtime.binding": "Affinity bind_to_device",
+    "runtime.system": "Affinity bind_to_device",
     "saved_tensors.groups": "Groups",
     "saved_tensors.locator": "SavedTensorReport list_saved_tensors",
     "session": "Session",

@@ -23,7 +23,7 @@ from spillway.cli.bench import Result, to_text
 from spillway.cli.training import GPT, add_to_hash, batches, load_text, parse
 from spillway.profiler.machine import known_hardware
 from spillway.profiler.meter import DeviceMemory
-from spillway.runtime.process_memory import has_mark
+from spillway.runtime.cpu import has_mark
 
 SOURCE = Path(__file__).parents[2] / "src"
 TINY = ["--device", "cpu", "--layers", "2", "--width", "64", "--sequence", "64", "--batch", "4"]

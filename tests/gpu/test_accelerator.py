@@ -145,7 +145,7 @@ def test_what_comes_back_in_parts_by_two_streams_is_whole(
     monkeypatch.setattr(accelerator, "_PART", 96 << 10)
     wanted = step(model, batch, contextlib.nullcontext())
     for trains_with_others in (False, True):
-        monkeypatch.setattr(accelerator, "_trains_with_others", lambda there=trains_with_others: there)
+        monkeypatch.setattr(accelerator, "many_processes", lambda there=trains_with_others: there)
         streams.clear()
         with spillway.Session(window=4 * MIB) as session:
             for _ in range(3):

@@ -12,8 +12,8 @@ import pytest
 from optim.store_scenarios import SCENARIOS
 from removal import Without, parsed
 from spillway.errors import SpillwayError
-from spillway.optim import chunks, cpu_store, disk_tier, gpu_store, gradient, offloaded_gradient, state_store, transfers
-from spillway.runtime import pinned
+from spillway.optim import chunks, cpu_store, gpu_store, gradient, offloaded_gradient, state_store, transfers
+from spillway.runtime import arena
 
 # What waits, and what lets others wait.
 WAITS = ("wait", "synchronize", "finish", "_finish_oldest", "settle", "after", "append", "run")
@@ -46,6 +46,7 @@ NOT_OF_STORES = (
     gradient.Factor,
     state_store.StepCost,
     transfers.Transfers,
+    arena.Arena,
 )
 
 
@@ -55,11 +56,10 @@ def _waits() -> Iterator[tuple[object, str, int, str]]:
         chunks,
         cpu_store,
         gpu_store,
-        disk_tier,
         gradient,
         offloaded_gradient,
         transfers,
-        pinned,
+        arena,
     ):
         owners = [one for one in vars(module).values() if inspect.isclass(one) and one.__module__ == module.__name__]
         for owner in (*owners, module):
@@ -105,5 +105,5 @@ def test_without_this_wait_something_fails(
     flags = __future__.annotations.compiler_flag
     exec(compile(tree, str(module.__file__), "exec", flags=flags), namespace)
     monkeypatch.setattr(owner, name, namespace[name])
-    ways = {gpu_store: ("device", "split"), disk_tier: ("disk",), cpu_store: ("host", "split", "disk")}
+    ways = {gpu_store: ("device", "split"), cpu_store: ("host", "split", "disk")}
     assert (_fails(ways[module]) if module in ways else _fails()) is not None, f"{name} without `{text}`: nothing fails"

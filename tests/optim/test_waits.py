@@ -275,7 +275,7 @@ def test_the_adversary_is_told_what_the_host_reads_and_writes(adversary: Adversa
         transfers.flush()
         for write in (False, True):
             with pytest.raises(RaceError, match=r"the host (reads|writes) bytes"):
-                transfers.host_view(sent.memory, torch.float32, 8, write=write)
+                transfers.host_view(sent.cells, write=write)
         transfers.settle()
         transfers.give_back(sent)
         optimizer.close()

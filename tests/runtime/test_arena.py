@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spillway.errors import TierFullError
-from spillway.runtime.arena import PAGE, Arena, Block, FreeRanges, anonymous_pages, pages
+from spillway.runtime.arena import PAGE, Arena, Block, FreeRanges, Pinned, anonymous_pages, pages
 from spillway.runtime.bytes import Bytes
-from spillway.runtime.pinned import Pinned
 from spillway.runtime.tiers import HostTier
 from spillway.testing import AdversaryBackend
 

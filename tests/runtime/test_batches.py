@@ -15,7 +15,7 @@ import torch
 
 import spillway
 from spillway.errors import TransferError
-from spillway.runtime import disk_tier
+from spillway.runtime import tiers
 from spillway.runtime.arena import Arena
 from spillway.runtime.backend import Stream
 from spillway.runtime.bytes import Bytes
@@ -182,7 +182,7 @@ class LateBack(CpuBackend):
 def test_a_piece_that_cannot_be_read_does_not_free_what_the_others_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_tier, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(tiers, "PIECE_BYTES", 4096)
     backend = LateBack()
     options = {"spill_directory": tmp_path, "allow_memory_filesystem": True, "window": 0}
     with spillway.Session(backend=lambda device: backend, **options) as session:  # type: ignore[arg-type]

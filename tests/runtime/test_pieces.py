@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import spillway
-from spillway.runtime import disk_tier
+from spillway.runtime import tiers
 from spillway.runtime.cpu import CpuBackend
 from spillway.testing import AdversaryBackend
 
@@ -23,7 +23,7 @@ class Staged(CpuBackend):
 
 @pytest.fixture(autouse=True)
 def _small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk_tier, "PIECE_BYTES", PIECE)
+    monkeypatch.setattr(tiers, "PIECE_BYTES", PIECE)
 
 
 def gradient(session: spillway.Session | None, elements: int) -> torch.Tensor:

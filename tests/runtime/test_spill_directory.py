@@ -12,8 +12,8 @@ import pytest
 
 from runtime.disk_support import get, make, needs_proc, put
 from spillway.errors import SpillPathError
-from spillway.runtime.spill_directory import Mount
 from spillway.runtime.spill_file import SpillFile, SystemCalls
+from spillway.runtime.system import Mount
 
 
 class Mounted(SystemCalls):

@@ -240,7 +240,7 @@ def measure(script: Script, way: str, steps: int) -> Result:
     from spillway.cli.running.models import ScriptObserver, StepClock
     from spillway.cli.running.options import options_of_way
     from spillway.cli.running.result import result_of
-    from spillway.runtime.process_memory import set_malloc
+    from spillway.runtime.cpu import set_malloc
 
     options = options_of_way(way)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

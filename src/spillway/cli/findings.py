@@ -18,11 +18,10 @@ import torch
 
 from spillway.errors import SpillPathError, TierError, UsageError
 from spillway.planner.hardware import Hardware
+from spillway.runtime.cpu import malloc_setting
 from spillway.runtime.device import backend_for
-from spillway.runtime.process_memory import malloc_setting
-from spillway.runtime.spill_directory import mount_of, mounts
 from spillway.runtime.spill_file import SpillFile
-from spillway.runtime.system import HOST_SHARE, device_name, local_ranks, memory_limit
+from spillway.runtime.system import HOST_SHARE, device_name, local_ranks, memory_limit, mount_of, mounts
 from spillway.units import format_bytes
 
 TRIED_BYTES = 64 << 20

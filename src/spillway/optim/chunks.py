@@ -50,8 +50,7 @@ class Slot(NamedTuple):
     def view(self, memory: Bytes | None) -> torch.Tensor:
         """The tensor, in memory of this layout."""
         assert memory is not None
-        start = (memory.start + self.start) // self.dtype.itemsize
-        return over(memory.storage, self.dtype, start, self.shape, self.strides)
+        return Cells(memory.part(self.start, self.nbytes), self.dtype).tensor((self.shape, self.strides))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +105,14 @@ class ChunkPart(NamedTuple):
         """These elements of a tensor in the parameter's memory layout."""
         return whole.as_strided(*self.form, int(whole.storage_offset()) + self.start)
 
+    def cells(self, whole: Bytes, dtype: torch.dtype) -> Cells:
+        """These elements in memory that has all of the parameter's, in a type."""
+        return Cells(whole.part(self.start * dtype.itemsize, self.numel * dtype.itemsize), dtype)
+
     def home(self) -> Cells:
         """The pinned memory of these elements, of a parameter that is streamed."""
         assert self.held.streamed is not None
-        dtype = self.held.local().dtype
-        return Cells(self.held.streamed.home.range(self.start * dtype.itemsize, self.nbytes), dtype)
+        return self.cells(self.held.streamed.home.block, self.held.local().dtype)
 
     def home_until(self, end: Event) -> None:
         """A step's copies read and write the home until this event."""
@@ -284,8 +286,9 @@ class ChunkTier(ABC):
     def store(self, transfer: ChunkTransfer, place: Any, layout: Layout) -> None:  # noqa: B027
         """Queue the copy of a chunk to its place."""
 
-    def finish(self, transfer: ChunkTransfer) -> None:  # noqa: B027
+    def finish(self, transfer: ChunkTransfer) -> None:
         """Wait until the chunk is stored, and free the transfer's memory. After a ``TierError`` its states are kept."""
+        self.drop(transfer)
 
 
 class TransferPipeline:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,18 +14,19 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway.errors import UnsupportedError
-from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, StateChunk, TransferPipeline, moves
-from spillway.optim.gradient import Snapshot
+from spillway.errors import SessionError, UnsupportedError
+from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
+from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
 from spillway.optim.tensors import scratch_of
 from spillway.optim.transfers import Upload
-from spillway.runtime.arena import pages
-from spillway.runtime.backend import Event, on_error
+from spillway.runtime.arena import Block, Pinned, anonymous_pages, pages
+from spillway.runtime.backend import Backend, Event, Several, on_error
 from spillway.runtime.bytes import Bytes, Cells, over
-from spillway.runtime.pinned import Pinned
+from spillway.runtime.spill_file import Extent, SpillFile
+from spillway.runtime.tiers import PIECE_BYTES, cut
 
 
 class CpuTier(ChunkTier):
@@ -78,12 +81,11 @@ class MemoryTier(CpuTier):
         self.make_master(part.held)
         # Its last copy to the GPU.
         self._pinned[part.held].synchronize(part.start)
-        part.held.context.transfers.backend.host_access(self.master_bytes(part), write=True)
+        part.held.context.transfers.backend.host_access(self.master_cells(part).memory, write=True)
         return part.of(self._wholes[part.held][MASTER])
 
-    def master_bytes(self, part: ChunkPart) -> Bytes:
-        size = part.held.work_dtype.itemsize
-        return self._pinned[part.held].range(part.start * size, part.numel * size)
+    def master_cells(self, part: ChunkPart) -> Cells:
+        return part.cells(self._pinned[part.held].block, part.held.work_dtype)
 
     def uploaded(self, part: ChunkPart, end: Event) -> None:
         """A part's master weight is being copied to the GPU, until this event."""
@@ -110,6 +112,125 @@ class MemoryTier(CpuTier):
             if MASTER in state:
                 state[MASTER] = self.master(part).copy_(state[MASTER])
             self.set_state(chunk, index, state)
+
+
+class DiskPlace:
+    """Consecutive extents of a chunk in the spill file. They are freed with the last reference."""
+
+    def __init__(self, file: SpillFile, nbytes: int) -> None:
+        self.file = file
+        self.extents: list[Extent] = []
+        weakref.finalize(self, _free, file, self.extents).atexit = False
+        for start in range(0, nbytes, PIECE_BYTES):
+            self.extents.append(file.allocate(min(PIECE_BYTES, nbytes - start)))
+
+
+def _free(file: SpillFile, extents: Sequence[Extent]) -> None:
+    # A closed session has freed them.
+    with contextlib.suppress(SessionError):
+        for extent in extents:
+            file.free(extent)
+
+
+class DiskTier(CpuTier):
+    """Stores chunks in the spill file, and streams them to CPU memory."""
+
+    def add(self, held: HostParameter) -> None:
+        # Raises if no spill file can be made.
+        held.context.transfers.spill_file()
+
+    def nbytes(self, transfer: ChunkTransfer) -> int:
+        return pages(transfer.stored_bytes) + pages(transfer.made_bytes) + super().nbytes(transfer)
+
+    def reserve(self, chunk: StateChunk, layout: Layout) -> DiskPlace:
+        return DiskPlace(chunk.context.transfers.spill_file(), layout.nbytes)
+
+    def load(self, transfer: ChunkTransfer) -> None:
+        chunk, context = transfer.chunk, transfer.chunk.context
+        with on_error(self.drop, transfer):
+            super().load(transfer)
+            if chunk.is_stored:
+                transfer.memory = self.memory(context, chunk.layout.nbytes)
+                transfer.arrived = _move(context.transfers.backend, chunk.place, transfer.memory, read=True)
+                transfer.cost.read_bytes += chunk.layout.nbytes
+
+    def wait(self, transfer: ChunkTransfer) -> None:
+        if transfer.arrived is not None:
+            transfer.arrived.synchronize()
+
+    def memory(self, context: DeviceContext, nbytes: int) -> Bytes:
+        block = context.transfers.pinned(nbytes)
+        context.transfers.backend.host_access(block, write=True)
+        return block
+
+    def release(self, context: DeviceContext, memory: Bytes) -> None:
+        assert isinstance(memory, Block)
+        context.transfers.arena.free(memory)
+
+    def keep(self, transfer: ChunkTransfer) -> None:
+        # The block in which they are is freed.
+        transfer.chunk.states = [
+            {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in state.items()}
+            for state in transfer.states
+        ]
+
+    def drop(self, transfer: ChunkTransfer) -> None:
+        super().drop(transfer)
+        if transfer.memory is not None:
+            self.release(transfer.chunk.context, transfer.memory)
+            transfer.memory = None
+
+    def store(self, transfer: ChunkTransfer, place: DiskPlace, layout: Layout) -> None:
+        if layout.slots:
+            assert transfer.memory is not None
+            transfer.left = _move(transfer.chunk.context.transfers.backend, place, transfer.memory, read=False)
+            transfer.cost.written_bytes += layout.nbytes
+
+    def finish(self, transfer: ChunkTransfer) -> None:
+        try:
+            if transfer.left is not None:
+                with on_error(self.keep, transfer):
+                    transfer.left.synchronize()
+        finally:
+            self.drop(transfer)
+
+    def host_states(self, chunk: StateChunk) -> list[State]:
+        if not chunk.is_stored:
+            return chunk.opened(None)
+        memory = Bytes.of(anonymous_pages(pages(chunk.layout.nbytes)))
+        _move(chunk.context.transfers.backend, chunk.place, memory, read=True).synchronize()
+        return chunk.opened(memory)
+
+    def set_opened(self, chunk: StateChunk, index: int, state: State) -> None:
+        # The tensors are copies of what is stored. The next step has them from here.
+        part = chunk.parts[index]
+        chunk.states[index] = {
+            name: part.of(state[name]) if isinstance(value, Slot) else value
+            for name, value in chunk.states[index].items()
+        }
+
+    def write(self, chunk: StateChunk, states: list[State], layout: Layout, place: DiskPlace) -> None:
+        if not layout.slots:
+            return
+        backend, memory = chunk.context.transfers.backend, Bytes.of(anonymous_pages(pages(layout.nbytes)))
+        for slot in layout.slots:
+            slot.view(memory).copy_(states[slot.part][slot.name])
+        backend.host_access(memory, write=True)
+        _move(backend, place, memory, read=False).synchronize()
+
+
+def _move(backend: Backend, place: DiskPlace, memory: Bytes, *, read: bool) -> Event:
+    """Have each extent read into memory, or written from there."""
+    move = place.file.read if read else place.file.write
+    moves = []
+    for extent, part in zip(place.extents, cut(memory), strict=True):
+
+        def task(extent: Extent = extent, part: Bytes = part) -> None:
+            backend.host_access(part, write=read)
+            move(extent, part.buffer())
+
+        moves.append(backend.run(task))
+    return Several(moves)
 
 
 class CpuStore(StateStore):
@@ -266,7 +387,7 @@ class CpuStore(StateStore):
         if sent is not None and part.held.has_master and memory is not None:
             transfers.give_back(transfer.values.pop(index))
         elif sent is not None:
-            transfers.backend.host_access(sent.memory, write=True)
+            transfers.backend.host_access(sent.cells.memory, write=True)
         return parameter
 
     def _upload(self, transfer: ChunkTransfer, parameters: Mapping[int, torch.nn.Parameter]) -> Event:
@@ -286,11 +407,11 @@ class CpuStore(StateStore):
                 # The GPU casts the master weight.
                 assert memory is not None
                 pinned.append(part)
-                source = Cells(memory.master_bytes(part), part.held.work_dtype)
+                source = memory.master_cells(part)
             else:
-                source = Cells(sent.memory, local.dtype)
+                source = sent.cells
                 if part.held.has_master:
-                    values = context.transfers.host_view(sent.memory, local.dtype, part.numel, write=True)
+                    values = context.transfers.host_view(source, write=True)
                     values.as_strided(*part.form).copy_(parameter)
             uploads.append(Upload(local, part.start, source))
         end = context.transfers.receive(uploads, transfer.ready) if uploads else transfer.ready
@@ -320,7 +441,7 @@ def _home(part: ChunkPart) -> torch.Tensor:
     """The pinned memory of a streamed parameter, where the CPU reads and writes it."""
     cells = part.home()
     part.held.context.transfers.backend.host_access(cells.memory, write=True)
-    return cells.tensor().as_strided(*part.form)
+    return cells.tensor(part.form)
 
 
 def _place_of(tensor: torch.Tensor) -> tuple[object, ...]:

@@ -62,11 +62,10 @@ from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import ClassTraits, State
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost
 from spillway.optim.states import STEP
-from spillway.optim.tensors import memory_of
 from spillway.optim.transfers import aligned
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Event, Stream, TaskEnd, on_error
 from spillway.runtime.bytes import Bytes, Cells, over
-from spillway.runtime.pinned import Pinned
 from spillway.units import format_bytes
 
 _LINE = 512
@@ -88,7 +87,7 @@ class _Range(NamedTuple):
     offset: int
 
     def bytes(self) -> Bytes:
-        return self.pinned.range(self.offset, self.nbytes)
+        return self.pinned.block.part(self.offset, self.nbytes)
 
 
 class PinnedTier(ChunkTier):
@@ -123,13 +122,14 @@ class PinnedTier(ChunkTier):
         backend.wait(incoming, backend.record(backend.compute()))
         ranges: tuple[_Range, ...] = chunk.place if chunk.is_stored else ()
         for one in ranges:
-            self._copy_in(context, Bytes(memory.storage, memory.start + one.start, one.nbytes), one.bytes())
-        start = memory.start + aligned(transfer.stored_bytes, _LINE)
+            self._copy_in(context, memory.part(one.start, one.nbytes), one.bytes())
+        start = aligned(transfer.stored_bytes, _LINE)
         for into, index, (source, dtype), after in beside:
             if after is not None:
                 backend.wait(incoming, after)
-            self._copy_in(context, Bytes(memory.storage, start, source.nbytes), source)
-            into[index] = over(memory.storage, dtype, start // dtype.itemsize, *chunk.parts[index].form)
+            target = memory.part(start, source.nbytes)
+            self._copy_in(context, target, source)
+            into[index] = Cells(target, dtype).tensor(chunk.parts[index].form)
             start += aligned(source.nbytes, _LINE)
         transfer.arrived = backend.record(incoming)
         for one in ranges:
@@ -180,7 +180,7 @@ class PinnedTier(ChunkTier):
         for one in place:
             for event in one.pinned.before_write():
                 backend.wait(self.streams_of(transfer.chunk.context).outgoing, event)
-        sources = [Bytes(memory.storage, memory.start + one.start, one.nbytes) for one in place]
+        sources = [memory.part(one.start, one.nbytes) for one in place]
         end = self._copy_out(transfer, [(one.bytes(), source) for one, source in zip(place, sources, strict=True)])
         for one in place:
             one.pinned.after("out", end)
@@ -188,14 +188,11 @@ class PinnedTier(ChunkTier):
     def store_homes(self, transfer: ChunkTransfer) -> Event:
         """Queue the copies of streamed parameters that were stepped to their homes; gives their end."""
         parts = transfer.chunk.parts
-        copies = [(parts[index].home().memory, memory_of(values)) for index, values in transfer.homes.items()]
+        copies = [(parts[index].home().memory, Bytes.of(values)) for index, values in transfer.homes.items()]
         end = self._copy_out(transfer, copies)
         for index in transfer.homes:
             parts[index].home_until(end)
         return end
-
-    def finish(self, transfer: ChunkTransfer) -> None:
-        self.drop(transfer)
 
     def host_states(self, chunk: StateChunk) -> list[State]:
         views = {} if not chunk.is_stored else dict(_views(chunk.layout, chunk.place))
@@ -206,8 +203,7 @@ class PinnedTier(ChunkTier):
             return value.cpu() if isinstance(value, torch.Tensor) and value.ndim > 0 else value
 
         for one in chunk.place if views else ():
-            whole = one.pinned.range(0, one.pinned.nbytes)
-            chunk.context.transfers.backend.host_access(whole, write=False)
+            chunk.context.transfers.backend.host_access(one.pinned.bytes, write=False)
         return [
             {name: on_host(index, name, value) for name, value in state.items()}
             for index, state in enumerate(chunk.states)
@@ -345,10 +341,10 @@ class GpuStore(StateStore):
                     part, values = transfer.chunk.parts[index], _values(transfer, index)
                     if part.held.has_master:
                         values.copy_(parameter)
-                    backend.compute_access(memory_of(values))
+                    backend.compute_access(Bytes.of(values))
                     if part.held.streamed is None:
                         # The model may be gone before the step stream has written it.
-                        backend.hand_back(memory_of(values), (stepping,))
+                        backend.hand_back(Bytes.of(values), (stepping,))
                 # Copies to homes come after the step.
                 end = self.tier.store_homes(transfer) if transfer.homes else backend.record(backend.compute())
                 self.send_back(transfer, pipeline)
@@ -361,7 +357,7 @@ class GpuStore(StateStore):
             if step.on_device is not None and step.raw is not None:
                 assert step.raw.batch.arrived is not None
                 backend.wait(backend.compute(), step.raw.batch.arrived)
-                backend.compute_access(memory_of(step.on_device))
+                backend.compute_access(Bytes.of(step.on_device))
 
     def _parameter(self, transfer: ChunkTransfer, index: int) -> torch.nn.Parameter:
         """The tensor that is stepped for a part, with its gradient."""
@@ -417,13 +413,9 @@ def _beside(transfer: ChunkTransfer) -> Iterator[_Beside]:
             continue
         if total is not None:
             assert total.pinned is not None
-            size = total.dtype.itemsize
-            source = Cells(total.pinned.range(part.start * size, part.numel * size), total.dtype)
-            yield transfer.gradients, index, source, None
+            yield transfer.gradients, index, part.cells(total.pinned.block, total.dtype), None
         elif raw is not None:
-            size, memory = raw.dtype.itemsize, raw.memory
-            source = Cells(Bytes(memory.storage, memory.start + part.start * size, part.numel * size), raw.dtype)
-            yield transfer.gradients, index, source, raw.batch.arrived
+            yield transfer.gradients, index, part.cells(*raw.cells), raw.batch.arrived
     for index, part in parts.items():
         if part.held.streamed is not None:
             # The user's writes come before. So do the copies of the step before, which compute has waited for.

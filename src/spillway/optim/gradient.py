@@ -23,9 +23,9 @@ from spillway.errors import UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
 from spillway.optim.tensors import flat, local_of, scratch_of, with_strides_of
 from spillway.optim.transfers import SentTensor, Transfers, Upload
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Event, HostQueue, TaskEnd, finish
-from spillway.runtime.bytes import Cells, over
-from spillway.runtime.pinned import Pinned
+from spillway.runtime.bytes import Cells
 
 if TYPE_CHECKING:
     from spillway.optim.host_parameter import HostParameter
@@ -114,9 +114,8 @@ class DeviceContext:
             )
 
     def close(self, *, lost: bool) -> None:
-        self.lane.close()
-        self.workers.close()
-        self.stepper.close()
+        for queue in (self.lane, self.workers, self.stepper):
+            queue.close()
         if not lost:
             self.transfers.settle()
         self._factor = None
@@ -164,7 +163,7 @@ class GradientSum:
         if held.context.pins_sums:
             self.pinned = Pinned(transfers.arena, held.numel * self.dtype.itemsize)
             self.pinned.synchronize()
-            self._memory = Cells(self.pinned.range(0, self.pinned.nbytes), self.dtype).tensor()
+            self._memory = Cells(self.pinned.bytes, self.dtype).tensor()
         else:
             self._memory = held.new_flat_tensor(self.dtype)
 
@@ -409,13 +408,14 @@ class Gradient:
         if exact:
             dtype = torch.promote_types(dtype, self.held.work_dtype)
         memory = transfers.backend.empty(self.held.numel * dtype.itemsize)
-        target = over(memory.storage, dtype, 0, *self.held.form)
+        target = Cells(memory, dtype).tensor(self.held.form)
         values, ready = self.snapshot(), transfers.ready()
 
         def upload() -> Event:
             gradient, block = flat(values.values()), transfers.pinned(target.nbytes)
-            transfers.host_view(block, dtype, target.numel(), write=True).copy_(gradient)
-            end = transfers.receive([Upload(target, 0, Cells(block.first(target.nbytes), dtype))], ready)
+            source = Cells(block.part(0, target.nbytes), dtype)
+            transfers.host_view(source, write=True).copy_(gradient)
+            end = transfers.receive([Upload(target, 0, source)], ready)
             transfers.arena.free(block, (end,))
             return end
 

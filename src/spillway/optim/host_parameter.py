@@ -143,12 +143,12 @@ class HostParameter:
 
     def check(self) -> None:
         """Raise a ``UsageError`` if the parameter was moved, cast or resized."""
-        if self.streamed is not None and self.streamed.is_in_use:
-            raise UsageError(
-                f"{self.streamed.name} is streamed, and was stepped inside of a call of its block, expected a step "
-                f"after the call"
-            )
         if self.streamed is not None:
+            if self.streamed.is_in_use:
+                raise UsageError(
+                    f"{self.streamed.name} is streamed, and was stepped inside of a call of its block, expected a step "
+                    f"after the call"
+                )
             self.streamed.check()
         if not self.is_unchanged():
             raise UsageError(

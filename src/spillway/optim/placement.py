@@ -30,8 +30,7 @@ import torch
 from torch.optim import Optimizer
 
 from spillway.errors import BackendError, UnsupportedError, UsageError
-from spillway.optim.cpu_store import CpuStore, MemoryTier
-from spillway.optim.disk_tier import DiskTier
+from spillway.optim.cpu_store import CpuStore, DiskTier, MemoryTier
 from spillway.optim.gpu_store import GpuStore
 from spillway.optim.gradient import DeviceContext
 from spillway.optim.host_parameter import HostParameter

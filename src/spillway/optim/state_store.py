@@ -6,7 +6,7 @@ The unit of the store is a *chunk*: a piece of a large parameter or several smal
 states side by side. A *tier* is the place of the chunks between steps:
 
 * :class:`~spillway.optim.cpu_store.MemoryTier`: CPU memory.
-* :class:`~spillway.optim.disk_tier.DiskTier`: the session's spill file.
+* :class:`~spillway.optim.cpu_store.DiskTier`: the session's spill file.
 * :class:`~spillway.optim.gpu_store.PinnedTier`: pinned memory.
 
 The store steps the chunks on the CPU (:class:`~spillway.optim.cpu_store.CpuStore`), or on the GPU
@@ -21,7 +21,6 @@ error, and the next step uses the chunk from there.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
@@ -39,7 +38,7 @@ from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings,
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, flat, follow
-from spillway.runtime.backend import Event, Stalls, TaskEnd, finish, on_error
+from spillway.runtime.backend import Event, Several, Stalls, TaskEnd, finish, on_error
 from spillway.runtime.bytes import over
 from spillway.types import OptimizerStats
 
@@ -91,9 +90,7 @@ class StepCost:
     def finish(self) -> None:
         """Wait until all state is back in its place. Raises what went wrong with that."""
         closing, self.closing = self.closing, []
-        with contextlib.ExitStack() as stack:
-            for event in closing:
-                stack.callback(event.synchronize)
+        Several(closing).synchronize()
 
     def end(self, contexts: Iterable[DeviceContext]) -> None:
         """The compute streams wait for all that was queued: the step ends."""

@@ -207,15 +207,13 @@ class StepQueue:
 
     def _wait_for_oldest(self, context: DeviceContext) -> None:
         """Let compute wait for the oldest steps during backward, if their gradients exceed the in-flight limit."""
-        if self.lent.nbytes[context] <= context.transfers.window:
-            return
         for one in self.lent:
+            if self.lent.nbytes[context] <= context.transfers.window:
+                return
             if one.context is context and one in self.early.stepped and one.updated is not None:
                 with on_error(self._end_failed_step):
                     context.transfers.wait(one.updated)
                 self.lent.take_back(one)
-                if self.lent.nbytes[context] <= context.transfers.window:
-                    return
 
     def _queue(self) -> list[Snapshot]:
         placement, contexts = self._placement, self._placement.contexts.values()

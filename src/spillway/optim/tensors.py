@@ -10,7 +10,6 @@ import torch
 from spillway._torch import local_part
 from spillway.checkpointing.tensors import is_dense
 from spillway.errors import UnsupportedError
-from spillway.runtime.bytes import Bytes
 
 CHUNK = 1 << 22
 """Elements that the CPU works on at a time, so that they stay in its caches between two passes."""
@@ -32,12 +31,6 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     local: torch.Tensor = local_part(tensor)
     # A collective may be under way.
     return local.wait() if hasattr(local, "wait") else local
-
-
-def memory_of(tensor: torch.Tensor) -> Bytes:
-    """The bytes of a dense tensor, whatever its strides."""
-    start = int(tensor.storage_offset()) * tensor.itemsize
-    return Bytes(tensor.untyped_storage(), start, tensor.numel() * tensor.itemsize)
 
 
 def flat(tensor: torch.Tensor, start: int = 0, numel: int | None = None) -> torch.Tensor:

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 import torch
 
-from spillway.optim.tensors import memory_of
 from spillway.runtime.arena import Block
 from spillway.runtime.backend import Event, Stalls, Stream, label
 from spillway.runtime.bytes import Bytes, Cells
@@ -57,7 +56,7 @@ class TransferBatch:
         return sum(source.nbytes for _, source in self.sources)
 
     def add(self, tensor: torch.Tensor) -> SentTensor:
-        source = memory_of(tensor)
+        source = Bytes.of(tensor)
         start = aligned(self.nbytes)
         self.sources.append((start, source))
         self.nbytes = start + source.nbytes
@@ -79,11 +78,10 @@ class SentTensor(NamedTuple):
         return self.numel * self.dtype.itemsize
 
     @property
-    def memory(self) -> Bytes:
+    def cells(self) -> Cells:
         """Its place in pinned memory, once the copy is queued."""
-        block = self.batch.block
-        assert block is not None
-        return Bytes(block.storage, block.start + self.start, self.nbytes)
+        assert self.batch.block is not None
+        return Cells(self.batch.block.part(self.start, self.nbytes), self.dtype)
 
 
 class Upload(NamedTuple):
@@ -131,7 +129,7 @@ class Transfers:
         with label("gradient offload"), self._lock:
             stream = self.backend.compute()
             if self._open is not None and self._open.stream != stream:
-                self._dispatch_open()
+                self.flush()
             if tensor.numel() * tensor.itemsize >= _TOGETHER:
                 batch = TransferBatch(stream)
                 sent = batch.add(tensor)
@@ -139,17 +137,22 @@ class Transfers:
                 return sent
             if self._open is None:
                 self._open = TransferBatch(stream)
-            self.backend.compute_access(memory_of(tensor))
+            self.backend.compute_access(Bytes.of(tensor))
             sent = self._open.add(tensor)
             if self._open.nbytes >= _TOGETHER:
-                self._dispatch_open()
+                self.flush()
             return sent
 
     def flush(self) -> None:
         """Queue the copy of small tensors that wait for others."""
-        if self._open is not None:
-            with self._lock:
-                self._dispatch_open()
+        # Without the lock, which a thread that pins memory may hold for long.
+        if self._open is None:
+            return
+        with self._lock:
+            if self._open is not None:
+                # It stays open if there is no memory: a later call may find some.
+                self._dispatch(self._open)
+                self._open = None
 
     def fetch(self, tensors: Sequence[torch.Tensor], after: Event) -> list[SentTensor]:
         """Copy tensors that stay on the GPU, after an event; for the CPU worker thread."""
@@ -166,7 +169,7 @@ class Transfers:
         arrived = sent.batch.arrived
         assert arrived is not None
         arrived.synchronize()
-        return self.host_view(sent.memory, sent.dtype, sent.numel, write=False)
+        return self.host_view(sent.cells, write=False)
 
     def receive(self, uploads: Sequence[Upload], after: Event) -> Event:
         """Queue copies to the GPU, after an event; gives their end. The targets may be dropped meanwhile."""
@@ -178,9 +181,8 @@ class Transfers:
                 memory = source.memory
                 if memory.nbytes == 0:
                     continue
-                whole, size = memory_of(tensor), tensor.itemsize
-                nbytes = memory.nbytes // source.dtype.itemsize * size
-                target = Bytes(whole.storage, whole.start + start * size, nbytes)
+                size = tensor.itemsize
+                target = Bytes.of(tensor).part(start * size, memory.nbytes // source.dtype.itemsize * size)
                 if source.dtype == tensor.dtype:
                     self.backend.copy(self._back, target, memory)
                 else:
@@ -188,7 +190,7 @@ class Transfers:
                 self.received_bytes += memory.nbytes
             end = self.backend.record(self._back)
         for upload in uploads:
-            self.backend.hand_back(memory_of(upload.target), (self._back,))
+            self.backend.hand_back(Bytes.of(upload.target), (self._back,))
         return end
 
     def pinned(self, nbytes: int) -> Block:
@@ -201,7 +203,7 @@ class Transfers:
     def ready(self, tensors: Iterable[torch.Tensor] = ()) -> Event:
         """The end of all that the caller's compute stream was given by now, which may write these tensors."""
         for tensor in tensors:
-            self.backend.compute_access(memory_of(tensor))
+            self.backend.compute_access(Bytes.of(tensor))
         return self.backend.record(self.backend.compute())
 
     def wait(self, event: Event) -> None:
@@ -222,7 +224,7 @@ class Transfers:
     def settle(self) -> None:
         """Free all gradients that are being copied: the compute stream waits for the copies."""
         with self._lock:
-            self._dispatch_open()
+            self.flush()
             while self._leaving:
                 self._free_oldest()
 
@@ -235,20 +237,14 @@ class Transfers:
                 self._open = None
             self._free_unneeded(batch)
 
-    def host_view(self, memory: Bytes, dtype: torch.dtype, numel: int, *, write: bool) -> torch.Tensor:
+    def host_view(self, cells: Cells, *, write: bool) -> torch.Tensor:
         """Pinned memory as a flat tensor, for the CPU's threads."""
-        self.backend.host_access(memory, write=write)
-        return Cells(memory.first(numel * dtype.itemsize), dtype).tensor()
+        self.backend.host_access(cells.memory, write=write)
+        return cells.tensor()
 
     def _free_unneeded(self, batch: TransferBatch) -> None:
         if batch.parts == 0 and batch.block is not None and batch.arrived is not None:
             self.arena.free(batch.block, (batch.arrived, *batch.copies))
-
-    def _dispatch_open(self) -> None:
-        if self._open is not None:
-            # It stays open if there is no memory: a later call may find some.
-            self._dispatch(self._open)
-            self._open = None
 
     def _dispatch(self, batch: TransferBatch) -> None:
         nbytes = batch.source_bytes
@@ -266,7 +262,7 @@ class Transfers:
             self.backend.wait(stream, event)
         for start, source in batch.sources:
             if source.nbytes:
-                self.backend.copy(stream, Bytes(block.storage, block.start + start, source.nbytes), source)
+                self.backend.copy(stream, block.part(start, source.nbytes), source)
         batch.block, batch.arrived = block, self.backend.record(stream)
         batch.number = next(_batch_numbers)
         self.sent_bytes += batch.source_bytes

@@ -19,17 +19,17 @@ from torch.nn import Parameter
 
 from spillway._torch import at_end_of_backward, in_backward, version_of
 from spillway.errors import UsageError
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Backend, Event
 from spillway.runtime.bytes import Bytes, over
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters, State
-from spillway.runtime.pinned import Pinned
 from spillway.runtime.tiers import Tier
 from spillway.saved_tensors.identity import SavedStorage, unset_streamed
 
 
 class HomeTier(Tier):
-    """The homes of parameters. A slot is a :class:`~spillway.runtime.pinned.Pinned`, which the mover never frees."""
+    """The homes of parameters. A slot is a :class:`~spillway.runtime.arena.Pinned`, which the mover never frees."""
 
     last: Event | None = None
     """The end of the copies that were queued last."""
@@ -47,7 +47,7 @@ class HomeTier(Tier):
             at_end_of_backward(self.at_end)
         try:
             for home, destination in zip(slots, destinations, strict=True):
-                self._backend.copy(self._back, destination, home.range(0, destination.nbytes))
+                self._backend.copy(self._back, destination, home.block.part(0, destination.nbytes))
         finally:
             # Also after a failure: the other copies are under way.
             self.last = copied = self._backend.record(self._back)
@@ -182,7 +182,7 @@ class StreamedParameter:
         return own.device == self.at_rest.device and own.untyped_storage().data_ptr() == self.home.block.address
 
     def _on_cpu(self, *, write: bool) -> torch.Tensor:
-        self._backend.host_access(self.home.range(0, self.home.nbytes), write=write)
+        self._backend.host_access(self.home.bytes, write=write)
         return self._over(self.home.alias().untyped_storage())
 
     def _over(self, storage: torch.UntypedStorage) -> torch.Tensor:

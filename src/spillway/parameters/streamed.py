@@ -52,10 +52,10 @@ from spillway.errors import TierError, UnsupportedError, UsageError
 from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
 from spillway.parameters.streamable import Trainer, parameters_of
 from spillway.parameters.weights import pinned_of
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Stream, on_error
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters
-from spillway.runtime.pinned import Pinned
 from spillway.saved_tensors.handles import KeptHandle, in_replay, unpack
 from spillway.saved_tensors.hooks import SavedState
 from spillway.saved_tensors.identity import is_streamed, set_streamed

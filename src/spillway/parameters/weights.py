@@ -2,7 +2,7 @@
 
 NOTE [ Loaded once ]
 
-A model on ``meta`` has no memory. Each of its tensors gets a :class:`~spillway.runtime.pinned.Pinned` of its own, as a
+A model on ``meta`` has no memory. Each of its tensors gets a :class:`~spillway.runtime.arena.Pinned` of its own, as a
 CPU tensor, and the file's bytes are copied there from its mapping. :func:`spillway.attach` finds the memory by the
 tensor's storage (:func:`pinned_of`), and takes it as the parameter's home. So a streamed weight is copied once.
 
@@ -25,10 +25,9 @@ from torch.nn import Module, Parameter
 
 from spillway._torch import disable_function, storage_key
 from spillway.errors import UnsupportedError, UsageError
-from spillway.runtime.arena import Arena
+from spillway.runtime.arena import Arena, Pinned
 from spillway.runtime.bytes import over
 from spillway.runtime.device import DeviceRuntime
-from spillway.runtime.pinned import Pinned
 from spillway.session import Session
 
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -120,7 +119,7 @@ def _read(place: _Place, stored: Mapping[str, Any], runtime: DeviceRuntime) -> t
     old = place.tensor
     pinned = Pinned(runtime.arena, old.nbytes)
     pinned.synchronize()
-    runtime.backend.host_access(pinned.range(0, pinned.nbytes), write=True)
+    runtime.backend.host_access(pinned.bytes, write=True)
     storage = pinned.alias().untyped_storage()
     content = over(storage, old.dtype, 0, old.shape, old.stride())
     content.copy_(stored[place.source].get_tensor(place.source))

@@ -34,9 +34,9 @@ from spillway.runtime.arena import anonymous_pages
 from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes
 from spillway.runtime.device import backend_for
-from spillway.runtime.disk_tier import PIECE_BYTES
 from spillway.runtime.spill_file import ALIGNMENT, Extent, SpillFile
 from spillway.runtime.system import device_name, memory_limit, which_device
+from spillway.runtime.tiers import PIECE_BYTES
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:

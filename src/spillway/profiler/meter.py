@@ -5,7 +5,7 @@ NOTE [ Instants of a program ]
 An accelerator's allocator gives and takes memory when the CPU asks, far ahead of the device. So its counters, read
 between two operators, say what the program holds there, and no synchronisation is needed. Times are the device's, by
 events. The CPU has no such counters. There, the resident bytes of the process are read, and the kernel's mark of their
-peak (``process_memory.py``): a budget on a CPU is of these. ``malloc`` is set so that a freed tensor's bytes are not
+peak (``runtime/cpu.py``): a budget on a CPU is of these. ``malloc`` is set so that a freed tensor's bytes are not
 resident any more. Tensors below its threshold are seen in part.
 """
 
@@ -22,7 +22,7 @@ from torch.nn import Module
 
 from spillway._torch import device_stats, sleep_on_gpu, storage_key, storage_parts
 from spillway.planner.profile import Static
-from spillway.runtime.process_memory import Resident, ResidentPeak, resident_bytes
+from spillway.runtime.cpu import Resident, ResidentPeak, resident_bytes
 from spillway.runtime.system import memory_info
 from spillway.saved_tensors.identity import is_streamed
 

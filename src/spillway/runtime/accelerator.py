@@ -27,7 +27,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -52,7 +51,7 @@ from spillway.runtime.backend import (
     TaskEvent,
 )
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.system import memory_info, near_cpus
+from spillway.runtime.system import many_processes, memory_info, near_cpus, pci_address
 
 _MOST_THREADS = 16
 _CAPTURE_ACTIVE = 1
@@ -187,7 +186,7 @@ class AcceleratorBackend(Backend):
         if handle is None or not is_whole:
             # Torch reports the error.
             return False
-        if source.nbytes > _PART and source.storage.device.type == "cpu" and _trains_with_others():
+        if source.nbytes > _PART and source.storage.device.type == "cpu" and many_processes():
             return self._in_parts(driver, stream, destination, source)
         return driver.copy(self.device.index, handle, destination.address, source.address, source.nbytes)
 
@@ -223,7 +222,7 @@ class AcceleratorBackend(Backend):
         return self._tasks.run(task)
 
     def host_queue(self, name: str, *, threads: int = 1, begin: Callable[[], None] | None = None) -> HostQueue:
-        return HostTasks(threads, self._use_device, *([begin] if begin else []), name=name)
+        return HostTasks(threads, self._use_device, begin, name=name)
 
     def hand_back(self, memory: Bytes, streams: Iterable[Stream]) -> None:
         # The allocator ignores the stream on which it allocated the storage. So this only matters for a storage from a
@@ -307,26 +306,12 @@ class _CudaArray:
         }
 
 
-def pci_address(device: torch.device) -> str | None:
-    """A device's PCI address, as ``"0000:3b:00.0"``; ``None`` where torch does not know it."""
-    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
-    if not hasattr(properties, "pci_bus_id"):
-        return None
-    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-
-
 def _stall_seconds(arrived: Any, events: list[torch.Event]) -> float | None:
     """The time from ``arrived`` until the events were reached; ``None``: they were not."""
     if not arrived.query() or not all(event.query() for event in events):
         return None
     # Negative where the copy was done first.
     return max(0.0, *(float(arrived.elapsed_time(event)) for event in events)) / 1e3
-
-
-def _trains_with_others() -> bool:
-    """Whether this process is one of several that train together."""
-    distributed: Any = sys.modules.get("torch.distributed")
-    return distributed is not None and bool(distributed.is_available() and distributed.is_initialized())
 
 
 def _as_cuda(stream: Stream) -> torch.cuda.Stream:

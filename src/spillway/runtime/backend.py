@@ -26,7 +26,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -34,7 +34,6 @@ import torch
 from spillway._torch import is_profiling
 from spillway.errors import SessionError
 from spillway.runtime.bytes import Bytes, Cells
-from spillway.runtime.entry import Stalls as Stalls
 
 
 class Event(Protocol):
@@ -108,6 +107,28 @@ def finish(event: Event | None) -> None:
             finish(one)
     elif isinstance(event, TaskEnd):
         event.finish()
+
+
+@dataclass(slots=True, eq=False)
+class Stalls:
+    """The waits of the compute stream for one other stream."""
+
+    known_seconds: float = 0.0
+    """Sum of the finished waits."""
+    pending: list[Callable[[], float | None]] = field(default_factory=list)
+    """Waits that may not be finished: each gives its seconds, or ``None`` while it is not over, and never blocks."""
+
+    def seconds(self) -> float:
+        """Sum of the waits that are finished by now."""
+        unknown = []
+        for stall in self.pending:
+            seconds = stall()
+            if seconds is None:
+                unknown.append(stall)
+            else:
+                self.known_seconds += seconds
+        self.pending = unknown
+        return self.known_seconds
 
 
 class Backend(ABC):
@@ -189,7 +210,7 @@ class Backend(ABC):
         return None
 
     def is_capturing(self) -> bool:
-        """Whether the calling thread's compute stream is being captured into a graph: see ``captured.py``."""
+        """Whether the calling thread's compute stream is being captured into a graph: see ``device.py``."""
         return False
 
     def may_wait(self) -> bool:
@@ -262,10 +283,10 @@ def quiet() -> Iterator[None]:
 class HostTasks:
     """A few threads for host work, started with the first task. Each calls the functions ``begin`` first."""
 
-    def __init__(self, threads: int, *begin: Callable[[], None], name: str = "task") -> None:
+    def __init__(self, threads: int, *begin: Callable[[], None] | None, name: str = "task") -> None:
         def start() -> None:
             _here.task = True
-            for each in begin:
+            for each in filter(None, begin):
                 each()
 
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix=f"spillway-{name}", initializer=start)

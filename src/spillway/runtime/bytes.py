@@ -28,7 +28,7 @@ class Bytes:
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Bytes:
-        """All bytes of a contiguous tensor."""
+        """All bytes of a dense tensor, whatever its strides."""
         return cls(tensor.untyped_storage(), int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes)
 
     @property
@@ -50,8 +50,9 @@ class Bytes:
         memory.owner = owner  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8)
 
-    def first(self, nbytes: int) -> Bytes:
-        return self if nbytes == self.nbytes else Bytes(self.storage, self.start, nbytes)
+    def part(self, start: int, nbytes: int) -> Bytes:
+        """Some of the bytes, from byte ``start`` of these."""
+        return self if nbytes == self.nbytes else Bytes(self.storage, self.start + start, nbytes)
 
     def tensor(self) -> torch.Tensor:
         """The same bytes as a flat ``torch.uint8`` tensor."""
@@ -84,6 +85,8 @@ class Cells(NamedTuple):
     memory: Bytes
     dtype: torch.dtype
 
-    def tensor(self) -> torch.Tensor:
+    def tensor(self, form: tuple[Sequence[int], Sequence[int]] | None = None) -> torch.Tensor:
+        """The elements as a flat tensor, or in a size and strides."""
         size = self.dtype.itemsize
-        return over(self.memory.storage, self.dtype, self.memory.start // size, (self.memory.nbytes // size,), (1,))
+        form = form or ((self.memory.nbytes // size,), (1,))
+        return over(self.memory.storage, self.dtype, self.memory.start // size, *form)

@@ -30,37 +30,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from spillway.runtime.backend import Event, Stalls, Stream
 from spillway.runtime.bytes import Bytes
 
 if TYPE_CHECKING:
-    from spillway.runtime.backend import Event, Stream
     from spillway.runtime.mover import Mover
     from spillway.runtime.tiers import Slot, Tier
 
 GROUP_BYTES = ("saved_bytes", "kept_bytes", "offloaded_bytes", "reloaded_bytes", "reused_bytes")
 STEP_BYTES = (*GROUP_BYTES, "recomputed_bytes")
-
-
-@dataclass(slots=True, eq=False)
-class Stalls:
-    """The waits of the compute stream for one other stream."""
-
-    known_seconds: float = 0.0
-    """Sum of the finished waits."""
-    pending: list[Callable[[], float | None]] = field(default_factory=list)
-    """Waits that may not be finished: each gives its seconds, or ``None`` while it is not over, and never blocks."""
-
-    def seconds(self) -> float:
-        """Sum of the waits that are finished by now."""
-        unknown = []
-        for stall in self.pending:
-            seconds = stall()
-            if seconds is None:
-                unknown.append(stall)
-            else:
-                self.known_seconds += seconds
-        self.pending = unknown
-        return self.known_seconds
 
 
 @dataclass(slots=True, eq=False)

@@ -59,7 +59,7 @@ from spillway.errors import (
 )
 from spillway.runtime.arena import FreeRanges
 from spillway.runtime.backend import on_error, quiet
-from spillway.runtime.spill_directory import choose_directory, mounts
+from spillway.runtime.system import choose_directory, mounts
 from spillway.units import format_bytes
 
 if TYPE_CHECKING:
@@ -76,18 +76,6 @@ _GROWTH = 64 * 2**20  # The file grows by this, or by what is needed.
 _HOUR, _BUCKET = 3600, 10  # Seconds. Writes are counted in buckets: 360 numbers an hour.
 
 
-def _set_direct(fd: int, on: bool) -> None:
-    flag = getattr(os, "O_DIRECT", 0)
-    if on and not flag:
-        raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
-    flags = fcntl.fcntl(fd, fcntl.F_GETFL)
-    fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
-
-
-def _cannot_reserve(fd: int, offset: int, length: int) -> None:
-    raise OSError(errno.EOPNOTSUPP, "this system cannot reserve space")
-
-
 class SystemCalls:
     """Every system call of a spill file: the one seam at which tests inject faults."""
 
@@ -96,10 +84,20 @@ class SystemCalls:
     open = staticmethod(os.open)
     unlink = staticmethod(os.unlink)
     close = staticmethod(os.close)
-    set_direct = staticmethod(_set_direct)
-    fallocate = staticmethod(getattr(os, "posix_fallocate", _cannot_reserve))
     ftruncate = staticmethod(os.ftruncate)
     pwrite = staticmethod(os.pwrite)
+
+    def set_direct(self, fd: int, on: bool) -> None:
+        flag = getattr(os, "O_DIRECT", 0)
+        if on and not flag:
+            raise OSError(errno.EOPNOTSUPP, "this system has no O_DIRECT")
+        flags = fcntl.fcntl(fd, fcntl.F_GETFL)
+        fcntl.fcntl(fd, fcntl.F_SETFL, flags | flag if on else flags & ~flag)
+
+    def fallocate(self, fd: int, offset: int, length: int) -> None:
+        if not hasattr(os, "posix_fallocate"):
+            raise OSError(errno.EOPNOTSUPP, "this system cannot reserve space")
+        os.posix_fallocate(fd, offset, length)
 
     def preadv(self, fd: int, view: memoryview, offset: int) -> int:
         return os.preadv(fd, [view], offset)

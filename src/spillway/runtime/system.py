@@ -1,18 +1,36 @@
-"""The machine of this process: devices, CPU memory and NUMA nodes, read from the system's own files."""
+"""The machine of this process: devices, CPU memory, NUMA nodes, file systems; and its CPU affinity.
+
+NOTE [ Affinities that are left alone ]
+
+A process that may not run on every CPU is left alone: the kernel tells of launchers, ``taskset`` and containers in one
+mask. In a process that may run everywhere, a single thread may have been pinned, and it stays pinned: only threads that
+may run everywhere are moved. The way back moves only threads that still have the affinity that they were given here.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple, Self
 
 import torch
 
-from spillway.errors import UsageError
+from spillway.errors import SpillPathError, UsageError
 
 _ROOT = Path("/")
 _CPU_INFO = Path("/proc/cpuinfo")
+_THREADS = Path("/proc/self/task")
+_DEFAULT_PLACES: tuple[Callable[[], str], ...] = (tempfile.gettempdir, lambda: "/var/tmp", os.getcwd)
+_MEMORY_FILESYSTEMS = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "rootfs"})
+_MEMORY_DEVICES = ("/dev/ram", "/dev/zram")
+_EXPECTED = "expected a directory on a disk in which files can be made; set SPILLWAY_DIR or give another one"
+_NOT_BINDING = {"OMP_PROC_BIND": {"false"}, "KMP_AFFINITY": {"none", "disabled"}}
+_BINDING = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 # Launchers say how many processes run: torchrun, Open MPI, Intel MPI and MPICH, Slurm.
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_NTASKS_PER_NODE")
@@ -22,14 +40,14 @@ HOST_SHARE = 0.7
 """The default budget, as a share of the CPU memory that the process may use: the program needs some itself."""
 
 
-def local_ranks(environment: Mapping[str, str] = os.environ) -> int:
+def local_ranks() -> int:
     """How many processes of this job run on the machine, according to the launcher; 1 without one.
 
     Raises:
         UsageError: the launcher's variable is no number of processes.
     """
     for name in _LOCAL_RANKS:
-        said = environment.get(name)
+        said = os.environ.get(name)
         if said is not None:
             if not said.isascii() or not said.isdigit() or int(said) == 0:
                 raise UsageError(
@@ -87,6 +105,14 @@ def _number_in(file: Path) -> list[int]:
     except (OSError, ValueError):
         # There is no such group here, or its limit is the word "max".
         return []
+
+
+def pci_address(device: torch.device) -> str | None:
+    """A device's PCI address, as ``"0000:3b:00.0"``; ``None`` where torch does not know it."""
+    properties: Any = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    if not hasattr(properties, "pci_bus_id"):
+        return None
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
 
 
 def near_cpus(pci_address: str, root: Path = _ROOT) -> set[int]:
@@ -177,3 +203,195 @@ def cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor() or platform.machine()
+
+
+class Mount(NamedTuple):
+    """A mounted file system."""
+
+    point: str
+    kind: str
+    """Its type, as ``"ext4"``."""
+    device: str
+
+
+def mounts() -> list[Mount]:
+    """All mounted file systems, in the order in which they were mounted."""
+    import psutil  # not at the top: only a session that spills to disk needs it
+
+    return [Mount(part.mountpoint, part.fstype, part.device) for part in psutil.disk_partitions(all=True)]
+
+
+def choose_directory(
+    directory: str | os.PathLike[str] | None, allow_memory_filesystem: bool, mounts: Sequence[Mount]
+) -> Path:
+    """The absolute path of the directory for the spill file.
+
+    ``None`` means ``$SPILLWAY_DIR``, or else the first of the temporary directory, ``/var/tmp`` and the working
+    directory that is on a disk, or in memory if that is allowed. Raises ``SpillPathError`` if none can be used.
+    """
+    named = directory if directory is not None else os.environ.get("SPILLWAY_DIR") or None
+    if named is not None:
+        return _usable(named, allow_memory_filesystem, mounts)
+    refusals: dict[str, None] = {}  # each once, in order
+    for in_memory in (False, True) if allow_memory_filesystem else (False,):
+        for place in _DEFAULT_PLACES:
+            try:
+                return _usable(place(), in_memory, mounts)
+            except (SpillPathError, OSError) as error:  # OSError: no temporary or no working directory at all
+                refusals[str(error)] = None
+    raise SpillPathError(
+        "spill file: found no directory for it; set SPILLWAY_DIR or give a directory on a disk. Tried:\n  "
+        + "\n  ".join(refusals)
+    )
+
+
+def _usable(place: str | os.PathLike[str], allow_memory_filesystem: bool, mounts: Sequence[Mount]) -> Path:
+    """The directory's absolute path, if it can be used."""
+    try:
+        path = Path(place).resolve(strict=True)
+    except (OSError, RuntimeError) as error:  # RuntimeError: a loop of symbolic links
+        raise SpillPathError(f"spill file: got {os.fspath(place)!r} ({error}), {_EXPECTED}") from error
+    if not path.is_dir():
+        raise SpillPathError(f"spill file: got {str(path)!r}, which is not a directory, {_EXPECTED}")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise SpillPathError(f"spill file: got {str(path)!r}, which is not writable, {_EXPECTED}")
+    mount = mount_of(path, mounts)
+    in_memory = mount.kind in _MEMORY_FILESYSTEMS or mount.device.startswith(_MEMORY_DEVICES)
+    if in_memory and not allow_memory_filesystem:
+        raise SpillPathError(
+            f"spill file: got {str(path)!r} on {mount.point!r} ({mount.kind}), which is host memory: spilling there "
+            f"saves nothing; {_EXPECTED}, or allow_memory_filesystem=True"
+        )
+    return path
+
+
+def mount_of(path: Path, mounts: Sequence[Mount]) -> Mount:
+    """The file system of a path: the deepest mount above it, and of two at one point the later one."""
+    above = [mount for mount in mounts if path.is_relative_to(mount.point)]
+    return max(reversed(above), key=lambda mount: len(Path(mount.point).parts), default=Mount("/", "", ""))
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """The result of :func:`bind_to_device`. As a context manager, it undoes the binding in the end.
+
+    Example:
+        >>> with spillway.bind_to_device() as affinity:  # doctest: +SKIP
+        ...     print(affinity.why_not or f"on CPUs {sorted(affinity.after)} of node {affinity.node}")
+        ...     train()
+    """
+
+    device: torch.device
+    """The device to be near to."""
+    node: int | None
+    """The device's NUMA node; ``None``: unknown."""
+    before: frozenset[int]
+    """The CPUs that the process could run on."""
+    after: frozenset[int]
+    """The CPUs that it runs on now: those near to the device, or the same as before."""
+    why_not: str | None = None
+    """Why nothing was done; ``None``: the process is bound."""
+    _bound: list[bool] = field(default_factory=list, repr=False, compare=False)
+
+    def undo(self) -> None:
+        """Let the threads run where they could before, except those that were moved meanwhile. Idempotent."""
+        if self._bound:
+            self._bound.clear()
+            _move_threads(self.after, self.before)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.undo()
+
+
+def bind_to_device(device: torch.device | str | None = None) -> Affinity:
+    """Let this process run only on the CPUs near to its GPU, unless its affinity is already set.
+
+    On a machine with several NUMA nodes, copies reach full bandwidth from the memory and the CPUs of the GPU's own
+    node. On Linux, this binds all threads of the process, and so the threads and processes that they start later. Call
+    it early: memory that was touched before stays where it is. Torch keeps its number of threads, which
+    ``torch.set_num_threads(len(affinity.after))`` lowers.
+
+    Nothing is done, and :attr:`Affinity.why_not` says why:
+
+    - if the process may not run on every CPU (by a launcher, ``taskset``, ``numactl``, a container),
+    - if OpenMP binds threads (``OMP_PROC_BIND``, ``OMP_PLACES``, ``GOMP_CPU_AFFINITY``, ``KMP_AFFINITY``),
+    - for the CPU, on a machine with one node, and if the system does not say which node is near.
+
+    Args:
+        device: with an index, or the current one of its type; ``None``: the current accelerator, or else the CPU.
+
+    Returns:
+        The affinity before and after, with :meth:`Affinity.undo` to undo the binding.
+
+    Raises:
+        UsageError: for anything that is not a device of this machine.
+
+    Example:
+        >>> torch.accelerator.set_device_index(local_rank)  # doctest: +SKIP
+        >>> affinity = spillway.bind_to_device()  # doctest: +SKIP
+    """
+    device = which_device(device)
+    return _bind(device, None if device.type == "cpu" else pci_address(device), Path("/"), os.environ)
+
+
+def _bind(device: torch.device, address: str | None, root: Path, environment: Mapping[str, str]) -> Affinity:
+    """The same for the device at a PCI address. ``root`` is the directory of ``/sys``."""
+    if not hasattr(os, "sched_setaffinity"):
+        return Affinity(device, None, frozenset(), frozenset(), "only Linux can bind a process")
+    before = frozenset(os.sched_getaffinity(os.getpid()))
+    node = None if address is None else near_node(address, root)
+    near = frozenset() if node is None else before & node_cpus(node, root)
+    why_not = _why_not(device, node, before, near, root, environment)
+    if why_not is not None:
+        return Affinity(device, node, before, before, why_not)
+    try:
+        _move_threads(before, near)
+    except OSError as error:
+        _move_threads(near, before)
+        return Affinity(device, node, before, before, f"the system refused: {error}")
+    return Affinity(device, node, before, near, _bound=[True])
+
+
+def _why_not(
+    device: torch.device,
+    node: int | None,
+    before: frozenset[int],
+    near: frozenset[int],
+    root: Path,
+    environment: Mapping[str, str],
+) -> str | None:
+    """Why nothing is done. See NOTE [ Affinities that are left alone ]."""
+    if device.type == "cpu":
+        return "the device is the CPU"
+    nodes, online = count_nodes(root), online_cpus(root)
+    if nodes < 2:
+        return "the machine has one NUMA node" if nodes else "the system names no NUMA nodes"
+    if not before >= online:
+        return (
+            f"the process is bound to {len(before)} of {len(online)} CPUs already, by a launcher, taskset, numactl or "
+            f"a container"
+        )
+    for name in _BINDING:
+        value = environment.get(name, "")
+        if value and not _NOT_BINDING.get(name, set()) & set(value.lower().split(",")):
+            return f"{name} is {value!r}, which binds threads"
+    if node is None:
+        return f"the system does not say which NUMA node {device} is near to"
+    if not near:
+        return f"NUMA node {node} of {device} has no CPU"
+    return None if near < before else f"all CPUs are on NUMA node {node} of {device}"
+
+
+def _move_threads(source: frozenset[int], target: frozenset[int]) -> None:
+    """Move the threads whose affinity is exactly ``source`` to ``target``."""
+    seen: set[int] = set()
+    # A thread that starts meanwhile has the affinity of its parent, which may not have been moved yet.
+    while new := {int(thread.name) for thread in _THREADS.iterdir()} - seen:
+        for thread in new:
+            with suppress(ProcessLookupError):
+                if os.sched_getaffinity(thread) == source:
+                    os.sched_setaffinity(thread, target)
+        seen |= new

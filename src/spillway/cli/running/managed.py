@@ -31,7 +31,7 @@ from spillway.errors import SpillwayError, UnsupportedError, UsageError, printab
 from spillway.planner.files import check_writable, write_file
 from spillway.planner.profile import Profile
 from spillway.planner.report.page import graph_objects
-from spillway.runtime.process_memory import set_malloc
+from spillway.runtime.cpu import set_malloc
 from spillway.units import format_bytes, format_seconds
 
 UNMET_CODE = 3
