@@ -12,7 +12,6 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import tree_leaves
-from spillway.attaching.stages import Stage
 from spillway.checkpointing.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.selectors import Planned
@@ -58,8 +57,8 @@ class BlockTracing:
         self._streamed: dict[str, list[StreamedBlock]] = {}
         """The streamed blocks that each block consists of."""
         self._session = session
-        self._stage: Stage | None = None
-        """The stage of the traced step."""
+        self._is_recorded = False
+        """Whether new kinds of blocks are measured operator by operator."""
         self._cut: StepTrace | None = None
         """A step that ended before the next one began."""
 
@@ -83,9 +82,9 @@ class BlockTracing:
             for name in blocks
         }
 
-    def begin(self, stage: Stage) -> None:
-        self._stage, self.has_probed = stage, False
-        is_timed, is_weighed = stage is Stage.PROFILING_TIME, stage is Stage.PROFILING_MEMORY
+    def begin(self, *, is_timed: bool, is_weighed: bool, is_recorded: bool) -> None:
+        """Trace a step: with its times, its memory, or the operators of new kinds of blocks."""
+        self._is_recorded, self.has_probed = is_recorded, False
         lag = _LAG if is_timed else 0.0
         self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, weighs=is_weighed)
         for each in self._copied:
@@ -134,12 +133,10 @@ class BlockTracing:
         if tracer is None or self.is_paused or not self._is_here(tracer):
             return None
         kind = kind_of(module, tensors_of(args, kwargs))
-        # New kinds of blocks are measured operator by operator.
-        is_recorded = self._stage in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
-        probe = self._probe_of(kind, call) if is_recorded else None
+        probe = self._probe_of(kind, call) if self._is_recorded else None
         streamed = tuple(nbytes for each in self._streamed.get(call.name, ()) for nbytes in each.sizes)
         number = tracer.block_begins(call.name, kind, (args, kwargs), streamed)
-        if is_recorded:
+        if self._is_recorded:
             call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.casts)
         return tracer, number
 

@@ -24,11 +24,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import spillway
-from spillway.cli.plan import hardware_of
+from spillway.cli import OFF, variable
+from spillway.cli.plan import AsJson, completed, hardware_of, output
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
-from spillway.cli.variables import OFF, variable
-from spillway.cli.words import WAYS as COMPLETED_WAYS
-from spillway.cli.words import AsJson, completed, output
 from spillway.errors import BudgetError, SpillwayError, UsageError, printable
 from spillway.units import format_bytes, format_seconds
 
@@ -48,7 +46,7 @@ Ways = Annotated[
     str,
     typer.Option(
         help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.",
-        autocompletion=completed(*COMPLETED_WAYS, is_list=True),
+        autocompletion=completed("baseline", "recompute", "offload", "ratio=", "budget=", "plan=", is_list=True),
     ),
 ]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")]

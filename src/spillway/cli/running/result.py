@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from spillway.cli import HOOK, is_hooked
 from spillway.cli.running.models import ManagedModel, ScriptObserver
-from spillway.cli.variables import HOOK, is_hooked
 from spillway.errors import printable
 from spillway.planner.report.text import WIDTH
 from spillway.types import StepStats
