@@ -53,7 +53,6 @@ class BlockTracing:
         self.idle_steps = 0
         """Consecutive steps without a backward."""
         self.tracer: StepTracer | None = None
-        """It traces the step, if one is traced."""
         self._streamed: dict[str, list[StreamedBlock]] = {}
         """The streamed blocks that each block consists of."""
         self._session = session
@@ -189,11 +188,10 @@ class DividedOptimizer(Protocol):
 class AppliedPlan:
     """A plan, applied to a model's blocks, to the in-flight limit, and to the optimizer whose state is offloaded."""
 
-    def __init__(self, tracing: BlockTracing, optimizer: DividedOptimizer | None = None) -> None:
+    def __init__(self, tracing: BlockTracing, optimizer: DividedOptimizer | None) -> None:
         self.plan: Plan | None = None
         """The plan that was applied since profiling began."""
         self.count = 0
-        """How many plans were applied."""
         self.optimizer = optimizer
         self.is_left_alone = False
         """Whether nothing is done in the blocks, since no backward comes through them."""

@@ -166,7 +166,6 @@ class PipelinePlanController(PlanController):
         planner = Planner(devices.pop(), session, hardware, **limits)
         super().__init__(self.stages, PipelineSearch(self.stages, planner, nbytes))
         self._turns: list[Turn] = []
-        """Turns of the step so far."""
         self._order_plans = 0
         """How many plans were made because of another order."""
         self._states: list[tuple[bool, list[bool]]] = []

@@ -206,7 +206,6 @@ class Stopwatch:
         self.bytes_before = 0
         """In use when they began."""
         self.ends: list[float] = []
-        """Times of the end of each step."""
 
     def stepped(self, count: int) -> None:
         import torch

@@ -309,13 +309,7 @@ class Profile(FileRecord):
         )
 
     def _repr_html_(self) -> str:
-        kinds = [
-            f"{sum(call.kind == number for call in self.calls)} like {kind.kind}: {len(kind.operators)} operators save "
-            f"{format_bytes(kind.saved_bytes)}; forward {format_seconds(kind.forward_seconds)}, backward "
-            f"{format_seconds(kind.backward_seconds)}"
-            for number, kind in enumerate(self.kinds)
-        ]
-        return format_html("\n".join([str(self), *kinds]))
+        return format_html("\n".join(lines_of(self)))
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         if self.static is not None and self.static.total != self.static_bytes:
@@ -346,6 +340,20 @@ class Profile(FileRecord):
                 yield f"{where}.maker", value.maker, count
                 yield f"{where}.saved_at", value.saved_at, count + 1
                 yield f"{where}.saved_last_at", value.saved_last_at, count + 1
+
+
+def lines_of(profile: Profile) -> Iterator[str]:
+    """A profile in lines: its kinds of blocks, and the rest of the step."""
+    yield str(profile)
+    for number, kind in enumerate(profile.kinds):
+        yield (
+            f"{sum(call.kind == number for call in profile.calls)} like {kind.kind}: {len(kind.operators)} operators "
+            f"save {format_bytes(kind.saved_bytes)}; forward {format_seconds(kind.forward_seconds)}, backward "
+            f"{format_seconds(kind.backward_seconds)}"
+        )
+    for name, part in (("before", profile.before), ("between", profile.middle), ("after", profile.after)):
+        yield f"{name} the blocks: {format_seconds(part.seconds)}, at most {format_bytes(part.peak_bytes)} more"
+    yield f"always there: {format_bytes(profile.static_bytes)}"
 
 
 _FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes", "parameters"})

@@ -33,10 +33,9 @@ from spillway.cli.running.result import RunResult, result_of, wrapped
 from spillway.cli.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
 from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planner.files import check_writable, write_file
-from spillway.planner.profile import Profile
+from spillway.planner.profile import lines_of
 from spillway.planner.report.page import graph_objects
 from spillway.runtime.process_memory import set_malloc
-from spillway.units import format_bytes, format_seconds
 
 UNMET_CODE = 3
 """Exit code of ``spillway run`` if the script ended well, but no model was treated as asked."""
@@ -75,7 +74,7 @@ class Files:
             graph_objects()
 
 
-def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: bool, best_effort: bool = False) -> None:
+def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: bool, best_effort: bool) -> None:
     """Run a script, with its models attached as the options say.
 
     The result is printed and written when the process ends, after the script's threads and its own exit handlers.
@@ -349,25 +348,9 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> None:
     rank = rank_of()
     profile.save(numbered(path, "rank", rank))
     if not rank:
-        _print_error("\n".join(["", *_summary(profile), printable(f"written to {path}"), ""]))
-
-
-def _summary(profile: Profile) -> list[str]:
-    """A profile in lines of at most 80 columns: kinds of blocks, what they save, and the rest of the step."""
-    lines = wrapped(str(profile))
-    for number, kind in enumerate(profile.kinds):
-        calls = sum(call.kind == number for call in profile.calls)
-        lines += wrapped(
-            f"{calls} like {kind.kind}: {len(kind.operators)} operators save {format_bytes(kind.saved_bytes)}; forward "
-            f"{format_seconds(kind.forward_seconds)}, backward {format_seconds(kind.backward_seconds)}",
-            "  ",
-        )
-    for name, part in (("before", profile.before), ("between", profile.middle), ("after", profile.after)):
-        lines.append(
-            f"  {name} the blocks: {format_seconds(part.seconds)}, at most {format_bytes(part.peak_bytes)} more"
-        )
-    lines.append(f"  always there: {format_bytes(profile.static_bytes)}")
-    return lines
+        first, *others = lines_of(profile)
+        lines = [*wrapped(first), *(line for other in others for line in wrapped(other, "  "))]
+        _print_error("\n".join(["", *lines, printable(f"written to {path}"), ""]))
 
 
 class _EndingCollector(ProfileCollector):

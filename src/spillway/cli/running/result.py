@@ -33,7 +33,6 @@ class ModelResult:
     """The result of one model. Sizes are bytes; ``None``: unknown."""
 
     kind: str
-    """Its class."""
     blocks: int
     way: str
     """``"budget 40GiB"`` as it was given, ``"budget"`` for the default, ``"plan"``, ``"ratio 0.5"``, or the policy."""

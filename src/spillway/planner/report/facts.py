@@ -146,9 +146,7 @@ class Facts:
     measured: Point | None
     """The peak and the time of a real step, if one was measured."""
     notes: tuple[str, ...]
-    """Notes on the search for the plan."""
     curve: tuple[Point, ...]
-    """Plans for other budgets, if there are any."""
 
     @property
     def point(self) -> Point:

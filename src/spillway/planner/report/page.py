@@ -334,10 +334,8 @@ def _time_scale(seconds: float) -> tuple[float, str]:
 
 
 def _byte_scale(nbytes: int) -> tuple[int, str]:
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << power:
-            return 1 << power, unit
-    return 1, "B"
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
+    return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def _short(value: float) -> float:
