@@ -201,11 +201,6 @@ class AppliedPlan:
         self._blocks: Sequence[BlockCall] = ()
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes of the weights of streamed blocks that stay on the device."""
-        return 0 if self.streams is None else self.streams.resident_bytes
-
-    @property
     def is_plain(self) -> bool:
         return self.plan is not None and all(block.plain for block in self.plan.blocks)
 

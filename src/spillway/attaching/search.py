@@ -167,8 +167,8 @@ class PlanSearch:
         """Whether a step begins with so many more bytes than planned for that there is another plan."""
         # Copies under way are not counted. The plan itself decides how much of an offloaded optimizer is on the device.
         is_divided = collector.applied.optimizer is not None
-        placed = collector.applied.resident_bytes
-        known = None if is_divided else self.memory.level() - collector.tracing.carried() - placed
+        other = collector.tracing.carried() + self.planner.resident_bytes
+        known = None if is_divided else self.memory.level() - other
         levels = self.ranks.share("level", lambda: known)
         level = max((each for each in levels if each is not None), default=0)
         profile, plan, target = self.profile, self.plan, self.known_target

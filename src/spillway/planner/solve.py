@@ -236,14 +236,13 @@ class _Search:
         return self._model.estimates(rows, slower=(self._problem.late - 1) / 2)
 
     def _neighbours(self, chosen: Chosen) -> Choices:
-        """A run of blocks of one kind with equal options changed: all of it, a half, or one block."""
+        """A run of blocks of one kind with equal options changed: all of it, or one block."""
         rows: list[list[int]] = []
         last = 0
         for (_, here), run in itertools.groupby(zip(self._kinds, chosen, strict=True)):
             first, last = last, last + len(list(run))
-            middle = (first + last) // 2
-            parts = {(first, last), (first, max(middle, first + 1)), (middle, last)}
-            parts |= {(place, place + 1) for place in (*range(first, last, max(1, (last - first) // 8)), last - 1)}
+            places = (*range(first, last, max(1, (last - first) // 8)), last - 1)
+            parts = {(first, last), *((place, place + 1) for place in places)}
             for begin, end in sorted(parts):
                 others = set(range(len(self._problem.options[first]))) - {here}
                 rows += [[*chosen[:begin], *[number] * (end - begin), *chosen[end:]] for number in sorted(others)]
