@@ -365,17 +365,14 @@ def enlarged(profile: Profile, factor: float) -> Profile:
 
     CPU times, and what comes after the blocks (an optimizer, mostly), stay as they are.
     """
-    before, middle = (_grown(each, factor) for each in (profile.before, profile.middle))
-    late = None if profile.late is None else _grown(profile.late, factor)
-    pairs = ((before, profile.before), (middle, profile.middle), (late, profile.late))
-    more = sum(new.change_bytes - old.change_bytes for new, old in pairs if new is not None and old is not None)
+    parts = {name: part for name in ("before", "middle", "late") if (part := getattr(profile, name)) is not None}
+    grown = {name: _grown(part, factor) for name, part in parts.items()}
+    more = sum(grown[name].change_bytes - parts[name].change_bytes for name in parts)
     return replace(
         profile,
+        **grown,
         kinds=tuple(_grown(kind, factor) for kind in profile.kinds),
         calls=tuple(_grown(call, factor) for call in profile.calls),
-        before=before,
-        middle=middle,
-        late=late,
         # The tensors that they hold are freed there.
         after=replace(profile.after, change_bytes=profile.after.change_bytes - more),
         held_bytes=round(profile.held_bytes * factor),
