@@ -25,6 +25,7 @@ import typer
 
 import spillway
 from spillway.cli import OFF, variable
+from spillway.cli.plan import WAYS as COMPLETED_WAYS
 from spillway.cli.plan import AsJson, completed, hardware_of, output
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
 from spillway.errors import BudgetError, SpillwayError, UsageError, printable
@@ -46,7 +47,7 @@ Ways = Annotated[
     str,
     typer.Option(
         help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.",
-        autocompletion=completed("baseline", "recompute", "offload", "ratio=", "budget=", "plan=", is_list=True),
+        autocompletion=completed(*COMPLETED_WAYS, is_list=True),
     ),
 ]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")]
