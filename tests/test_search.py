@@ -21,13 +21,12 @@ import spillway
 from allocations import ExactMemory, NoMemory, count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search
 from spillway import BudgetError, Session
+from spillway.attaching import collector
 from spillway.attaching import search as searching
-from spillway.attaching import stages, timer
 from spillway.attaching.budget import BudgetTarget, Planner
+from spillway.attaching.collector import Stage
 from spillway.attaching.ranks import RankGroup
-from spillway.attaching.search import PlanSearch, is_same
-from spillway.attaching.stages import Stage
-from spillway.attaching.timer import PlanTimer
+from spillway.attaching.search import PlanSearch, PlanTimer, is_same
 from spillway.planner.plan import ANY_RATES, Plan, uniform_program
 from spillway.planner.profile import HostTimes
 from spillway.planner.timeline import simulate_program
@@ -49,7 +48,7 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _as_the_table_says(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     """Whatever a test does, a stage is followed by one that NOTE [ Stages of a search ] names. Searches may begin."""
-    rows = [line.split("|")[1:4:2] for line in str(stages.__doc__).splitlines() if line.startswith("| ``")]
+    rows = [line.split("|")[1:4:2] for line in str(collector.__doc__).splitlines() if line.startswith("| ``")]
     named = [[re.findall("``([A-Z_]+)``", cell) for cell in row] for row in rows]
     table = {(Stage[one].value, Stage[other].value) for here, then in named for one in here for other in then}
     with caplog.at_level(logging.INFO, logger="spillway.attach"):
@@ -423,7 +422,7 @@ def test_steps_of_another_size_are_not_compared(session: Session, monkeypatch: p
     with timed_in_turn(session, monkeypatch, (1.0, 1.0)) as (attached, model, batch):
         found = attached._search
         smaller = batch[: len(batch) // 2]
-        for number in range(timer._MOST + 1):
+        for number in range(searching._MOST_TIMED + 1):
             one_step(model, smaller if number % 3 == 2 else batch)
             assert not runs_as_torch_does(found)
         assert found.timer is None

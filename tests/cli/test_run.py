@@ -12,7 +12,7 @@ import torch
 
 import spillway
 from running.scripts import RANKS, TRAINING, Folder, Server, keep_hardware
-from spillway.cli import plan, words
+from spillway.cli import plan
 from spillway.cli.app import main
 from spillway.cli.bench import Result, to_text
 from spillway.cli.running.options import options_of_way
@@ -310,9 +310,9 @@ def test_values_of_options_are_completed(line: str, completed: list[str], folder
 
 
 def test_completed_words_are_all_that_there_are() -> None:
-    assert set(words.MACHINES) == set(PRESETS)
-    assert set(words.TIERS) == ALL
-    for way in words.WAYS:
+    assert set(plan.MACHINES) == set(PRESETS)
+    assert set(plan.TIERS) == ALL
+    for way in plan.WAYS:
         value = {"ratio=": "0.5", "budget=": "1GiB"}.get(way, "")
         if way != "plan=":
             options_of_way(f"{way}{value}")

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from running.scripts import MODELS, RANKS, SOURCE, TRAINING, Ended, Folder, Server, keep_hardware
+from spillway.cli import asked
 from spillway.cli.running.options import NOTHING_TO_STREAM
-from spillway.cli.variables import asked
 
 pytestmark = pytest.mark.timeout(300)
 STEPS = 7

@@ -21,7 +21,7 @@ from allocations import count_exactly
 from runtime.scenarios import adversary_session
 from spillway import BudgetError, Decision, EventKind, Hardware
 from spillway.attaching import search as searching
-from spillway.attaching.timer import PlanTimer
+from spillway.attaching.search import PlanTimer
 from spillway.parameters.homes import StreamedParameter
 from spillway.parameters.streamed import StreamedModel
 from spillway.planner.plan import OperatorPlan, program_of

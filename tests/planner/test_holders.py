@@ -32,7 +32,7 @@ def test_each_byte_is_told_by_what_holds_it_at_every_place_of_a_step() -> None:
         Task("b", Phase.BACKWARD, 1, 8, -4, takes=(1, 0), drops=(1, 0), gradient_bytes=2, recomputed_bytes=-5),
     )
     timeline = simulate_program(Program(10, tasks), SLOW, spans=True)
-    assert timeline.holders == (
+    assert tuple(level.holders for level in timeline.levels) == (
         NOTHING,
         Holders(10, working=9),
         Holders(10, kept=7),
@@ -54,8 +54,8 @@ def test_each_byte_is_told_by_what_holds_it_at_every_place_of_a_step() -> None:
 
 def test_what_is_dropped_on_its_way_out_is_held_by_nobody() -> None:
     timeline = simulate_program(Program(10, (task("f", 1, Sent(0, 3)), task("g", 1, drops=(0,)))), SLOW, spans=True)
-    assert Holders(10, leaving=3) in timeline.holders
-    assert timeline.holders[-1] == NOTHING
+    held = [level.holders for level in timeline.levels]
+    assert Holders(10, leaving=3) in held and held[-1] == NOTHING
 
 
 @SETTINGS
@@ -65,7 +65,7 @@ def test_holders_add_up_to_what_the_device_has_at_every_level(program: Program, 
     sizes = [sent.nbytes for each in program.tasks for sent in each.sends]
     # The peak is counted without holders, and in tasks alone.
     assert max(level.device for level in timeline.levels) >= timeline.peak_bytes
-    for held in timeline.holders:
+    for held in (level.holders for level in timeline.levels):
         assert min(held.leaving, held.returning, held.returned, held.working) >= 0
         assert held.returning <= max(rates.window, *sizes, 0)
 
@@ -86,7 +86,7 @@ def test_a_step_of_blocks_ends_with_its_gradients_and_what_is_outside_of_blocks(
     chosen = [data.draw(st.integers(0, len(options) - 1)) for options in given_problem.options]
     timeline = simulate_program(given_problem.program(chosen), given_problem.rates, spans=True)
     assert max(level.device for level in timeline.levels) == timeline.peak_bytes
-    end = timeline.holders[-1]
+    end = timeline.levels[-1].holders
     assert end.leaving == end.returning == end.returned == end.recomputed == end.working == 0
     assert end.gradients == 4 * LLAMA.kinds[0].backward_change_bytes
     assert end.outside == sum(part.change_bytes for part in (LLAMA.before, LLAMA.middle, LLAMA.after))

@@ -14,7 +14,7 @@ from report.conftest import with_tasks
 from spillway.planner.hardware import Hardware
 from spillway.planner.planner import make_plan, planning_rates
 from spillway.planner.report.facts import Facts, facts_of
-from spillway.planner.report.page import to_trace
+from spillway.planner.report.page import copies_of, to_trace
 from spillway.planner.timeline import STREAMS
 from spillway.types import Decision
 
@@ -68,9 +68,9 @@ def test_each_copy_has_the_bytes_that_its_time_is_for(facts: Made) -> None:
     for found in (facts(), on_disk(facts())):
         rates = planning_rates(H200, found.plan.window)
         spans = found.timeline.spans
-        seen = [number for each in found.copies for number in each.spans]
+        seen = [number for each in copies_of(found) for number in each.spans]
         assert sorted(seen) == [number for number, span in enumerate(spans) if span.stream != "compute"]
-        for each in found.copies:
+        for each in copies_of(found):
             out, *disk, back = (spans[number] for number in each.spans)
             assert (out.stream, [span.stream for span in disk], back.stream) in (
                 ("out", [], "back"),
@@ -85,7 +85,7 @@ def test_each_copy_has_the_bytes_that_its_time_is_for(facts: Made) -> None:
 def test_copies_name_the_operator_that_made_their_bytes(facts: Made) -> None:
     found = facts()
     told: dict[str, Counter[str]] = defaultdict(Counter)
-    for each in found.copies:
+    for each in copies_of(found):
         if each.operator != "input":
             told[each.block][each.operator] += each.nbytes
     for block in found.plan.blocks:
@@ -94,7 +94,7 @@ def test_copies_name_the_operator_that_made_their_bytes(facts: Made) -> None:
             expected[each.operator] += each.nbytes if each.decision is not Decision.KEEP else 0
         # Some are used before they are freed, and never copied.
         assert told[block.name] <= expected
-    assert sum(map(len, told.values())) > 10 and any(each.operator == "input" for each in found.copies)
+    assert sum(map(len, told.values())) > 10 and any(each.operator == "input" for each in copies_of(found))
 
 
 def test_arguments_name_blocks_operators_and_bytes(facts: Made) -> None:
@@ -119,7 +119,7 @@ def test_a_flow_leads_from_each_offload_to_its_reload(facts: Made, tier: str) ->
     for phase in "stf":
         for event in events(found, phase):
             flows[event["id"]].append(event)
-    assert len(flows) == len([each for each in found.copies if len(each.spans) > 1]) > 10
+    assert len(flows) == len([each for each in copies_of(found) if len(each.spans) > 1]) > 10
     for number, steps in flows.items():
         assert [event["ph"] for event in steps] == list("sf" if tier == "host" else "sttf")
         streams = [STREAMS[event["tid"] - 1] for event in steps]
@@ -130,7 +130,7 @@ def test_a_flow_leads_from_each_offload_to_its_reload(facts: Made, tier: str) ->
                 for each in slices
                 if each["tid"] == event["tid"] and each["ts"] <= event["ts"] <= each["ts"] + each["dur"]
             ]
-            copied = found.copies[number]
+            copied = copies_of(found)[number]
             args = there["args"]
             assert (args["block"], args["operator"], args["bytes"]) == (copied.block, copied.operator, copied.nbytes)
 

@@ -1,7 +1,7 @@
 """``spillway.attach``: checkpoints and offloads the blocks of a model that is not edited.
 
 With a budget, each call of the model goes to ``controller``, which takes the search for a plan from stage to stage
-(``stages``). ``collector`` profiles steps, and ``blocks`` traces blocks and tells them how they are called by a plan.
+(``Stage``). ``collector`` profiles steps, and ``blocks`` traces blocks and tells them how they are called by a plan.
 ``search`` chooses plans, which the ``Planner`` of ``budget`` makes of a profile, and compares later steps with the
 budget. ``CONTRIBUTING.md`` lists the other files.
 """

@@ -12,7 +12,6 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import tree_leaves
-from spillway.attaching.stages import Stage
 from spillway.checkpointing.blocks import signature
 from spillway.checkpointing.learned import LearnedFunctions
 from spillway.checkpointing.selectors import Planned
@@ -54,12 +53,11 @@ class BlockTracing:
         self.idle_steps = 0
         """Consecutive steps without a backward."""
         self.tracer: StepTracer | None = None
-        """It traces the step, if one is traced."""
         self._streamed: dict[str, list[StreamedBlock]] = {}
         """The streamed blocks that each block consists of."""
         self._session = session
-        self._stage: Stage | None = None
-        """The stage of the traced step."""
+        self._is_recorded = False
+        """Whether new kinds of blocks are measured operator by operator."""
         self._cut: StepTrace | None = None
         """A step that ended before the next one began."""
 
@@ -83,9 +81,9 @@ class BlockTracing:
             for name in blocks
         }
 
-    def begin(self, stage: Stage) -> None:
-        self._stage, self.has_probed = stage, False
-        is_timed, is_weighed = stage is Stage.PROFILING_TIME, stage is Stage.PROFILING_MEMORY
+    def begin(self, *, is_timed: bool, is_weighed: bool, is_recorded: bool) -> None:
+        """Trace a step: with its times, its memory, or the operators of new kinds of blocks."""
+        self._is_recorded, self.has_probed = is_recorded, False
         lag = _LAG if is_timed else 0.0
         self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, weighs=is_weighed)
         for each in self._copied:
@@ -134,12 +132,10 @@ class BlockTracing:
         if tracer is None or self.is_paused or not self._is_here(tracer):
             return None
         kind = kind_of(module, tensors_of(args, kwargs))
-        # New kinds of blocks are measured operator by operator.
-        is_recorded = self._stage in (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY)
-        probe = self._probe_of(kind, call) if is_recorded else None
+        probe = self._probe_of(kind, call) if self._is_recorded else None
         streamed = tuple(nbytes for each in self._streamed.get(call.name, ()) for nbytes in each.sizes)
         number = tracer.block_begins(call.name, kind, (args, kwargs), streamed)
-        if is_recorded:
+        if self._is_recorded:
             call.listener = ProfilerListener(probe, partial(tracer.asked, number), tracer.casts)
         return tracer, number
 
@@ -192,11 +188,10 @@ class DividedOptimizer(Protocol):
 class AppliedPlan:
     """A plan, applied to a model's blocks, to the in-flight limit, and to the optimizer whose state is offloaded."""
 
-    def __init__(self, tracing: BlockTracing, optimizer: DividedOptimizer | None = None) -> None:
+    def __init__(self, tracing: BlockTracing, optimizer: DividedOptimizer | None) -> None:
         self.plan: Plan | None = None
         """The plan that was applied since profiling began."""
         self.count = 0
-        """How many plans were applied."""
         self.optimizer = optimizer
         self.is_left_alone = False
         """Whether nothing is done in the blocks, since no backward comes through them."""
@@ -204,11 +199,6 @@ class AppliedPlan:
         """Streamed blocks, whose weights stay on the device where a plan says so."""
         self._tracing = tracing
         self._blocks: Sequence[BlockCall] = ()
-
-    @property
-    def resident_bytes(self) -> int:
-        """Bytes of the weights of streamed blocks that stay on the device."""
-        return 0 if self.streams is None else self.streams.resident_bytes
 
     @property
     def is_plain(self) -> bool:

@@ -105,7 +105,7 @@ class Planner:
     ) -> None:
         self._places_weights = places_weights
         self.streams: StreamedModel | None = None
-        """Streamed blocks. The CPU memory of those whose weights are on the device is theirs."""
+        """Streamed blocks."""
         self._host_budget = None if host_budget is None else parse_bytes(host_budget, what="host_budget")
         self._disk_budget = None if disk_budget is None else parse_bytes(disk_budget, what="disk_budget")
         self._allow = allowed(device, allow)
@@ -157,7 +157,11 @@ class Planner:
             **({"places_weights": True} if self._places_weights else {}),
         }
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes of the weights of streamed blocks that stay on the device. The CPU memory for them is theirs."""
+        return 0 if self.streams is None else self.streams.resident_bytes
+
     def _free_host_bytes(self) -> int:
         """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
-        kept = 0 if self.streams is None else self.streams.resident_bytes
-        return max(self._session.host_room(self.device) - kept, 0)
+        return max(self._session.host_room(self.device) - self.resident_bytes, 0)

@@ -66,7 +66,8 @@ class ModuleCall:
         self.streamed: StreamedBlock | None = None
         """With it, the module's parameters are on the device only during its calls."""
         self.on_error: Callable[[SpillwayError], None] | None = None
-        """Is called with an error, instead of raising it. The call then goes on as if not attached."""
+        """Is called with an error, instead of raising it, and may raise its own. Otherwise the call goes on as if not
+        attached."""
         self.give_way: Callable[[], object] | None = None
         """Removes it, since the user calls ``attach``; ``None``: the user has attached it, and has to remove it."""
 

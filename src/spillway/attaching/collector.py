@@ -1,5 +1,28 @@
 """Profiles an attached model in three steps of the user's own loop.
 
+NOTE [ Stages of a search ]
+
+Each call of the model in training begins a step, and each step has a stage. A step is judged when the next one begins.
+
+| stage | the step that has ended | the next stage |
+|---|---|---|
+| each but ``ACTIVE`` | had no backward through the blocks | the same |
+| ``PROFILING_OPERATORS`` | | ``PROFILING_MEMORY`` |
+| ``PROFILING_MEMORY``, ``PROFILING_TIME`` | had a new kind of block | the same |
+| ``PROFILING_MEMORY`` | had known kinds | ``PROFILING_TIME`` |
+| ``PROFILING_TIME`` | had the kinds of the step before | ``WARMING_UP`` with the first plan |
+| ``WARMING_UP`` | | ``VALIDATING`` |
+| ``VALIDATING`` | recorded or compared replays, and was above the budget | the same, four times at most |
+| ``VALIDATING`` | was within the budget | ``ACTIVE``, or once ``VALIDATING`` with torch's checkpointing |
+| ``VALIDATING`` | was above the budget | ``VALIDATING`` with another plan; on several ranks ``WARMING_UP`` |
+| ``VALIDATING`` | had torch's checkpointing beside a plan | ``ACTIVE`` with the plan before |
+| ``ACTIVE`` | was above the budget | ``WARMING_UP`` with another plan |
+
+A step may also begin otherwise than those before, once a plan is applied. If it begins with more bytes than planned
+for, the next stage is ``WARMING_UP`` with a plan for these. If its inputs are larger, it is ``WARMING_UP`` in the least
+memory, then with a plan for them. If they are more than twice the profiled ones, or no plan is for them, it is
+``PROFILING_OPERATORS``.
+
 NOTE [ Profiling steps ]
 
 In the first three stages of the search for a plan, blocks are recomputed and their inputs are offloaded: no step takes
@@ -18,6 +41,8 @@ Frozen blocks before all others save nothing, and are left alone.
 
 from __future__ import annotations
 
+import enum
+import logging
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -28,7 +53,6 @@ from torch.nn import Module
 
 from spillway.attaching.blocks import AppliedPlan, BlockTracing, DividedOptimizer, tensor_bytes
 from spillway.attaching.ranks import ALONE, RankGroup, shared_profile
-from spillway.attaching.stages import PROFILING, Notes, Stage
 from spillway.checkpointing.losses import own_losses
 from spillway.errors import UsageError
 from spillway.planner.profile import Profile, Static, enlarged, risen
@@ -43,11 +67,38 @@ if TYPE_CHECKING:
     from spillway.planner.plan import Plan
     from spillway.profiler.step_trace import StepTrace
 
+_LOG = logging.getLogger("spillway.attach")
 _MOST_OTHER_KINDS = 4
 """Steps of other kinds of blocks than the step whose memory was measured."""
 _MOST_NEW_KINDS = 32
 _MOST_WAITING = 256
 """Steps in which an optimizer may take none."""
+
+
+class Stage(enum.Enum):
+    """See NOTE [ Stages of a search ]."""
+
+    PROFILING_OPERATORS = "profiling operators"
+    PROFILING_MEMORY = "profiling memory"
+    PROFILING_TIME = "profiling time"
+    WARMING_UP = "warming up"
+    VALIDATING = "validating"
+    ACTIVE = "active"
+
+    def log(self, model: str) -> None:
+        """Say in the log that the search for a model's plan has come to this stage."""
+        _LOG.info("%s: %s", model, self.value)
+
+
+PROFILING = (Stage.PROFILING_OPERATORS, Stage.PROFILING_MEMORY, Stage.PROFILING_TIME)
+
+
+class Notes(list[str]):
+    """Notes on a search for the user."""
+
+    def once(self, what: str) -> None:
+        if what not in self:
+            self.append(what)
 
 
 class ProfileCollector:
@@ -137,9 +188,14 @@ class ProfileCollector:
     def begin_step(self, stage: Stage, inputs: int) -> None:
         """Trace a step, with so many bytes of inputs."""
         self._inputs = inputs
-        if stage is Stage.PROFILING_MEMORY:
+        is_weighed = stage is Stage.PROFILING_MEMORY
+        if is_weighed:
             self._statics = self._known()
-        self.tracing.begin(stage)
+        self.tracing.begin(
+            is_timed=stage is Stage.PROFILING_TIME,
+            is_weighed=is_weighed,
+            is_recorded=is_weighed or stage is Stage.PROFILING_OPERATORS,
+        )
 
     def advance(self, trace: StepTrace | None, ranks: RankGroup = ALONE) -> bool:
         """A profiling step has ended; whether there is a profile. Ranks go through the stages in step."""

@@ -2,7 +2,7 @@
 
 NOTE [ How a plan is found ]
 
-A search has stages: NOTE [ Stages of a search ] in ``stages.py``. An evaluation between two steps ends the first of
+A search has stages: NOTE [ Stages of a search ] in ``collector.py``. An evaluation between two steps ends the first of
 them: no plan makes an evaluation smaller. A call without gradients in training mode belongs to its step.
 
 The first three stages profile the model (NOTE [ Profiling steps ] in ``collector.py``). Then the plan is applied.
@@ -26,10 +26,9 @@ from typing import TYPE_CHECKING, Any
 from torch.nn import Module
 
 from spillway.attaching.blocks import tensor_bytes
-from spillway.attaching.collector import ProfileCollector
+from spillway.attaching.collector import PROFILING, ProfileCollector, Stage
 from spillway.attaching.ranks import ranks_of
 from spillway.attaching.search import PeakMonitor, PlanSearch
-from spillway.attaching.stages import PROFILING, Stage
 from spillway.attaching.validation import refuse_nested
 from spillway.checkpointing.blocks import Named
 from spillway.errors import BudgetError

@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.nn import Module
 
-from spillway._torch import disable_dispatch, tree_leaves, tree_map
+from spillway._torch import disable_dispatch, tree_map
 from spillway.attaching import attach
 from spillway.attaching.blocks import kind_of, tensors_of
 from spillway.attaching.collector import device_of
@@ -71,8 +71,8 @@ def profile_on_meta(
     target: str | None,
     attention: str | None,
     optimizer: Any,
-    stream: Any = None,
-    is_offloaded: bool = False,
+    stream: Any,
+    is_offloaded: bool,
 ) -> Profile | None:
     """The profile of a step on a target; ``None`` if no backward came through the blocks.
 
@@ -128,8 +128,7 @@ def profile_on_meta(
 
 def is_on_meta(model: Module, batch: Any) -> bool:
     """Whether there is nothing to measure: tensors without memory."""
-    tensors = [*model.parameters(), *model.buffers(), *tree_leaves(batch)]
-    return any(isinstance(each, torch.Tensor) and each.device == META for each in tensors)
+    return any(each.device == META for each in (*model.parameters(), *model.buffers(), *tensors_of(batch)))
 
 
 class _Step(Module):

@@ -99,15 +99,10 @@ class ModelCall(ModuleCall):
         self.controller = controller
         controller.manage([call for call in self.blocks if isinstance(call, BlockCall)])
 
-    def hand_errors_to(self, on_error: Callable[[SpillwayError], None]) -> None:
-        """Call a function with later errors, which may raise its own. Otherwise calls go on as if not attached."""
+    def belong_to(self, on_error: Callable[[SpillwayError], None], give_way: Callable[[], object]) -> None:
+        """Call functions for later errors, and if the user attaches the model or a part of it. See their attributes."""
         for call in (self, *self.blocks):
-            call.on_error = on_error
-
-    def give_way_by(self, remove: Callable[[], object]) -> None:
-        """Let the user's own ``attach`` of the model, or of a part of it, call a function that removes this one."""
-        for call in (self, *self.blocks):
-            call.give_way = remove
+            call.on_error, call.give_way = on_error, give_way
 
     def _call(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.streams is None or self._here.inside:

@@ -22,11 +22,10 @@ from torch.nn import Module
 
 from spillway.attaching.blocks import tensor_bytes
 from spillway.attaching.budget import Planner
-from spillway.attaching.collector import ProfileCollector
+from spillway.attaching.collector import PROFILING, Notes, ProfileCollector, Stage
 from spillway.attaching.controller import PlanController
 from spillway.attaching.ranks import ranks_of
 from spillway.attaching.search import PlanSearch
-from spillway.attaching.stages import PROFILING, Notes, Stage
 from spillway.errors import UnsupportedError, UsageError
 from spillway.planner.planner import StageProfile, covers, make_stage_plans
 from spillway.planner.tasks import Turn
@@ -167,7 +166,6 @@ class PipelinePlanController(PlanController):
         planner = Planner(devices.pop(), session, hardware, **limits)
         super().__init__(self.stages, PipelineSearch(self.stages, planner, nbytes))
         self._turns: list[Turn] = []
-        """Turns of the step so far."""
         self._order_plans = 0
         """How many plans were made because of another order."""
         self._states: list[tuple[bool, list[bool]]] = []

@@ -28,17 +28,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from spillway._torch import active_ddp
+from spillway.attaching.validation import FSDP
 from spillway.checkpointing.blocks import is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.planner.profile import Outside, Profile
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-_DDP = "torch.nn.parallel.distributed", "DistributedDataParallel"
-_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 
 T = TypeVar("T")
 
@@ -108,7 +107,7 @@ def ranks_of(model: Module) -> RankGroup:
     if distributed is None or not (distributed.is_available() and distributed.is_initialized()):
         return ALONE
     # The wrapper may be in the model, or around its call.
-    wrapper: Any = next((module for module in model.modules() if is_a(module, *_DDP)), active_ddp())
+    wrapper: Any = next((each for each in model.modules() if isinstance(each, DistributedDataParallel)), active_ddp())
     found = {id(group): group for group in _groups_of(model, wrapper)}
     return RankGroup([group for group in found.values() if group.size() > 1], wrapper)
 
@@ -117,7 +116,7 @@ def _groups_of(model: Module, wrapper: Any) -> Iterator[ProcessGroup]:
     if wrapper is not None:
         yield wrapper.process_group
     for module in model.modules():
-        if is_a(module, *_FSDP):
+        if is_a(module, *FSDP):
             flat: Any = module
             yield flat.process_group
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)

@@ -17,7 +17,7 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
 from spillway.session import Session
 
-_FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 _SHOWN = 8
 
 
@@ -92,7 +92,7 @@ def refuse_class(named: Named) -> None:
             f"{named}.forward is a property and cannot be wrapped. Make it a method, or use spillway.recompute in the "
             f"code that calls the block"
         )
-    if named.name and is_a(module, *_FSDP):
+    if named.name and is_a(module, *FSDP):
         raise UsageError(
             f"{named} cannot be a block, since it gathers its parameters in its forward. Give blocks= the class of the "
             f"module in it, or use fully_shard"

@@ -24,11 +24,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import spillway
-from spillway.cli.plan import hardware_of
+from spillway.cli import OFF, variable
+from spillway.cli.plan import WAYS as COMPLETED_WAYS
+from spillway.cli.plan import AsJson, completed, hardware_of, output
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
-from spillway.cli.variables import OFF, variable
-from spillway.cli.words import WAYS as COMPLETED_WAYS
-from spillway.cli.words import AsJson, completed, output
 from spillway.errors import BudgetError, SpillwayError, UsageError, printable
 from spillway.units import format_bytes, format_seconds
 
@@ -208,7 +207,6 @@ class Stopwatch:
         self.bytes_before = 0
         """In use when they began."""
         self.ends: list[float] = []
-        """Times of the end of each step."""
 
     def stepped(self, count: int) -> None:
         import torch

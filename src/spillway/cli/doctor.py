@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 import spillway
-from spillway.cli.plan import working
-from spillway.cli.words import AsJson, completed, output
+from spillway.cli.plan import AsJson, completed, output, working
 from spillway.errors import BackendError, TierError, UsageError, printable
 from spillway.units import format_bytes
 

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from spillway.cli.words import POLICIES, Allow, DiskBudget, HardwareName, HostBudget, completed, output
+from spillway.cli.plan import POLICIES, Allow, DiskBudget, HardwareName, HostBudget, completed, output
 
 Target = Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, or with -m the module.", show_default=False)]
 Arguments = Annotated[

@@ -16,7 +16,7 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-from spillway.cli.variables import QUIET, asked
+from spillway.cli import QUIET, asked
 
 
 def arm() -> None:

@@ -309,13 +309,7 @@ class Profile(FileRecord):
         )
 
     def _repr_html_(self) -> str:
-        kinds = [
-            f"{sum(call.kind == number for call in self.calls)} like {kind.kind}: {len(kind.operators)} operators save "
-            f"{format_bytes(kind.saved_bytes)}; forward {format_seconds(kind.forward_seconds)}, backward "
-            f"{format_seconds(kind.backward_seconds)}"
-            for number, kind in enumerate(self.kinds)
-        ]
-        return format_html("\n".join([str(self), *kinds]))
+        return format_html("\n".join(lines_of(self)))
 
     def _faults(self) -> Iterator[tuple[str, str]]:
         if self.static is not None and self.static.total != self.static_bytes:
@@ -348,6 +342,20 @@ class Profile(FileRecord):
                 yield f"{where}.saved_last_at", value.saved_last_at, count + 1
 
 
+def lines_of(profile: Profile) -> Iterator[str]:
+    """A profile in lines: its kinds of blocks, and the rest of the step."""
+    yield str(profile)
+    for number, kind in enumerate(profile.kinds):
+        yield (
+            f"{sum(call.kind == number for call in profile.calls)} like {kind.kind}: {len(kind.operators)} operators "
+            f"save {format_bytes(kind.saved_bytes)}; forward {format_seconds(kind.forward_seconds)}, backward "
+            f"{format_seconds(kind.backward_seconds)}"
+        )
+    for name, part in (("before", profile.before), ("between", profile.middle), ("after", profile.after)):
+        yield f"{name} the blocks: {format_seconds(part.seconds)}, at most {format_bytes(part.peak_bytes)} more"
+    yield f"always there: {format_bytes(profile.static_bytes)}"
+
+
 _FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes", "parameters"})
 """Fields of blocks that do not grow with the inputs."""
 
@@ -357,17 +365,14 @@ def enlarged(profile: Profile, factor: float) -> Profile:
 
     CPU times, and what comes after the blocks (an optimizer, mostly), stay as they are.
     """
-    before, middle = (_grown(each, factor) for each in (profile.before, profile.middle))
-    late = None if profile.late is None else _grown(profile.late, factor)
-    pairs = ((before, profile.before), (middle, profile.middle), (late, profile.late))
-    more = sum(new.change_bytes - old.change_bytes for new, old in pairs if new is not None and old is not None)
+    parts = {name: part for name in ("before", "middle", "late") if (part := getattr(profile, name)) is not None}
+    grown = {name: _grown(part, factor) for name, part in parts.items()}
+    more = sum(grown[name].change_bytes - parts[name].change_bytes for name in parts)
     return replace(
         profile,
+        **grown,
         kinds=tuple(_grown(kind, factor) for kind in profile.kinds),
         calls=tuple(_grown(call, factor) for call in profile.calls),
-        before=before,
-        middle=middle,
-        late=late,
         # The tensors that they hold are freed there.
         after=replace(profile.after, change_bytes=profile.after.change_bytes - more),
         held_bytes=round(profile.held_bytes * factor),

@@ -115,33 +115,34 @@ class _Search:
         self._model = CostModel(problem)
         self._work, self._most_work = 0.0, seconds * _TASKS_A_SECOND
         """Tasks that were simulated, and may be."""
-        self._known: dict[Chosen, Timeline] = {}
-        self._late: dict[Chosen, float] = {}
-        """Seconds of steps with a slower CPU."""
-        self._leader: tuple[Rank, Chosen] | None = None
+        self._known: dict[Chosen, Solution] = {}
+        self._leader: Solution | None = None
         self._kinds = [id(options) for options in problem.options]
 
     def run(self, near: Solution | None) -> Solution:
         for start in self._starts(near):
             self._polish(start)
         self._try_pure_ways()
-        self._polish(self._best())
+        self._polish(self._best().chosen)
         counts = [len(options) for options in self._problem.options]
         if math.prod(counts) <= _FEW:
             for chosen in itertools.product(*map(range, counts)):
-                self._timeline(chosen)
-        best = self._best()
-        return Solution(best, self._known[best], self._seconds(best), self._problem)
+                self._solution(chosen)
+        return self._best()
 
     # Simulations and their ranks.
 
-    def _timeline(self, chosen: Chosen) -> Timeline:
+    def _solution(self, chosen: Chosen) -> Solution:
+        """The simulated step of a choice. See NOTE [ A slower CPU ]."""
         found = self._known.get(chosen)
         if found is None:
-            found = self._known[chosen] = self._simulate(chosen, self._problem.rates)
-            rank = self._rank(chosen)
-            if self._leader is None or rank < self._leader[0]:
-                self._leader = rank, chosen
+            timeline = self._simulate(chosen, self._problem.rates)
+            seconds = timeline.seconds
+            if self._slower != self._problem.rates:
+                seconds = (seconds + self._simulate(chosen, self._slower).seconds) / 2
+            found = self._known[chosen] = Solution(chosen, timeline, seconds, self._problem)
+            if self._leader is None or self._rank(chosen) < self._rank(self._leader.chosen):
+                self._leader = found
         return found
 
     def _simulate(self, chosen: Chosen, rates: Rates) -> Timeline:
@@ -149,26 +150,16 @@ class _Search:
         self._work += len(program.tasks)
         return simulate_program(program, rates)
 
-    def _best(self) -> Chosen:
+    def _best(self) -> Solution:
         assert self._leader is not None
-        return self._leader[1]
+        return self._leader
 
     def _rank(self, chosen: Chosen) -> Rank:
         """Its place among all choices: those that fit come first."""
-        timeline = self._timeline(chosen)
+        found = self._solution(chosen)
+        timeline, peak = found.timeline, found.timeline.peak_bytes
         over = int(excess(self._problem, timeline.host_bytes, timeline.disk_bytes))
-        peak = timeline.peak_bytes
-        return over, max(0, peak - self._problem.budget), round(self._seconds(chosen), DIGITS), peak, chosen
-
-    def _seconds(self, chosen: Chosen) -> float:
-        """The seconds that a choice is ranked by. See NOTE [ A slower CPU ]."""
-        seconds = self._timeline(chosen).seconds
-        if self._slower != self._problem.rates:
-            late = self._late.get(chosen)
-            if late is None:
-                late = self._late[chosen] = self._simulate(chosen, self._slower).seconds
-            return (seconds + late) / 2
-        return seconds
+        return over, max(0, peak - self._problem.budget), round(found.seconds, DIGITS), peak, chosen
 
     def _spent(self) -> bool:
         return self._work > self._most_work
@@ -185,9 +176,9 @@ class _Search:
         found = self._model.estimates(ways)
         keys = self._keys(replace(found, seconds=_MARGIN * found.seconds), (0.0, 0.0))
         for index in numpy.lexsort(keys[::-1]):
-            if self._leader is not None and tuple(key[index] for key in keys) > self._leader[0][:4]:
+            if tuple(key[index] for key in keys) > self._rank(self._best().chosen)[:4]:
                 return
-            self._timeline(tuple(ways[index].tolist()))
+            self._solution(tuple(ways[index].tolist()))
 
     # Starts.
 
@@ -231,9 +222,9 @@ class _Search:
 
     def _correction(self, chosen: Chosen) -> Correction:
         """How far the simulation of a choice is from its estimate."""
-        found = self._ranked(numpy.array([chosen], dtype=numpy.int64))
-        peak = self._timeline(chosen).peak_bytes
-        return self._seconds(chosen) - float(found.seconds[0]), peak - float(found.peak_bytes[0])
+        estimate, found = self._ranked(numpy.array([chosen], dtype=numpy.int64)), self._solution(chosen)
+        peak = found.timeline.peak_bytes
+        return found.seconds - float(estimate.seconds[0]), peak - float(estimate.peak_bytes[0])
 
     def _order(self, rows: Choices, correction: Correction) -> NDArray[numpy.intp]:
         self._work += rows.size * max(1, len(self._problem.turns) // 2) / _CELLS_A_TASK
@@ -245,14 +236,13 @@ class _Search:
         return self._model.estimates(rows, slower=(self._problem.late - 1) / 2)
 
     def _neighbours(self, chosen: Chosen) -> Choices:
-        """A run of blocks of one kind with equal options changed: all of it, a half, or one block."""
+        """A run of blocks of one kind with equal options changed: all of it, or one block."""
         rows: list[list[int]] = []
         last = 0
         for (_, here), run in itertools.groupby(zip(self._kinds, chosen, strict=True)):
             first, last = last, last + len(list(run))
-            middle = (first + last) // 2
-            parts = {(first, last), (first, max(middle, first + 1)), (middle, last)}
-            parts |= {(place, place + 1) for place in (*range(first, last, max(1, (last - first) // 8)), last - 1)}
+            places = (*range(first, last, max(1, (last - first) // 8)), last - 1)
+            parts = {(first, last), *((place, place + 1) for place in places)}
             for begin, end in sorted(parts):
                 others = set(range(len(self._problem.options[first]))) - {here}
                 rows += [[*chosen[:begin], *[number] * (end - begin), *chosen[end:]] for number in sorted(others)]

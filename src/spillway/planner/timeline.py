@@ -112,7 +112,6 @@ class Level:
 
     seconds: float
     holders: Holders
-    """Holders of the GPU's bytes."""
     host: int
     disk: int
 
@@ -127,7 +126,6 @@ class Timeline:
     """The simulated step."""
 
     seconds: float
-    """Duration of the step."""
     stall_seconds: float
     """Seconds for which compute stalls for copies."""
     host_wait_seconds: float
@@ -142,11 +140,6 @@ class Timeline:
     spans: tuple[Span, ...] = ()
     """Work of all streams, by its start. Only on request, as the next."""
     levels: tuple[Level, ...] = ()
-
-    @property
-    def holders(self) -> tuple[Holders, ...]:
-        """Holders of the GPU's bytes at each of ``levels``."""
-        return tuple(level.holders for level in self.levels)
 
     @property
     def wait_seconds(self) -> float:
@@ -176,7 +169,6 @@ class Storage:
 
     sent: Sent
     sender: str
-    """The task that sends it."""
     frees: tuple[Storage, ...]
     """Storages that must be freed before its copy is within the in-flight limit, oldest first."""
     is_reused: bool = False

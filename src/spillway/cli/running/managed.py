@@ -8,34 +8,41 @@ import logging
 import multiprocessing.process
 import multiprocessing.util
 import os
+import shutil
 import sys
+import tempfile
 import threading
+import uuid
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch.nn import Module
 
 from spillway.attaching import Attached, attach
 from spillway.attaching.collector import ProfileCollector
 from spillway.attaching.model import ModelCall
+from spillway.cli import OFF, QUIET, variable
 from spillway.cli.running.models import ManagedModel, ScriptObserver
 from spillway.cli.running.options import RunOptions
 from spillway.cli.running.result import RunResult, result_of, wrapped
 from spillway.cli.running.script import Script, ScriptExit, is_of_script, numbered, rank_of
-from spillway.cli.running.tree import ProcessTree
-from spillway.cli.variables import OFF, QUIET, variable
 from spillway.errors import SpillwayError, UnsupportedError, UsageError, printable
 from spillway.planner.files import check_writable, write_file
-from spillway.planner.profile import Profile
+from spillway.planner.profile import lines_of
 from spillway.planner.report.page import graph_objects
 from spillway.runtime.cpu import set_malloc
-from spillway.units import format_bytes, format_seconds
 
 UNMET_CODE = 3
 """Exit code of ``spillway run`` if the script ended well, but no model was treated as asked."""
+
+
+_FOLDER = "SPILLWAY_RUN_FOLDER"
+"""The variable with the folder of a :class:`ProcessTree`."""
 
 
 class UnmetError(UnsupportedError):
@@ -67,7 +74,7 @@ class Files:
             graph_objects()
 
 
-def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: bool, best_effort: bool = False) -> None:
+def run_managed(script: Script, options: RunOptions, files: Files, *, quiet: bool, best_effort: bool) -> None:
     """Run a script, with its models attached as the options say.
 
     The result is printed and written when the process ends, after the script's threads and its own exit handlers.
@@ -112,6 +119,54 @@ def manage(options: RunOptions, *, quiet: bool) -> Callable[[], None]:
     """
     options.check_machine()
     return _ManagedProcess(options, Files(), quiet=quiet, is_run=False).leave
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessTree:
+    """The place of this process among others, which tell each other what was attached, by files in one folder.
+
+    The folder is made by ``spillway run``, or by the first program of a chain that imports torch under
+    ``SPILLWAY_BUDGET``. Its name is in the environment of the processes below. Those write their results into it; it is
+    removed in the end.
+    """
+
+    told: Path | None
+    """The file for its result; ``None``: no process above it asks."""
+    own: Path | None
+    """The folder for the results of the processes below it; ``None``: they use that of the process above."""
+
+    @classmethod
+    def joined(cls, *, is_run: bool) -> ProcessTree:
+        """That of the environment, or a new one. ``is_run``: it always has a folder of its own."""
+        above = os.environ.get(_FOLDER)
+        folder = Path(above) if above and Path(above).is_dir() else None
+        told = None if folder is None else folder / f"{uuid.uuid4().hex}.json"
+        if folder is not None and not is_run:
+            return cls(told, None)
+        own = Path(tempfile.mkdtemp(prefix="spillway-run-"))
+        os.environ[_FOLDER] = str(own)
+        return cls(told, own)
+
+    def tell(self, result: RunResult) -> None:
+        """Give the process above the result, unless that process has ended."""
+        if self.told is not None:
+            with suppress(OSError):
+                self.told.write_text(result.to_json(), encoding="utf-8")
+
+    def children(self) -> tuple[RunResult, ...]:
+        """Results of the processes below, so far."""
+        found = []
+        for path in () if self.own is None else sorted(self.own.glob("*.json")):
+            # Its process may be writing it now.
+            with suppress(OSError, ValidationError):
+                found.append(TypeAdapter(RunResult).validate_json(path.read_bytes()))
+        return tuple(found)
+
+    def close(self) -> None:
+        if self.own is not None:
+            if os.environ.get(_FOLDER) == str(self.own):
+                del os.environ[_FOLDER]
+            shutil.rmtree(self.own, ignore_errors=True)
 
 
 class _ManagedProcess:
@@ -293,25 +348,9 @@ def run_profiled(script: Script, path: Path, *, steps: int) -> None:
     rank = rank_of()
     profile.save(numbered(path, "rank", rank))
     if not rank:
-        _print_error("\n".join(["", *_summary(profile), printable(f"written to {path}"), ""]))
-
-
-def _summary(profile: Profile) -> list[str]:
-    """A profile in lines of at most 80 columns: kinds of blocks, what they save, and the rest of the step."""
-    lines = wrapped(str(profile))
-    for number, kind in enumerate(profile.kinds):
-        calls = sum(call.kind == number for call in profile.calls)
-        lines += wrapped(
-            f"{calls} like {kind.kind}: {len(kind.operators)} operators save {format_bytes(kind.saved_bytes)}; forward "
-            f"{format_seconds(kind.forward_seconds)}, backward {format_seconds(kind.backward_seconds)}",
-            "  ",
-        )
-    for name, part in (("before", profile.before), ("between", profile.middle), ("after", profile.after)):
-        lines.append(
-            f"  {name} the blocks: {format_seconds(part.seconds)}, at most {format_bytes(part.peak_bytes)} more"
-        )
-    lines.append(f"  always there: {format_bytes(profile.static_bytes)}")
-    return lines
+        first, *others = lines_of(profile)
+        lines = [*wrapped(first), *(line for other in others for line in wrapped(other, "  "))]
+        _print_error("\n".join(["", *lines, printable(f"written to {path}"), ""]))
 
 
 class _EndingCollector(ProfileCollector):

@@ -106,7 +106,6 @@ class ManagedModel:
     """A model that something is attached to."""
 
     kind: str
-    """Its class."""
     module: weakref.ref[Module]
     blocks: int
     """How many it repeats."""
@@ -277,8 +276,7 @@ class ModelRegistry:
             return False
         again = [f"attached again: {self._refusals[model]}"] if model in self._refusals else []
         managed = ManagedModel(type(model).__name__, weakref.ref(model), blocks, attached, way, [*again, *notes])
-        ModelCall.of(model).hand_errors_to(lambda error: self._refused(managed, error))
-        ModelCall.of(model).give_way_by(lambda: self._give_way(managed))
+        ModelCall.of(model).belong_to(lambda error: self._refused(managed, error), lambda: self._give_way(managed))
         self.managed.append(managed)
         for note in (*notes, *attached.notes):
             self.tell(f"{managed.kind}: {note}")

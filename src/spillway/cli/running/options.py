@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from spillway.cli.variables import AUTO, LIMITS, OFF, WAYS, asked, variable
-from spillway.cli.words import POLICIES
+from spillway.cli import AUTO, LIMITS, OFF, WAYS, asked, variable
+from spillway.cli.plan import POLICIES
 from spillway.errors import UnsupportedError, UsageError
 from spillway.units import parse_bytes, read_budget
 

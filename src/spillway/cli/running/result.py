@@ -10,8 +10,8 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from spillway.cli import HOOK, is_hooked
 from spillway.cli.running.models import ManagedModel, ScriptObserver
-from spillway.cli.variables import HOOK, is_hooked
 from spillway.errors import printable
 from spillway.planner.report.text import WIDTH
 from spillway.types import StepStats
@@ -33,7 +33,6 @@ class ModelResult:
     """The result of one model. Sizes are bytes; ``None``: unknown."""
 
     kind: str
-    """Its class."""
     blocks: int
     way: str
     """``"budget 40GiB"`` as it was given, ``"budget"`` for the default, ``"plan"``, ``"ratio 0.5"``, or the policy."""

@@ -13,7 +13,6 @@ from spillway.planner.hardware import Hardware
 from spillway.planner.plan import BlockPlan, Plan, options_of, program_of, uniform_program
 from spillway.planner.planner import Point, planning_rates, profile_for
 from spillway.planner.profile import BlockProfile, Profile
-from spillway.planner.report.copies import Copied, copies_of
 from spillway.planner.report.text import names_of
 from spillway.planner.tasks import Option, Program, in_words, measured_groups
 from spillway.planner.timeline import Timeline, settled, simulate_program
@@ -147,9 +146,7 @@ class Facts:
     measured: Point | None
     """The peak and the time of a real step, if one was measured."""
     notes: tuple[str, ...]
-    """Notes on the search for the plan."""
     curve: tuple[Point, ...]
-    """Plans for other budgets, if there are any."""
 
     @property
     def point(self) -> Point:
@@ -182,10 +179,6 @@ class Facts:
         for row in self.rows:
             rows.setdefault(row.kind, []).append(row)
         return tuple(KindRow(tuple(each)) for each in rows.values())
-
-    @property
-    def copies(self) -> tuple[Copied, ...]:
-        return copies_of(self.profile, self.plan, self.program, self.timeline.spans)
 
     @property
     def constant_bytes(self) -> int:

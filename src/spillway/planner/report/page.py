@@ -15,14 +15,16 @@ from __future__ import annotations
 import base64
 import html
 import json
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
+from itertools import accumulate
 from types import ModuleType
 from typing import Any
 
 from spillway.errors import UsageError, printable
 from spillway.planner.planner import Point
-from spillway.planner.report.copies import Copied
 from spillway.planner.report.facts import STALLS, STATIC, Facts, OperatorRow
 from spillway.planner.tasks import Phase
 from spillway.planner.timeline import STREAMS, Span
@@ -44,6 +46,46 @@ _ORDER = [
     *(name for name, _ in _COPIES.values()),
 ]
 """Order of the bars in the legend."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A storage that is offloaded, or a saved parameter that is streamed."""
+
+    block: str
+    """The module's name, dotted."""
+    operator: str
+    """The operator that makes it; ``"input"``: it is an input of the block; ``"parameter"``: a parameter."""
+    nbytes: int
+    spans: tuple[int, ...]
+    """Numbers of the spans of its copies: out, to disk, from disk, back."""
+
+
+def copies_of(facts: Facts) -> tuple[Copied, ...]:
+    """All storages that are copied in a step, in the order in which they are offloaded.
+
+    Copies of all streamed parameters of a block at once are not among them.
+    """
+    found: dict[int, list[int]] = {}
+    for number, span in enumerate(facts.timeline.spans):
+        if span.key is not None:
+            found.setdefault(span.key, []).append(number)
+    # Keys number the values of all blocks. Those of saved parameters follow, if nothing is recomputed.
+    calls = facts.profile.calls
+    kinds = [facts.profile.kinds[call.kind] for call in calls]
+    numbers = (
+        len(kind.values) + (0 if block.recomputes else len(kind.parameters))
+        for kind, block in zip(kinds, facts.plan.blocks, strict=True)
+    )
+    first = list(accumulate(numbers, initial=0))
+    made = []
+    for sent in (each for task in facts.program.tasks for each in task.sends if each.key in found):
+        place = bisect_right(first, sent.key) - 1
+        kind, number = kinds[place], sent.key - first[place]
+        maker = None if sent.is_weight else kind.values[number].maker
+        operator = "parameter" if sent.is_weight else "input" if maker is None else kind.operators[maker].name
+        made.append(Copied(calls[place].name, operator, sent.nbytes, tuple(found[sent.key])))
+    return tuple(made)
 
 
 def to_page(facts: Facts) -> str:
@@ -191,7 +233,7 @@ def streams_figure(facts: Facts) -> dict[str, Any]:
     """The tasks of each stream over time, and why compute stalls."""
     figure = graph_objects().Figure()
     scale, time_unit = _time_scale(facts.timeline.seconds)
-    copied = {number: each for each in facts.copies for number in each.spans}
+    copied = {number: each for each in copies_of(facts) for number in each.spans}
     phases = {task.name: task.phase for task in facts.program.tasks}
     sorts: dict[tuple[str, str, str], list[tuple[Span, str]]] = {}
     for number, span in enumerate(facts.timeline.spans):
@@ -292,10 +334,8 @@ def _time_scale(seconds: float) -> tuple[float, str]:
 
 
 def _byte_scale(nbytes: int) -> tuple[int, str]:
-    for power, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
-        if nbytes >= 1 << power:
-            return 1 << power, unit
-    return 1, "B"
+    power = min(max(nbytes.bit_length() - 1, 0) // 10, 4)
+    return 1024**power, ("B", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def _short(value: float) -> float:
@@ -331,7 +371,7 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
     for stream, number in _THREADS.items():
         yield event("M", "thread_name", tid=number, args={"name": stream})
         yield event("M", "thread_sort_index", tid=number, args={"sort_index": number})
-    copied = {number: each for each in facts.copies for number in each.spans}
+    copied = {number: each for each in copies_of(facts) for number in each.spans}
     blocks = {call.name for call in facts.profile.calls}
     tasks = iter(facts.program.tasks)
     for number, span in enumerate(facts.timeline.spans):
@@ -368,7 +408,7 @@ def _events(facts: Facts) -> Iterator[dict[str, Any]]:
 
 def _flows(facts: Facts) -> Iterator[dict[str, Any]]:
     """From the copy out of each storage to its reload, through the disk if it is there."""
-    for number, copied in enumerate(facts.copies):
+    for number, copied in enumerate(copies_of(facts)):
         last = len(copied.spans) - 1
         for place, each in enumerate(copied.spans if last else ()):
             span = facts.timeline.spans[each]
