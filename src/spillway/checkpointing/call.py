@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway._torch import hooks_of_leaf, next_node, storage_key, tree_leaves, untraced, version_of
+from spillway._torch import disable_function, hooks_of_leaf, next_node, storage_key, tree_leaves, untraced, version_of
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.learned import LearnedCalls
@@ -395,8 +395,10 @@ class CheckpointedCall(ReplayableCall):
             ]
         known = [*tensors, *self._reached.tensors()]
         collector.know(known)
-        leaves = [tensor for tensor in known if tensor.requires_grad and tensor.is_leaf]
-        hooks = [[len(each) for each in hooks_of_leaf(leaf)] for leaf in leaves]
+        # Function modes must not see this.
+        with disable_function():
+            leaves = [tensor for tensor in known if tensor.requires_grad and tensor.is_leaf]
+            hooks = [[len(each) for each in hooks_of_leaf(leaf)] for leaf in leaves]
         if isinstance(mode, Recorder):
             mode.begin(tensors)
         output = None
@@ -424,10 +426,11 @@ class CheckpointedCall(ReplayableCall):
             finally:
                 collector.end()
                 # Forward has registered its hooks already, on the same leaves.
-                for leaf, counts in zip(leaves, hooks, strict=True):
-                    for each, count in zip(hooks_of_leaf(leaf), counts, strict=True):
-                        while len(each) > count:
-                            each.popitem()
+                with disable_function():
+                    for leaf, counts in zip(leaves, hooks, strict=True):
+                        for each, count in zip(hooks_of_leaf(leaf), counts, strict=True):
+                            while len(each) > count:
+                                each.popitem()
         if isinstance(mode, Recorder):
             mode.gave(output)
         del output

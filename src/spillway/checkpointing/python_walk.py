@@ -385,10 +385,13 @@ def _functions_of(kind: type) -> list[types.FunctionType]:
     for name in names:
         for base in kind.__mro__:
             value = vars(base).get(name) if _facts_of(base)[2] else None
-            function = value.fget if isinstance(value, property) else getattr(value, "__func__", value)
-            if type(function) is types.FunctionType:
-                found[id(function)] = function
-                new = _names_in(function.__code__) - done
+            if isinstance(value, property):
+                value = value.fget
+            elif isinstance(value, (classmethod, staticmethod)):
+                value = value.__func__
+            if type(value) is types.FunctionType:
+                found[id(value)] = value
+                new = _names_in(value.__code__) - done
                 done |= new
                 names += new
     return [*found.values()]
