@@ -361,3 +361,8 @@ def test_a_random_loop(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("number", range(CASES, LONG))
 def test_many_random_loops(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     run(number, monkeypatch)
+
+
+def test_a_norm_has_the_type_of_a_gradient_that_a_tensor_has_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power of two, as of a gradient scaler, in a tensor of another type."""
+    run(2146, monkeypatch)

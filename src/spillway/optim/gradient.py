@@ -70,9 +70,9 @@ class Factor:
         return math.frexp(abs(float(self.given)))[0] == 0.5
 
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """The norm of the product, from the norm of the gradient."""
+        """The norm of the product, from the norm of the gradient, and in its type."""
         value = self.given.abs() if isinstance(self.given, torch.Tensor) else abs(self.given)
-        return norm * value if self.operation == "mul_" else norm / value
+        return (norm * value if self.operation == "mul_" else norm / value).to(norm.dtype)
 
 
 @dataclass(eq=False)
