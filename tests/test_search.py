@@ -463,11 +463,16 @@ def test_if_an_active_plan_of_checkpointing_is_above_the_budget_it_is_not_taken_
         assert found.target is not None and found.target.nbytes == BudgetTarget(budget).nbytes
 
 
-@pytest.mark.parametrize(("worth", "above", "plans"), [(1.05, 2, 3), (1e-9, 9, 5), (1e9, 9, 3)], ids=str)
+@pytest.mark.parametrize(
+    ("worth", "above", "plans", "smaller"), [(1.05, 2, 3, 2), (1e-9, 9, 5, 3), (1e9, 9, 3, 1)], ids=str
+)
 def test_after_two_plans_above_the_budget_a_smaller_one_or_torchs_checkpointing_is_next(
-    session: Session, monkeypatch: pytest.MonkeyPatch, worth: float, above: int, plans: int
+    session: Session, monkeypatch: pytest.MonkeyPatch, worth: float, above: int, plans: int, smaller: int
 ) -> None:
-    """``above``: plans that are above the budget, if they are not torch's own checkpointing."""
+    """``above``: plans that are above the budget, if they are not torch's own checkpointing.
+
+    Of those that back off, ``smaller`` ran. One that never ran leaves neither a note nor a smaller target.
+    """
     validate = PlanSearch.validate
     tried: list[Plan] = []
 
@@ -495,6 +500,9 @@ def test_after_two_plans_above_the_budget_a_smaller_one_or_torchs_checkpointing_
         ends_so = ["torch's own checkpointing next" in note for note in attached.notes]
         assert recomputes_all(tried[-1]) is ends_so[-1] is (above > 2)
         assert sum(ends_so) == (above > 2)
+        assert sum("planned again for" in note for note in attached.notes) == smaller
+        assert attached._search is not None and attached._search.target is not None  # type: ignore[union-attr]
+        assert attached._search.target.corrections == smaller
 
 
 @pytest.mark.parametrize(("share", "is_noted"), [(1.0, True), (0.8, False)])
