@@ -236,3 +236,37 @@ def test_a_new_parameter_has_no_state(session: spillway.Session) -> None:
     optimizer = OffloadedOptimizer([parameter], torch.optim.AdamW, session=session)
     assert optimizer.state_dict()["state"] == {}
     optimizer.close()
+
+
+@pytest.mark.parametrize("between", ["a step", "another edit"])
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}], ids=str)
+def test_an_edit_of_a_state_that_was_stored_again_with_others(
+    session: spillway.Session, options: dict[str, Any], between: str
+) -> None:
+    """Small parameters share a chunk. It is stored when one of them is stepped or set, and the state of each moves."""
+    found = []
+    for make in (
+        lambda some: OffloadedOptimizer(some, torch.optim.AdamW, session=session, lr=0.1, fused=True, **options),
+        lambda some: torch.optim.AdamW(some, lr=0.1, fused=True),
+    ):
+        first, second = (Parameter(torch.full((5,), value)) for value in (1.0, 2.0))
+        optimizer = make([first, second])
+
+        def step(*parameters: Parameter, optimizer: Any = optimizer) -> None:
+            sum(each.square().sum() for each in parameters).backward()  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step(first, second)
+        assert optimizer.state[first]["exp_avg"].numel() == 5
+        if between == "a step":
+            step(second)
+        else:
+            optimizer.state[second]["exp_avg"] = torch.ones(5)
+            optimizer.state_dict()
+        optimizer.state[first]["exp_avg"].mul_(0.5)
+        step(first, second)
+        found.append([*optimizer.state[first].values(), first.detach().clone(), second.detach().clone()])
+        if isinstance(optimizer, OffloadedOptimizer):
+            optimizer.close()
+    assert all(map(torch.equal, *found))

@@ -168,6 +168,10 @@ class Placement:
     def complete(self, waiting: Sequence[HostParameter]) -> list[HostParameter]:
         return [one for store, some in self.of_stores(waiting) for one in store.complete(some)]
 
+    def stored_with(self, held: Iterable[HostParameter]) -> list[HostParameter]:
+        """Further parameters whose states are stored again when these are stepped or set."""
+        return [other for store, some in self.of_stores(held) for other in store.others_in_chunks(some)]
+
     def settle(self, cost: StepCost) -> None:
         for store in self.stores:
             store.settle(cost)

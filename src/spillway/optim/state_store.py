@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -185,6 +185,12 @@ class StateStore(ABC):
         for chunk, index in self._parts_of(held):
             self.tier.set_opened(chunk, index, state)
         return state
+
+    def others_in_chunks(self, held: Collection[HostParameter]) -> list[HostParameter]:
+        """Further parameters whose states are in the chunks of these, and are stored again with them."""
+        chunks = {chunk: None for one in held for chunk, _ in self._parts_of(one)}
+        known = set(held)
+        return [part.held for chunk in chunks for part in chunk.parts if part.held not in known]
 
     def prepare(self, held: Iterable[HostParameter]) -> None:
         """Reserve memory for what the next step of these parameters makes.

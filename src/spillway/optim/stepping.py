@@ -117,6 +117,8 @@ class StepQueue:
                 check_shapes(state, parameter, fused=bool(self._placement.traits.fused))
                 self._placement.put_states([(parameter, state)])
                 self._views.show(parameter)
+                if parameter in self._placement.held:
+                    self._show_stored_with([self._placement.held[parameter]])
 
     def forget_costs(self) -> None:
         """Parameters have moved: earlier steps say nothing about later ones."""
@@ -275,11 +277,18 @@ class StepQueue:
                 stack.callback(self._wait_once, event, context, of_event)
         for one in arriving:
             self._views.show(one.parameter)
+        self._show_stored_with(arriving)
         if arriving and not self.pending:
             for index, written in self.now.written.items():
                 self._groups()[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
+
+    def _show_stored_with(self, held: Sequence[HostParameter]) -> None:
+        """States that were stored again with others: tensors that the user has read are no longer theirs."""
+        for other in self._placement.stored_with(held):
+            if self._views.edited(other.parameter) is None:
+                self._views.show(other.parameter)
 
     def _wait_once(self, event: Event, context: DeviceContext, held: Sequence[HostParameter]) -> None:
         """Let compute wait. An error of the step is raised once; after an interrupt, it is still to be waited for."""
