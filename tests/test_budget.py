@@ -770,7 +770,7 @@ def test_a_session_has_its_window_again_when_a_plan_is_taken_off(session: Sessio
 def test_a_plan_sends_no_more_to_the_host_than_the_session_has_room_for() -> None:
     device = torch.device("cpu")
     with spillway.Session(host_budget="64MiB") as session:
-        assert session.host_room(device) == 64 << 20
+        assert session.unused_host_bytes(device) == 64 << 20
         profile = dataclasses.replace(LLAMA, calls=LLAMA.calls[:4])
         planner = Planner(device, session, hardware(), allow={"keep", "host", "recompute"})
         plan = planner.plan(profile, 16 << 30, RankGroup())

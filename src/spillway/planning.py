@@ -386,7 +386,7 @@ class _SizeSearch:
         device, given = torch.device(profile.device), self.limits["host_budget"]
         limits = self.limits | {"allow": allowed(device, self.limits["allow"])}
         if not self.is_on_meta:
-            available = self.session.host_room(device)
+            available = self.session.unused_host_bytes(device)
             limits["host_budget"] = (
                 available if given is None else min(parse_bytes(given, what="host_budget"), available)
             )

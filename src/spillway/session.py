@@ -159,7 +159,7 @@ class Session:
                     self._state[kind] = kind()
         return cast("_Kind", self._state[kind])
 
-    def host_room(self, device: torch.device) -> int:
+    def unused_host_bytes(self, device: torch.device) -> int:
         """Bytes of CPU memory that are left of a device's budget."""
         self.runtime(device)
         runtime = self._runtimes[device]

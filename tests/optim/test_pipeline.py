@@ -174,7 +174,7 @@ def test_what_came_ahead_makes_room_for_what_is_stepped_and_comes_again() -> Non
             raise TierFullError("full")
         return "room"
 
-    assert pipeline.with_room(staged) == "room"
+    assert pipeline.freeing_memory(staged) == "room"
     pipeline.put(first, None, Layout())
     for transfer in (second, third):
         pipeline.take(transfer)

@@ -350,7 +350,7 @@ def test_the_memory_of_their_homes_is_not_given_away() -> None:
         rooms = []
         for resident in (NAMES, ()):
             streams.place(resident)
-            rooms.append((planner.limits()["host_budget"], loop._session.host_room(torch.device("cpu"))))
+            rooms.append((planner.limits()["host_budget"], loop._session.unused_host_bytes(torch.device("cpu"))))
         weights = sum(each.nbytes for each in loop.model.layers.parameters())
         (with_them, free), (without, left) = rooms
         assert free - with_them == weights and without == left

@@ -164,4 +164,4 @@ class Planner:
 
     def _free_host_bytes(self) -> int:
         """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
-        return max(self._session.host_room(self.device) - self.resident_bytes, 0)
+        return max(self._session.unused_host_bytes(self.device) - self.resident_bytes, 0)

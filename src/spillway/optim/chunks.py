@@ -330,7 +330,7 @@ class TransferPipeline:
             self._raise_error()
         if not self._arriving:
             with on_error(self._expected.popleft):
-                self.with_room(self._load)
+                self.freeing_memory(self._load)
         taken = self._arriving.popleft()
         assert taken is transfer
         with on_error(self._cancel, transfer):
@@ -343,7 +343,7 @@ class TransferPipeline:
         while len(self._given_out) > most:
             self._given_out.popleft().finish()
 
-    def with_room(self, make: Callable[[], _Made]) -> _Made:
+    def freeing_memory(self, make: Callable[[], _Made]) -> _Made:
         """Do something that needs memory. If there is none, free that of other chunks, prefetched ones too."""
         while True:
             try:

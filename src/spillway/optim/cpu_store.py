@@ -296,7 +296,7 @@ class CpuStore(StateStore):
                     step.wait()
                     if memory is not None and step.held.has_master:
                         # Parameters that were read ahead are dropped if they leave no memory.
-                        pipeline.with_room(partial(memory.make_master, step.held))
+                        pipeline.freeing_memory(partial(memory.make_master, step.held))
                 if memory is None:
                     end = self._step_chunks([transfer])
             if memory is None:

@@ -377,7 +377,7 @@ class StateStore(ABC):
         layout = Layout.of(states)
         place = self._place(chunk, layout)
         if layout.nbytes and (layout != chunk.layout or not chunk.is_stored):
-            transfer.memory = pipeline.with_room(lambda: self.tier.memory(chunk.context, layout.nbytes))
+            transfer.memory = pipeline.freeing_memory(lambda: self.tier.memory(chunk.context, layout.nbytes))
         for slot in layout.slots:
             view, value = slot.view(transfer.memory), states[slot.part][slot.name]
             if value.data_ptr() != view.data_ptr():

@@ -116,7 +116,7 @@ class Mover:
                 entry for entry in entries if entry.state is State.RESIDENT and entry.handles > 0 and entry.tier is None
             )
             for together in batches(leaving, min(self.batch, batch_bytes(most))):
-                queue.make_room(sum([entry.nbytes for entry in together]), most)
+                queue.release_until_fits(sum([entry.nbytes for entry in together]), most)
                 move(together, tier)
 
     def limit(self, window: float | None) -> int:

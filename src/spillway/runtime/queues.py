@@ -116,7 +116,7 @@ class OffloadQueue:
             if entry.state is State.AWAY and entry.round == 0 and entry.alive() is not None
         )
 
-    def make_room(self, nbytes: int, window: int) -> None:
+    def release_until_fits(self, nbytes: int, window: int) -> None:
         """Release the oldest entries until ``nbytes`` more are within the in-flight limit."""
         with label("release"):
             while self._leaving and self.nbytes + nbytes > window:
