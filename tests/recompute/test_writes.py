@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy
 
+import spillway
 from recompute.regions import Call, HiddenAttribute, Regions, gradients_of, leaf, one_place, operators_of_backward
 from spillway.errors import RecomputeError
 from support import assert_identical, grads
@@ -473,3 +474,37 @@ def test_a_policy_that_commands_to_save_what_is_written_is_refused(regions: Regi
         torch.ones(1, requires_grad=True).sum().backward()
         gc.collect()
         regions.assert_nothing_left()
+
+
+class Codes(nn.Module):
+    """Codes that follow what forward computes: a buffer, or a parameter without gradients."""
+
+    def __init__(self, *, as_buffer: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, codes = nn.Linear(16, 16), torch.randn(8, 16)
+        if as_buffer:
+            self.register_buffer("codes", codes)
+        else:
+            self.codes = nn.Parameter(codes, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.up(x))
+        nearest = self.codes[torch.cdist(hidden.detach(), self.codes).argmin(-1)]
+        self.codes.data.lerp_(hidden.detach().mean(0), 0.1)
+        return hidden * nearest
+
+
+def test_codes_that_forward_writes_are_right_as_a_buffer_and_refused_as_a_parameter(regions: Regions) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        block = Codes(as_buffer=True)
+        for _ in range(3):
+            x = torch.randn(4, 16)
+            with call.context():
+                call(block, x).square().sum().backward()
+            yield from (*grads(*block.parameters()), block.codes)
+
+    regions(step)
+    block = Codes(as_buffer=False)
+    with regions.offload(), pytest.raises(RecomputeError, match="make that parameter a buffer"):
+        spillway.recompute(block, torch.randn(4, 16), session=regions.session).square().sum().backward()

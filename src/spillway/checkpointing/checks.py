@@ -178,5 +178,6 @@ def difference_error(label: str, how: str = _OTHER_VALUES) -> RecomputeError:
     """The error for a function with this name, whose replay differs from forward."""
     return RecomputeError(
         f"{label} {how}. It reads something besides its arguments, parameters and Python "
-        f"state that changed in between. Pass that as an argument, or leave it outside of the checkpointed function."
+        f"state that changed in between. Pass that as an argument, or leave it outside of the checkpointed function. "
+        f"If forward writes a parameter in place, make that parameter a buffer."
     )
