@@ -727,16 +727,21 @@ def test_a_setting_of_kernels_is_set_to_what_was_read(place: int) -> None:
         assert get() is before
 
 
-def test_the_hooks_of_a_leaf_are_those_of_torch() -> None:
-    leaf = torch.ones(2, requires_grad=True)
-    assert _torch.hooks_of_leaf(leaf) == ({}, {})
-    leaf.register_hook(lambda gradient: gradient * 2)
-    leaf.register_post_accumulate_grad_hook(lambda each: None)
-    before, after = _torch.hooks_of_leaf(leaf)
-    assert len(before) == len(after) == 1
-    before.popitem()
-    leaf.sum().backward()
-    assert leaf.grad is not None and torch.equal(leaf.grad, torch.ones(2))
+def test_hooks_from_a_number_on_are_removed() -> None:
+    calls: list[str] = []
+    layer = nn.Linear(2, 2)
+    product = layer.weight * 1
+    for name in ("first", "second"):
+        number = _torch.next_hook()
+        layer.weight.register_hook(lambda gradient, name=name: calls.append(f"leaf {name}"))
+        layer.weight.register_post_accumulate_grad_hook(lambda each, name=name: calls.append(f"accumulated {name}"))
+        product.register_hook(lambda gradient, name=name: calls.append(f"product {name}"))
+        layer.register_forward_hook(lambda *each, name=name, **more: calls.append(f"module {name}"), with_kwargs=True)
+    assert _torch.next_hook() == number + 4
+    for owner in (layer.weight, product, layer):
+        _torch.remove_hooks(owner, number)
+    layer(product).sum().backward()
+    assert calls == ["module first", "product first", "leaf first", "accumulated first"]
 
 
 def test_zero_tensors_and_dual_numbers_are_known() -> None:

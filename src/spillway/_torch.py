@@ -43,6 +43,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils.checkpoint import GraphExecGroup
+from torch.utils.hooks import RemovableHandle
 
 from spillway.errors import UnsupportedError
 
@@ -113,10 +114,17 @@ def refuse_dual_numbers() -> None:
         )
 
 
-def hooks_of_leaf(leaf: torch.Tensor) -> tuple[dict[int, object], dict[int, object]]:
-    """The hooks of a leaf's gradient, and those after it was accumulated. A leaf without any has other, empty ones."""
-    found: Any = leaf
-    return found._backward_hooks or {}, found._post_accumulate_grad_hooks or {}
+next_hook: Callable[[], int] = functools.partial(getattr, RemovableHandle, "next_id")
+"""The number of the next hook of any tensor, node or module of the process."""
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks"), (*(name for name in vars(Module()) if "_hooks" in name),)
+
+
+def remove_hooks(owner: torch.Tensor | Module, first: int) -> None:
+    """Remove those hooks of a tensor's gradient, or of a module, that have this number or a later one."""
+    for name in _HOOKS[isinstance(owner, Module)]:
+        hooks: Any = getattr(owner, name)
+        for number in [each for each in hooks or () if isinstance(each, int) and each >= first]:
+            del hooks[number]
 
 
 is_zero_tensor: Callable[[torch.Tensor], bool] = torch.Tensor._is_zerotensor

@@ -6,6 +6,7 @@ See NOTE [ Python state ] in ``checkpointing/python_state.py``.
 from __future__ import annotations
 
 import collections
+import functools
 import gc
 import io
 import itertools
@@ -13,7 +14,7 @@ import random
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -1005,3 +1006,260 @@ def test_a_count_that_is_reset_before_backward_stays_reset(regions: Regions) -> 
         block.count = 0
         loss.backward()
         assert block.count == 0
+
+
+# Changes that the function undoes itself, behind the last tensor that backward needs.
+
+
+class Undoes(nn.Module):
+    """Changes something for a part of its forward."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first, self.last, self.drop = nn.Linear(8, 8), nn.Linear(8, 8), nn.Dropout(0.5)
+        self.kind, self.depth = kind, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, getattr(self, self.kind)(x))
+
+    def body(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.last(torch.tanh(self.first(x))))
+
+    def attribute(self, x: Tensor) -> Tensor:
+        self.depth += 1
+        y = self.body(x * self.depth)
+        self.depth -= 1
+        return y
+
+    def evaluation(self, x: Tensor) -> Tensor:
+        dropped = self.drop(x)
+        self.drop.eval()
+        y = self.body(dropped + self.drop(x))
+        self.drop.train()
+        return y
+
+    def memory(self, x: Tensor) -> Tensor:
+        before = self.first.weight.data
+        self.first.weight.data = before * 2
+        hidden = torch.tanh(self.first(x))
+        self.first.weight.data = before
+        return cast(Tensor, self.last(hidden))
+
+    def seed(self, x: Tensor) -> Tensor:
+        before = random.getstate(), np.random.get_state()
+        random.seed(7)
+        np.random.seed(7)
+        y = self.body(x * random.random() * np.random.rand())
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        return y
+
+    def setting(self, x: Tensor) -> Tensor:
+        torch.set_default_dtype(torch.float64)
+        y = self.body(x * torch.tensor(0.5).item())
+        torch.set_default_dtype(torch.float32)
+        return y
+
+    def autocast(self, x: Tensor) -> Tensor:
+        torch.set_autocast_enabled("cpu", True)
+        y = self.body(x).float()
+        torch.set_autocast_enabled("cpu", False)
+        return y
+
+    def hook(self, x: Tensor) -> Tensor:
+        handle = self.first.register_forward_hook(lambda module, args, output: output * 1.5)
+        y = self.body(x)
+        handle.remove()
+        return y
+
+    def forward_of_a_part(self, x: Tensor) -> Tensor:
+        inner = self.first.forward
+        self.first.forward = lambda x: inner(x) * 1.5  # type: ignore[method-assign]
+        y = self.body(x)
+        del self.first.forward
+        return y
+
+
+@pytest.mark.parametrize("how", [{}, {"save": "matmul"}, {"save": "pointwise"}], ids=str)
+@pytest.mark.parametrize(
+    "kind",
+    ["attribute", "evaluation", "memory", "seed", "setting", "autocast", "hook", "forward_of_a_part"],
+)
+def test_what_forward_undoes_is_undone_after_a_replay_that_ends_before(
+    regions: Regions, kind: str, how: Options
+) -> None:
+    block: Any = None
+
+    def step(call: Call) -> Iterator[Tensor]:
+        nonlocal block
+        seed_all()
+        block = Undoes(kind)
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            block.zero_grad()
+            with call.context():
+                loss = call(block, x * 1, **how).square().sum()
+            loss.backward()
+            yield from gradients(x, block)
+            yield block.first.weight.detach().clone()
+            flags = block.depth, block.drop.training, len(block.first._forward_hooks), "forward" in vars(block.first)
+            yield torch.tensor([*flags, torch.is_autocast_enabled("cpu")])
+            assert torch.get_default_dtype() is torch.float32
+        yield from generators()
+
+    regions(step)
+
+
+class Collects(nn.Module):
+    """Collects losses from some step on. The loop reads them, and clears the list before backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.losses: list[Tensor] = []
+        self.collects = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        if self.collects:
+            self.losses.append(hidden.detach().square().mean())
+        return cast(Tensor, self.last(hidden))
+
+
+def test_state_that_a_later_call_changes_and_the_loop_resets_before_backward(regions: Regions) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        seed_all()
+        block = Collects()
+        for number in range(6):
+            block.collects = number >= 3
+            x = torch.randn(4, 8, requires_grad=True)
+            with call.context():
+                y = call(block, x * 1)
+            loss = y.square().sum() * (1 + sum(block.losses))
+            yield torch.tensor(len(block.losses))
+            block.losses.clear()
+            block.zero_grad()
+            loss.backward()
+            yield from gradients(x, block)
+
+    regions(step)
+
+
+# State in further places.
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self) -> float:
+        self.count += 1
+        return 1 + self.count / 10
+
+
+class Pair(NamedTuple):
+    mean: Tensor
+    counts: list[int]
+
+
+def decorated(method: Any) -> Any:
+    @functools.wraps(method)
+    def call(*args: Any) -> Any:
+        return method(*args)
+
+    return call
+
+
+COUNTER = Counter()
+BOUND = COUNTER.__call__
+PARTIAL = partial(Counter.__call__, COUNTER)
+COUNT = 0
+
+
+class CountsThere(nn.Module):
+    """Counts its calls in some place."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.up, self.where = nn.Linear(8, 8), where
+        self.pair = Pair(torch.zeros(8), [0])
+        self.matrix = np.zeros((2, 2)).view(np.recarray)
+        self.fixed = np.zeros(2)
+        self.fixed.flags.writeable = False
+
+    @decorated
+    def forward(self, x: Tensor) -> Tensor:
+        counts = {
+            "object": self.object,
+            "bound": self.bound,
+            "partial": self.partial,
+            "tuple": self.tuple,
+            "array": self.array,
+            "method": self.method,
+        }
+        return torch.tanh(self.up(x) * counts[self.where]())
+
+    def object(self) -> float:
+        return COUNTER()
+
+    def bound(self) -> float:
+        return BOUND()
+
+    def partial(self) -> float:
+        return PARTIAL()
+
+    def tuple(self) -> float:
+        self.pair.counts[0] += 1
+        self.pair.mean.add_(1)
+        return 1 + self.pair.counts[0] / 10
+
+    def array(self) -> float:
+        self.matrix += 1
+        return 1 + float(self.matrix[0, 0]) / 10
+
+    def method(self) -> float:
+        global COUNT
+        COUNT += 1
+        return 1 + COUNT / 10
+
+    def counts(self) -> list[float]:
+        return [COUNTER.count, COUNT, self.pair.counts[0], self.pair.mean[0].item(), float(self.matrix[0, 0])]
+
+
+@pytest.mark.parametrize("where", ["object", "bound", "partial", "tuple", "array", "method"])
+def test_counts_in_further_places_are_of_one_run(regions: Regions, where: str) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        global COUNT
+        COUNT = COUNTER.count = 0
+        seed_all()
+        block = CountsThere(where)
+        for _ in range(4):
+            x = torch.randn(4, 8, requires_grad=True)
+            block.zero_grad()
+            with call.context():
+                y = call(block, x * 1)
+            y.square().sum().backward()
+            yield from gradients(x, block)
+            yield torch.tensor(block.counts())
+
+    regions(step)
+
+
+def test_a_hook_that_the_function_registers_on_a_tensor_from_outside_acts_once(regions: Regions) -> None:
+    def step(call: Call) -> Iterator[Tensor]:
+        seed_all()
+        before, inside = nn.Linear(8, 8), nn.Linear(8, 8)
+        for _ in range(3):
+            x = torch.randn(4, 8, requires_grad=True)
+            outside = before(x)
+
+            def function(y: Tensor, outside: Tensor = outside) -> Tensor:
+                outside.register_hook(lambda gradient: gradient * 0.5)
+                return torch.tanh(inside(y) + outside)
+
+            with call.context():
+                loss = call(function, torch.randn(4, 8)).square().sum()
+            loss.backward()
+            yield from gradients(x, before)
+
+    regions(step)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,7 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 import spillway
 from recompute.regions import Call, HiddenAttribute, Regions, gradients_of, leaf, one_place, operators_of_backward
-from spillway.errors import RecomputeError
+from spillway.errors import InplaceError, RecomputeError
 from support import assert_identical, grads
 
 pytestmark = one_place
@@ -508,3 +510,28 @@ def test_codes_that_forward_writes_are_right_as_a_buffer_and_refused_as_a_parame
     block = Codes(as_buffer=False)
     with regions.offload(), pytest.raises(RecomputeError, match="make that parameter a buffer"):
         spillway.recompute(block, torch.randn(4, 16), session=regions.session).square().sum().backward()
+
+
+def test_an_offloaded_input_that_a_later_call_writes_first_is_refused(regions: Regions, tmp_path: Path) -> None:
+    """Its entry has the bytes from before. The copy has ended: nothing but the version tells."""
+
+    writes = [False]
+
+    def first(x: Tensor) -> Tensor:
+        hidden = x.exp().tanh()
+        if writes[0]:
+            with torch.no_grad():
+                x.mul_(2)
+        return x.sin() * hidden.exp()
+
+    with spillway.Session(window=0, spill_directory=tmp_path, allow_memory_filesystem=True) as session:
+        for step in range(4):
+            writes[0] = step == 3
+            x = torch.randn(64, 64, requires_grad=True)
+            with spillway.offload(policy=spillway.policies.Keep(), min_bytes=0, session=session):
+                options: Any = {"session": session, "offload": ["inputs", lambda call: True]}
+                y = spillway.recompute(first, x * 1, **options)
+                z = spillway.recompute(lambda y: y.sin().exp().sin(), y, **options)
+            del y
+            with pytest.raises(InplaceError) if step == 3 else nullcontext():
+                z.sum().backward()

@@ -45,14 +45,12 @@ class AmbientState(NamedTuple):
 
     @contextmanager
     def in_force(self) -> Iterator[None]:
+        """A context with this state. It ends with the state from before, whatever a replay that ends early has left."""
         now = AmbientState.now()
-        if now == self:
-            yield
-            return
         try:
             _set(self.settings, now.settings)
             with ExitStack() as stack:
-                for place, name in enumerate(_types()):
+                for place, name in enumerate(_types() if now != self else ()):
                     enabled, dtype = was = self.autocast[2 * place : 2 * place + 2]
                     if was != now.autocast[2 * place : 2 * place + 2] or (enabled and now.caches != self.caches):
                         stack.enter_context(torch.autocast(name, dtype, enabled, self.caches))
@@ -61,7 +59,17 @@ class AmbientState(NamedTuple):
                         stack.enter_context(mode)
                 yield
         finally:
-            _set(now.settings, self.settings)
+            left = AmbientState.now()
+            if left != now:
+                now._put_back(left)
+
+    def _put_back(self, left: AmbientState) -> None:
+        _set(self.settings, left.settings)
+        if left.autocast != self.autocast or left.caches != self.caches:
+            for place, name in enumerate(_types()):
+                torch.set_autocast_enabled(name, self.autocast[2 * place])
+                torch.set_autocast_dtype(name, self.autocast[2 * place + 1])
+            torch.set_autocast_cache_enabled(self.caches)
 
 
 def _set(settings: tuple[Any, ...], now: tuple[Any, ...]) -> None:

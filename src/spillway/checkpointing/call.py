@@ -35,7 +35,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from spillway._torch import disable_function, hooks_of_leaf, next_node, storage_key, tree_leaves, untraced, version_of
+from spillway._torch import (
+    disable_function,
+    next_hook,
+    next_node,
+    remove_hooks,
+    storage_key,
+    tree_leaves,
+    untraced,
+    version_of,
+)
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.learned import LearnedCalls
@@ -102,6 +111,8 @@ class CheckpointedCall(ReplayableCall):
         self._lock = threading.RLock()
         self._is_running = False
         self._is_replaying = False
+        self._has_drawn = False
+        """Whether an observed forward had drawn from a generator of Python or NumPy when it saved a tensor."""
 
     # Forward.
 
@@ -200,6 +211,7 @@ class CheckpointedCall(ReplayableCall):
         self._draws |= self._records
 
     def _observe(self, tensor: torch.Tensor, number: int, slot: SavedSlot) -> None:
+        self._has_drawn = self._has_drawn or (self._is_observed and self._state.has_drawn())
         with below_modes(tensor):
             self._fingerprints.compute(next_node())
             if self._is_observed or number in self._learned.escaping:
@@ -210,6 +222,7 @@ class CheckpointedCall(ReplayableCall):
 
     def _learn(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._learn(output, tensors)
+        self._learned.puts_back |= self._has_drawn and not self._state.has_drawn()
         # Versions of reached tensors are checked anyway.
         known = {id(tensor) for tensor in self._reached.tensors()}
         kept = (tensor for tensor in self._function.reachable_now() if id(tensor) not in known)
@@ -345,7 +358,8 @@ class CheckpointedCall(ReplayableCall):
         # An optimizer may have stepped weights that only the rest of the function reads.
         ends_early = not compares or (bool(changed) and not (self._is_observed or isinstance(mode, Recorder)))
         # If forward still runs, it has come no further.
-        stops = self._is_running or (self._stops_early and ends_early and not outputs)
+        stops_early = self._stops_early and not self._learned.puts_back
+        stops = self._is_running or (stops_early and ends_early and not outputs)
         until, fingerprints = max(wanted, default=-1), self._fingerprints.found
         output_fingerprints: list[torch.Tensor | None] | None = self._output_fingerprints
         if isinstance(mode, PartialReplay):
@@ -395,10 +409,7 @@ class CheckpointedCall(ReplayableCall):
             ]
         known = [*tensors, *self._reached.tensors()]
         collector.know(known)
-        # Function modes must not see this.
-        with disable_function():
-            leaves = [tensor for tensor in known if tensor.requires_grad and tensor.is_leaf]
-            hooks = [[len(each) for each in hooks_of_leaf(leaf)] for leaf in leaves]
+        first_hook = next_hook()
         if isinstance(mode, Recorder):
             mode.begin(tensors)
         output = None
@@ -410,10 +421,7 @@ class CheckpointedCall(ReplayableCall):
                     _NOTHING if mode is None else mode,
                     around,
                 ):
-                    within = self._reached.as_before(collector.function_ended)
-                    # Compared calls look for changes, too.
-                    is_stateless = not (self._learned.state or self._compares)
-                    output = self._function(*tensors, within=within, is_stateless=is_stateless)
+                    output = self._function(*tensors, within=self._reached.as_before(collector.function_ended))
                     collector.gave(output)
             except ReplayEnded:
                 pass
@@ -425,12 +433,12 @@ class CheckpointedCall(ReplayableCall):
                     raise
             finally:
                 collector.end()
-                # Forward has registered its hooks already, on the same leaves.
-                with disable_function():
-                    for leaf, counts in zip(leaves, hooks, strict=True):
-                        for each, count in zip(hooks_of_leaf(leaf), counts, strict=True):
-                            while len(each) > count:
-                                each.popitem()
+                if next_hook() != first_hook:
+                    # Forward has registered its hooks already, on the same tensors and modules. Function modes must
+                    # not see this.
+                    with disable_function():
+                        for owner in (*known, *self._state.modules()):
+                            remove_hooks(owner, first_hook)
         if isinstance(mode, Recorder):
             mode.gave(output)
         del output

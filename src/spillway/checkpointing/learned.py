@@ -49,6 +49,8 @@ class LearnedCalls:
     """Number of calls that were compared in full, or recorded."""
     draws: bool = False
     """Whether the function was seen to draw random numbers of torch."""
+    puts_back: bool = False
+    """Whether it was seen to set back a generator of Python or NumPy: its replays must not end before."""
     escaping: frozenset[int] = frozenset()
     """Numbers of saved tensors that share memory with an output or with state: other code may write them."""
     takes_gradients: bool = False

@@ -89,7 +89,8 @@ class PreservedTensors:
             if argument is not None and type(argument) not in (KeptHandle, OffloadedHandle):
                 # Other hooks hold the input: they may unpack it only once, for the replay.
                 return None
-            if argument is not None:
+            # If forward has written it since, an offloaded one has the bytes from before.
+            if argument is not None and argument.is_intact():
                 with below_modes():
                     handle = alias_handle(argument, tensor, self._scope.session)
         elif isinstance(how, list):

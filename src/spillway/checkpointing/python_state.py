@@ -78,6 +78,10 @@ class PythonState:
         found = {id(pair[1]): pair for pair in reversed(named)}
         return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
 
+    def modules(self) -> list[Module]:
+        """The modules that the function can reach."""
+        return [*chain.from_iterable([each.walk.modules for each in self._copies])]
+
     def forward_ended(self) -> None:
         """Let go of the states of generators that forward did not advance: its replay needs none of them.
 
@@ -85,6 +89,10 @@ class PythonState:
         """
         for each in self._copies:
             each.let_go_of_unused_generators()
+
+    def has_drawn(self) -> bool:
+        """Whether a generator of Python or NumPy is in another state."""
+        return any(each.has_drawn() for each in self._copies)
 
     @property
     def changes(self) -> bool:
@@ -94,11 +102,11 @@ class PythonState:
         return [*chain.from_iterable([each.changed() for each in self._copies])]
 
     @contextmanager
-    def in_force(self, *, is_stateless: bool = False) -> Iterator[None]:
+    def in_force(self) -> Iterator[None]:
         """A context with the copied state. Afterwards the state from before the context is put back.
 
-        ``is_stateless``: the function was not seen to change its state. If the state is still the copied one, neither
-        has forward, and a replay that does the same leaves nothing to put back: the second comparison is left out.
+        It is compared also if forward left it as it was: a replay that ends early does not come to the code that puts a
+        change back, and a change by forward may be gone.
         """
         # Function modes must not see this.
         with disable_function():
@@ -107,7 +115,7 @@ class PythonState:
                 if not each.is_current():
                     put_back.append(each.taken_now())
                     each.put_back()
-                elif not is_stateless:
+                else:
                     put_back.append(each.put_back)
         try:
             yield
@@ -140,6 +148,9 @@ class _Copy:
     def taken_now(self) -> Callable[[], None]:
         """A function that puts the present content back."""
         return partial(_put_back, [(each, each.content()) for each in _containers_of(self.walk)], _Rest(self.walk))
+
+    def has_drawn(self) -> bool:
+        return any(each.get() != state for each, state in self._rest.generators)
 
     def let_go_of_unused_generators(self) -> None:
         self._rest.generators = [(each, state) for each, state in self._rest.generators if each.get() != state]
@@ -364,7 +375,9 @@ class _Rest:
             if tensor.requires_grad is not flag:
                 tensor.requires_grad_(flag)
         for array, content in self._arrays:
-            array[...] = content
+            # Not a read-only one, which has not changed.
+            if array.tobytes() != content.tobytes():
+                array[...] = content
         with below_modes():
             for each, alias in zip(self._holders, self._aliases, strict=True):
                 # FSDP frees the memory of a parameter: there is none to put back.

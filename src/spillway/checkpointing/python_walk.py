@@ -23,7 +23,7 @@ from spillway.checkpointing.python_generators import Generator, generator_of
 
 MISSING: Any = object()
 """Stands for the value of a name that has none."""
-INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
+INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "__compiled_call_impl")) - {"training"}
 """Attributes of modules that belong to torch."""
 _PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
@@ -51,6 +51,7 @@ _NAMES: dict[type, str] = {
     types.FunctionType: "function",
 }
 """How objects of these classes are read."""
+_CODE_OBJECTS = (types.ModuleType, types.BuiltinFunctionType, type)
 _OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Objects that are read in classes. Classes also have registries of functions and other objects."""
@@ -206,9 +207,6 @@ class Walk:
             # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
             for each in (parameters, buffers, children) if parameters is not None else ():
                 self._meet(each.items(), 0)
-        if "forward" in attributes:
-            # A user has put another one in the place of the class's.
-            self._meet((("forward", attributes["forward"]),), 1)
         values = getter(attributes)
         if not _SIMPLE.issuperset(map(type, values)):
             self._meet(zip(names, values, strict=True), 1)
@@ -294,7 +292,7 @@ class Walk:
             elif type(value) is types.FunctionType:
                 if opens and _root_of(value) not in _OPAQUE_ROOTS:
                     helpers[name] = value
-            elif isinstance(value, Module) or not (isinstance(value, types.ModuleType) or callable(value)):
+            elif not isinstance(value, _CODE_OBJECTS):
                 state[name] = value
         self._meet(state.items(), 1)
         new = [each for each in helpers.values() if id(each) not in self._seen]
@@ -363,11 +361,16 @@ def _facts_of(kind: type) -> tuple[str, tuple[str, ...], bool, weakref.ref[type]
 def _name_of(kind: type, root: str, *, has_slots: bool) -> str:
     if kind in _NAMES:
         return _NAMES[kind]
-    for base, name in ((torch.Tensor, "tensor"), (Module, "module"), (type, "simple"), (types.ModuleType, "simple")):
-        if issubclass(kind, base):
+    for bases, name in (
+        *((torch.Tensor, "tensor"), (Module, "module"), ((type, types.ModuleType), "simple")),
+        ((tuple, frozenset), "fixed"),
+    ):
+        if issubclass(kind, bases):
             return name
+    if any((each.__module__, each.__name__) == ("numpy", "ndarray") for each in kind.__mro__):
+        return "array"
     if root == "numpy" or issubclass(kind, (random.Random, torch.Generator)):
-        return "array" if kind.__name__ == "ndarray" else "generator"
+        return "generator"
     if hasattr(kind, "__next__"):
         return "file" if root in ("io", "_io") else "iterator"
     return "object" if root not in _OPAQUE_ROOTS and (kind.__dictoffset__ or has_slots) else "simple"
@@ -389,12 +392,26 @@ def _functions_of(kind: type) -> list[types.FunctionType]:
                 value = value.fget
             elif isinstance(value, (classmethod, staticmethod)):
                 value = value.__func__
-            if type(value) is types.FunctionType:
-                found[id(value)] = value
-                new = _names_in(value.__code__) - done
+            for function in _with_wrapped(value) if type(value) is types.FunctionType else ():
+                found[id(function)] = function
+                new = _names_in(function.__code__) - done
                 done |= new
                 names += new
     return [*found.values()]
+
+
+def _with_wrapped(function: types.FunctionType) -> list[types.FunctionType]:
+    """A function, and those that it wraps as their decorator."""
+    found = [function]
+    # The list grows during the loop.
+    for each in found:
+        inner = [value_of_cell(cell) for cell in each.__closure__ or ()]
+        found += [
+            one
+            for one in inner
+            if type(one) is types.FunctionType and one not in found and _root_of(one) not in _OPAQUE_ROOTS
+        ]
+    return found
 
 
 @functools.lru_cache(maxsize=1024)

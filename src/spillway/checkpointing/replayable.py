@@ -118,18 +118,13 @@ class ReplayedFunction:
         """The tensors that the function can reach now, besides tensors among its arguments."""
         return [tensor for _, tensor in PythonState(self._function, self._arguments.objects()).reachable()]
 
-    def __call__(
-        self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING, is_stateless: bool = False
-    ) -> Any:
-        """Call the function on these tensors, with a context around its code, inside its Python state.
-
-        ``is_stateless``: it was not seen to change that state.
-        """
+    def __call__(self, *tensors: torch.Tensor, within: AbstractContextManager[None] = _NOTHING) -> Any:
+        """Call the function on these tensors, with a context around its code, inside its Python state."""
         args, kwargs = self._arguments.put(tensors)
         if self.keeps_state:
             with within:
                 return self._function(*args, **kwargs)
-        with self.state.in_force(is_stateless=is_stateless), within:
+        with self.state.in_force(), within:
             return self._function(*args, **kwargs)
 
 
