@@ -436,8 +436,9 @@ class CheckpointedCall(ReplayableCall):
                 if next_hook() != first_hook:
                     # Forward has registered its hooks already, on the same tensors and modules. Function modes must
                     # not see this.
+                    owners: list[torch.Tensor | torch.nn.Module] = [*known, *self._state.modules()]
                     with disable_function():
-                        for owner in (*known, *self._state.modules()):
+                        for owner in owners:
                             remove_hooks(owner, first_hook)
         if isinstance(mode, Recorder):
             mode.gave(output)
