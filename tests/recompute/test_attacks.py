@@ -1769,3 +1769,117 @@ def test_hooks_that_the_function_registers_on_leaves_act_once(regions: Regions, 
             yield torch.tensor(len(seen))
 
     regions(step)
+
+
+# Functions that change after their program was recorded, while partial replays follow it.
+
+
+class _Changing(nn.Module):
+    """Two layers before a ``middle``, and one after it. In later calls ``late`` is true."""
+
+    def __init__(self, middle: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("written", torch.zeros(8))
+        self.register_buffer("other", torch.ones(8))
+        self.late = False
+        self.middle = middle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.middle(self, self.first(x), self.second(x)))
+
+
+def _every_second(call: Any) -> bool:
+    return bool(call.index % 2 == 0)
+
+
+changing_ways = pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"save": "matmul"},
+        {"offload": "matmul"},
+        {"offload": ["inputs", "matmul", "norm"]},
+        {"save": "aten::add.Tensor", "offload": "matmul"},
+        {"save": _every_second},
+        {"offload": _every_second},
+    ],
+    ids=["nothing", "save", "offload", "norms-too", "sums-too", "save-some", "offload-some"],
+)
+
+
+def _trains_alike(
+    regions: Regions,
+    middle: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
+    how: Options,
+    scale: Callable[[int], float] = lambda number: 1.0,
+) -> None:
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        model = _Changing(middle)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(7):
+            model.late = number >= 4
+            x = (torch.randn(4, 8) * scale(number)).requires_grad_()
+            with call.context():
+                loss = call(model, x * 1, **how).square().mean()
+            loss.backward()
+            yield from (loss, x.grad, *model.buffers())  # type: ignore[misc]
+            yield from (each.grad for each in model.parameters() if each.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    regions(step)
+
+
+def _writes_one_of_two(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    (a if model.late else b).mul_(2)
+    return a.sin() * b.cos()
+
+
+def _writes_what_no_gradient_needs(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    unneeded = b.detach() * 3
+    before = a.exp()
+    (a.detach() if model.late else unneeded).mul_(2)
+    return a.sin() + before.tanh()
+
+
+def _writes_a_result(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    unneeded, result = b.detach() * 3, a.sin()
+    (result if model.late else unneeded).mul_(2)
+    return a.tanh() * result.cos()
+
+
+def _reads_a_buffer_that_it_wrote(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.written.copy_(a.detach().mean(0))
+    return functional.gelu(b) * ((model.written if model.late else model.other) * 2)
+
+
+def _reads_statistics(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    normed = model.norm(a)
+    return functional.gelu(normed) * (model.norm.running_mean if model.late else model.other).clone() + b
+
+
+def _casts_a_weight_that_it_wrote(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.third.weight.clamp_(-0.1, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.third(functional.gelu(a)).float() * b  # type: ignore[no-any-return]
+
+
+@one_place
+@pytest.mark.parametrize(
+    "middle",
+    [
+        _writes_one_of_two,
+        _writes_what_no_gradient_needs,
+        _writes_a_result,
+        _reads_a_buffer_that_it_wrote,
+        _reads_statistics,
+        _casts_a_weight_that_it_wrote,
+    ],
+    ids=lambda middle: middle.__name__.strip("_"),
+)
+@changing_ways
+def test_writes_that_a_program_did_not_foresee(regions: Regions, how: Options, middle: Any) -> None:
+    _trains_alike(regions, middle, how)
