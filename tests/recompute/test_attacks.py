@@ -39,9 +39,12 @@ from recompute.regions import (
     loss_of,
     modes,
     one_place,
+    operators_of_backward,
     pointwise_chain,
     ways,
 )
+from spillway.checkpointing.program import form_of
+from spillway.checkpointing.schema import facts_of
 from spillway.saved_tensors.handles import in_replay
 
 Options = dict[str, Any]
@@ -1883,3 +1886,74 @@ def _casts_a_weight_that_it_wrote(model: Any, a: torch.Tensor, b: torch.Tensor) 
 @changing_ways
 def test_writes_that_a_program_did_not_foresee(regions: Regions, how: Options, middle: Any) -> None:
     _trains_alike(regions, middle, how)
+
+
+def _draws_by_poisson(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.events = torch.poisson(a.detach().abs() * (3.0 * model.late)).sum()
+    return functional.dropout(a, 0.3) + b.sin()
+
+
+def _draws_by_binomial(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.events = torch.binomial(torch.full((4,), 5.0 * model.late), a.detach()[:, 0].sigmoid()).sum()
+    return functional.dropout(a, 0.3) + b.sin()
+
+
+def _draws_by_rrelu(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.events = functional.rrelu(a.detach() + (0 if model.late else 100), training=True).sum()
+    return functional.dropout(a, 0.3) + b.sin()
+
+
+@one_place
+@pytest.mark.parametrize(
+    "middle", [_draws_by_poisson, _draws_by_binomial, _draws_by_rrelu], ids=lambda middle: middle.__name__.strip("_")
+)
+@changing_ways
+def test_operators_that_draw_nothing_at_first(regions: Regions, how: Options, middle: Any) -> None:
+    _trains_alike(regions, middle, how)
+
+
+@one_place
+def test_saved_attention_is_not_recomputed_beside_dropout(regions: Regions) -> None:
+    """By its tags it may draw random numbers, as dropout does."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        return functional.dropout(functional.scaled_dot_product_attention(x, x, x).sin(), 0.1).exp()
+
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert attention in operators_of_backward(regions, function, save="attention")
+    names = operators_of_backward(regions, function, save="attention")
+    assert "bernoulli_" in names and attention not in names
+
+
+def test_attention_that_begins_to_drop_has_another_form() -> None:
+    facts, q = facts_of(torch.ops.aten._scaled_dot_product_flash_attention.default), torch.zeros(1, 2, 4, 8)
+    forms = [form_of(facts, (q, q, q, probability), {}) for probability in (0.0, 0.1, 0.2)]
+    assert forms[0] != forms[1] == forms[2]
+
+
+@torch.library.custom_op("spillway_attacks::any_above", mutates_args=())
+def _any_above(x: torch.Tensor) -> bool:
+    return bool((x.abs() > 3).any())
+
+
+@torch.library.custom_op("spillway_attacks::count_above", mutates_args=())
+def _count_above(x: torch.Tensor) -> int:
+    return int((x.abs() > 3).sum())
+
+
+@torch.library.custom_op("spillway_attacks::share_above", mutates_args=())
+def _share_above(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return x.abs(), float((x.abs() > 3).float().mean())
+
+
+@one_place
+@pytest.mark.parametrize("operator", [_any_above, _count_above, _share_above], ids=lambda operator: operator._name)
+@changing_ways
+def test_numbers_that_an_operator_computes(regions: Regions, how: Options, operator: Any) -> None:
+    def middle(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found = operator(a.detach())
+        number = found[1] if isinstance(found, tuple) else found
+        return functional.gelu(a) * (0.5 + number / 100) * b.sin()
+
+    _trains_alike(regions, middle, how, scale=lambda number: 8.0 if number >= 4 else 0.1)
