@@ -39,9 +39,12 @@ from recompute.regions import (
     loss_of,
     modes,
     one_place,
+    operators_of_backward,
     pointwise_chain,
     ways,
 )
+from spillway.checkpointing.program import form_of
+from spillway.checkpointing.schema import facts_of
 from spillway.saved_tensors.handles import in_replay
 
 Options = dict[str, Any]
@@ -1769,3 +1772,188 @@ def test_hooks_that_the_function_registers_on_leaves_act_once(regions: Regions, 
             yield torch.tensor(len(seen))
 
     regions(step)
+
+
+# Functions that change after their program was recorded, while partial replays follow it.
+
+
+class _Changing(nn.Module):
+    """Two layers before a ``middle``, and one after it. In later calls ``late`` is true."""
+
+    def __init__(self, middle: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("written", torch.zeros(8))
+        self.register_buffer("other", torch.ones(8))
+        self.late = False
+        self.middle = middle
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.third(self.middle(self, self.first(x), self.second(x)))
+
+
+def _every_second(call: Any) -> bool:
+    return bool(call.index % 2 == 0)
+
+
+changing_ways = pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"save": "matmul"},
+        {"offload": "matmul"},
+        {"offload": ["inputs", "matmul", "norm"]},
+        {"save": "aten::add.Tensor", "offload": "matmul"},
+        {"save": _every_second},
+        {"offload": _every_second},
+    ],
+    ids=["nothing", "save", "offload", "norms-too", "sums-too", "save-some", "offload-some"],
+)
+
+
+def _trains_alike(
+    regions: Regions,
+    middle: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
+    how: Options,
+    scale: Callable[[int], float] = lambda number: 1.0,
+) -> None:
+    def step(call: Call) -> Iterator[torch.Tensor]:
+        model = _Changing(middle)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for number in range(7):
+            model.late = number >= 4
+            x = (torch.randn(4, 8) * scale(number)).requires_grad_()
+            with call.context():
+                loss = call(model, x * 1, **how).square().mean()
+            loss.backward()
+            yield from (loss, x.grad, *model.buffers())  # type: ignore[misc]
+            yield from (each.grad for each in model.parameters() if each.grad is not None)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    regions(step)
+
+
+def _writes_one_of_two(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    (a if model.late else b).mul_(2)
+    return a.sin() * b.cos()
+
+
+def _writes_what_no_gradient_needs(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    unneeded = b.detach() * 3
+    before = a.exp()
+    (a.detach() if model.late else unneeded).mul_(2)
+    return a.sin() + before.tanh()
+
+
+def _writes_a_result(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    unneeded, result = b.detach() * 3, a.sin()
+    (result if model.late else unneeded).mul_(2)
+    return a.tanh() * result.cos()
+
+
+def _reads_a_buffer_that_it_wrote(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.written.copy_(a.detach().mean(0))
+    return functional.gelu(b) * ((model.written if model.late else model.other) * 2)
+
+
+def _reads_statistics(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    normed = model.norm(a)
+    return functional.gelu(normed) * (model.norm.running_mean if model.late else model.other).clone() + b
+
+
+def _casts_a_weight_that_it_wrote(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        model.third.weight.clamp_(-0.1, 0.1)
+    with torch.autocast("cpu", torch.bfloat16):
+        return model.third(functional.gelu(a)).float() * b  # type: ignore[no-any-return]
+
+
+@one_place
+@pytest.mark.parametrize(
+    "middle",
+    [
+        _writes_one_of_two,
+        _writes_what_no_gradient_needs,
+        _writes_a_result,
+        _reads_a_buffer_that_it_wrote,
+        _reads_statistics,
+        _casts_a_weight_that_it_wrote,
+    ],
+    ids=lambda middle: middle.__name__.strip("_"),
+)
+@changing_ways
+def test_writes_that_a_program_did_not_foresee(regions: Regions, how: Options, middle: Any) -> None:
+    _trains_alike(regions, middle, how)
+
+
+def _draws_by_poisson(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.events = torch.poisson(a.detach().abs() * (3.0 * model.late)).sum()
+    return functional.dropout(a, 0.3) + b.sin()
+
+
+def _draws_by_binomial(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.events = torch.binomial(torch.full((4,), 5.0 * model.late), a.detach()[:, 0].sigmoid()).sum()
+    return functional.dropout(a, 0.3) + b.sin()
+
+
+def _draws_by_rrelu(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    model.events = functional.rrelu(a.detach() + (0 if model.late else 100), training=True).sum()
+    return functional.dropout(a, 0.3) + b.sin()
+
+
+@one_place
+@pytest.mark.parametrize(
+    "middle", [_draws_by_poisson, _draws_by_binomial, _draws_by_rrelu], ids=lambda middle: middle.__name__.strip("_")
+)
+@changing_ways
+def test_operators_that_draw_nothing_at_first(regions: Regions, how: Options, middle: Any) -> None:
+    _trains_alike(regions, middle, how)
+
+
+@one_place
+def test_saved_attention_is_not_recomputed_beside_dropout(regions: Regions) -> None:
+    """By its tags it may draw random numbers, as dropout does."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None]
+        return functional.dropout(functional.scaled_dot_product_attention(x, x, x).sin(), 0.1).exp()
+
+    attention = "_scaled_dot_product_flash_attention_for_cpu"
+    assert attention in operators_of_backward(regions, function, save="attention")
+    names = operators_of_backward(regions, function, save="attention")
+    assert "bernoulli_" in names and attention not in names
+
+
+def test_attention_that_begins_to_drop_has_another_form() -> None:
+    facts, q = facts_of(torch.ops.aten._scaled_dot_product_flash_attention.default), torch.zeros(1, 2, 4, 8)
+    forms = [form_of(facts, (q, q, q, probability), {}) for probability in (0.0, 0.1, 0.2)]
+    assert forms[0] != forms[1] == forms[2]
+
+
+@torch.library.custom_op("spillway_attacks::any_above", mutates_args=())
+def _any_above(x: torch.Tensor) -> bool:
+    return bool((x.abs() > 3).any())
+
+
+@torch.library.custom_op("spillway_attacks::count_above", mutates_args=())
+def _count_above(x: torch.Tensor) -> int:
+    return int((x.abs() > 3).sum())
+
+
+@torch.library.custom_op("spillway_attacks::share_above", mutates_args=())
+def _share_above(x: torch.Tensor) -> tuple[torch.Tensor, float]:
+    return x.abs(), float((x.abs() > 3).float().mean())
+
+
+@one_place
+@pytest.mark.parametrize("operator", [_any_above, _count_above, _share_above], ids=lambda operator: operator._name)
+@changing_ways
+def test_numbers_that_an_operator_computes(regions: Regions, how: Options, operator: Any) -> None:
+    def middle(model: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        found = operator(a.detach())
+        number = found[1] if isinstance(found, tuple) else found
+        return functional.gelu(a) * (0.5 + number / 100) * b.sin()
+
+    _trains_alike(regions, middle, how, scale=lambda number: 8.0 if number >= 4 else 0.1)

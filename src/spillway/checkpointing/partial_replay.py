@@ -9,7 +9,9 @@ follows its program:
 * Each operator must be the program's next one. One that is left out must have arguments of the same shapes, strides
   and dtypes, and the same others, but for numbers that it computes with: Python code may ask for the shape of what it
   would return.
-* No operator that runs may read memory without content.
+* No operator that runs may read memory without content, and no recomputed tensor may lie there. If an operator is left
+  out, the memory that it writes counts as such, whether or not the function made it: it may be a buffer.
+* No operator may write memory that was handed in: it has its last content from the start, and backward uses it.
 * Each preserved tensor that the replay saves must lie in the memory that was handed in. So the replay goes on until
   each handed-in value was saved once.
 
@@ -25,7 +27,7 @@ without content with NaN.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -62,7 +64,9 @@ class PartialReplay(OperatorMode):
         self._hidden = HiddenOperators()
         self._place = 0
         self._empty: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        """Memory without content."""
+        """Memory without content, or with content that is too old."""
+        self._made: list[weakref.ref[torch.UntypedStorage]] = []
+        """Memory without content that was made here."""
         self._handed: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         """Memory that was handed in, by values."""
         self.differs: str | None = None
@@ -73,31 +77,33 @@ class PartialReplay(OperatorMode):
         kwargs = kwargs or {}
         if self.differs is not None:
             raise Differs(self.differs)
-        operator = self._operators[self._place] if self._place < len(self._operators) else None
+        operator, facts = self._operators[self._place] if self._place < len(self._operators) else None, facts_of(func)
+        if facts.casts and is_cast(args):
+            self._check_reads(func, args, kwargs)
+            return func(*args, **kwargs)
         if operator is None or operator.func is not func or self._hidden.depth:
-            facts = facts_of(func)
             if facts.ignored or ((facts.is_label or self._hidden.depth) and self._hidden(func, args)):
                 return func(*args, **kwargs)
-            if facts.casts and is_cast(args):
-                return func(*args, **kwargs)
             raise self._other(f"operator {self._place} is {func}, not {operator and operator.func}")
-        if operator.facts.casts and is_cast(args):
-            return func(*args, **kwargs)
         act = self._acts[self._place]
         self._place += 1
+        targets = _storages([argument(args, kwargs, key) for key in facts.writes]) if facts.writes else ()
+        if any(handed() is target for target in targets for handed in self._handed.values()):
+            raise self._other(f"{func} writes a tensor that was preserved")
         if act is _RUN:
             if self._empty and not operator.is_view:
-                self._check(operator, args, kwargs)
+                self._check_reads(func, args, kwargs)
             return func(*args, **kwargs) if kwargs else func(*args)
         if operator.draws and self._draws:
             advance(default_generator(device_of(args, kwargs)), operator.draws)
         with disable_dispatch():
             if form_of(operator.facts, args, kwargs) != operator.form:
                 raise self._other(f"operator {self._place - 1}, {func}, has other arguments")
+            self._empty.update((storage_key(target), weakref.ref(target)) for target in targets)
             return self._hand_out(operator, act, args, kwargs)
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
-        """Check a tensor that the replay saves. A preserved one must be the one that was handed in."""
+        """Check a tensor that the replay saves: a preserved one was handed in, and a recomputed one has content."""
         how = self.decisions.saved[number] if number < len(self.decisions.saved) else False
         if isinstance(how, Preserved):
             self._check_preserved(how.value, tensor)
@@ -107,6 +113,8 @@ class PartialReplay(OperatorMode):
                 raise self._other("it saves a tensor of other parts than the one that was preserved")
             for each, part in zip(how, plain, strict=True):
                 self._check_preserved(each.value, part)
+        elif number in self.decisions.recomputed and any(map(self._is_empty, _storages((tensor,)))):
+            raise self._other("it saves a tensor that was not recomputed")
 
     def _check_preserved(self, value: int, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -125,16 +133,11 @@ class PartialReplay(OperatorMode):
 
     def is_held(self) -> bool:
         """Whether memory without content is still alive after the replay."""
-        return any(storage() is not None for storage in self._empty.values())
+        return any(storage() is not None for storage in self._made)
 
-    def _check(self, operator: Operator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        for tensor in tensors_in((*args, *kwargs.values())):
-            try:
-                storage = tensor.untyped_storage()
-            except (NotImplementedError, RuntimeError):
-                continue
-            if self._is_empty(storage):
-                raise self._other(f"{operator.func} reads a tensor that was not recomputed")
+    def _check_reads(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if any(map(self._is_empty, _storages((*args, *kwargs.values())))):
+            raise self._other(f"{func} reads a tensor that was not recomputed")
 
     def _is_empty(self, storage: torch.UntypedStorage) -> bool:
         known = self._empty.get(storage_key(storage))
@@ -175,5 +178,17 @@ class PartialReplay(OperatorMode):
         storage = tensor.untyped_storage()
         if self._poisons:
             Bytes(storage, 0, storage.nbytes()).tensor().fill_(0xFF)
-        self._empty[storage_key(storage)] = weakref.ref(storage)
+        self._empty[storage_key(storage)] = memory = weakref.ref(storage)
+        self._made.append(memory)
         return tensor
+
+
+def _storages(values: Iterable[Any]) -> list[torch.UntypedStorage]:
+    """Memory of the tensors among arguments. Some layouts have no storage."""
+    found = []
+    for tensor in tensors_in(values):
+        try:
+            found.append(tensor.untyped_storage())
+        except (NotImplementedError, RuntimeError):
+            continue
+    return found

@@ -72,7 +72,8 @@ def _form_of(value: Any) -> Any:
         return meta_of(value)
     if isinstance(value, list | tuple):
         return tuple([_form_of(each) for each in value])
-    return float if isinstance(value, float) else value
+    # With a probability of zero, attention draws nothing.
+    return (float, value == 0) if isinstance(value, float) else value
 
 
 @dataclass(frozen=True, slots=True)

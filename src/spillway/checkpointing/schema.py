@@ -26,7 +26,8 @@ class OperatorFacts(NamedTuple):
     numbers: frozenset[Key] = frozenset()
     """Arguments that it computes with, and that may be numbers."""
     returned: tuple[Key | None, ...] | None = None
-    """For each output, the argument that is returned, or ``None`` for a new tensor. ``None`` as a whole: unknown."""
+    """For each output, the argument that is returned, or ``None`` for another one. ``None`` as a whole: unknown, or it
+    returns numbers that may depend on values."""
     is_view: bool = False
     """Whether an output shares memory with an argument that is not written."""
     reshapes: bool = False
@@ -57,7 +58,10 @@ _SILENT_WRITERS: dict[str, tuple[Key, ...]] = {
 # Queries about a tensor, as prim.layout. An error in one of them would end the process.
 _QUERIES = {"aten::_nested_tensor_size", "aten::_nested_tensor_storage_offsets", "aten::_nested_tensor_strides"}
 
-_KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]", "number", "bool", "int", "float"}
+# It refuses dropout.
+_NEVER_DRAWS = "aten::_scaled_dot_product_flash_attention_for_cpu"
+
+_KNOWN_TYPES = {"Tensor", "List[Tensor]", "Optional[Tensor]"}
 
 _OPERANDS = {"Tensor", "Optional[Tensor]", "number", "Optional[number]"}
 
@@ -115,6 +119,8 @@ def _read(operator: Any) -> OperatorFacts:
             is_view = True
             returned.append(None)
     tags = set(operator.tags)
+    # Integers of torch's own operators are shapes, as in fused attention.
+    known = _KNOWN_TYPES | {"int"} if operator.namespace == "aten" else _KNOWN_TYPES
     return OperatorFacts(
         ignored=operator in SAC_IGNORED_OPS or schema.name.startswith("prim::") or schema.name in _QUERIES,
         is_label=schema.name.startswith("profiler::"),
@@ -125,12 +131,12 @@ def _read(operator: Any) -> OperatorFacts:
             for position, argument in enumerate(schema.arguments)
             if str(argument.type) in _OPERANDS
         ),
-        returned=tuple(returned) if all(str(value.type) in _KNOWN_TYPES for value in schema.returns) else None,
+        returned=tuple(returned) if all(str(value.type) in known for value in schema.returns) else None,
         is_view=is_view,
         reshapes=torch.Tag.inplace_view in tags
         or "resize" in schema.name
         or any(isinstance(key, str) for key in writes),
-        is_random=torch.Tag.nondeterministic_seeded in tags,
+        is_random=torch.Tag.nondeterministic_seeded in tags and schema.name != _NEVER_DRAWS,
         is_data_dependent=bool(tags & _DATA_DEPENDENT_TAGS) or schema.name in _DATA_DEPENDENT,
     )
 
