@@ -322,3 +322,27 @@ def test_an_empty_group(session: spillway.Session) -> None:
     optimizer.step()
     assert torch.equal(one, torch.full((2,), 0.75))
     optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"step_on": "gpu"}], ids=str)
+def test_groups_that_are_edited_and_added_while_a_step_is_under_way(
+    options: dict[str, Any], session: spillway.Session
+) -> None:
+    models: list[Any] = [wide(torch.bfloat16), wide(torch.bfloat16)]
+    optimizers = (
+        plainly(torch.optim.AdamW)(models[0]),
+        offloaded(torch.optim.AdamW, session, master_dtype=None, fused=True, **options)(models[1]),
+    )
+    optimizers[1].overlap_forward(models[1])
+    for number, batch in enumerate(batches(4, torch.bfloat16)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 1:
+                weight = optimizer.param_groups[0]["params"].pop(3)
+                optimizer.add_param_group({"params": [], "lr": 0.1})
+                optimizer.param_groups[1]["params"].append(weight)
+    optimizers[1].synchronize()
+    assert_same_values(models[1], models[0])
+    optimizers[1].close()

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from spillway.checkpointing.tensors import is_dense
 from spillway.errors import BackendError, UnsupportedError, UsageError
 from spillway.optim.cpu_store import CpuStore, DiskTier, MemoryTier
 from spillway.optim.gpu_store import GpuStore
@@ -94,6 +95,8 @@ class Placement:
         self._threads: tuple[HostQueue, HostQueue, HostQueue] | None = None
         self._placed: list[list[int]] = []
         """The identities of the parameters of each group, as they were placed."""
+        self._addresses: list[int] = []
+        """The addresses of the parameters when they were checked for shared memory."""
         self.device = DeviceStep(device_class, arguments, groups)
         self.stores = self._new_stores()
         self.cpu_share = options.first_cpu_share
@@ -133,6 +136,7 @@ class Placement:
         on_cpu = self.on_cpu(parameters, fraction if isinstance(fraction, (int, float)) else 1.0)
         # All of them are made before the first is added: one may be refused.
         held = [self._made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
+        self.check_memory()
         for one in held:
             self.held[one.parameter] = one
             stores[one.parameter].add(one)
@@ -140,6 +144,25 @@ class Placement:
             if parameter not in self.held:
                 self.device.add(parameter, group, self.options.work_dtype(parameter))
         return held
+
+    def check_memory(self) -> None:
+        """Raise if two parameters share memory: a step reads both before it writes them, and one update is lost."""
+        found = [local_of(parameter) for parameter in dict.fromkeys(parameter for _, parameter in self.parameters())]
+        addresses = [one.data_ptr() for one in found]
+        if addresses == self._addresses:
+            return
+        # An empty tensor, or one whose memory was freed, is at 0.
+        some = [(str(one.device), at, one) for at, one in zip(addresses, found, strict=True) if at and is_dense(one)]
+        # Neighbours in memory. If any two overlap, then two neighbours do.
+        some.sort(key=lambda each: each[:2])
+        for (device, start, one), (other_device, other_start, other) in itertools.pairwise(some):
+            if device == other_device and other_start < start + one.nbytes:
+                raise UnsupportedError(
+                    f"Parameters of shapes {tuple(one.shape)} and {tuple(other.shape)} share memory. A step reads both "
+                    f"before it writes them, so an update would be lost. Use one parameter in both places, or give "
+                    f"each its own memory: parameter.data = parameter.data.clone()."
+                )
+        self._addresses = addresses
 
     def is_regrouped(self) -> bool:
         """Whether the user has edited which parameters are in which group."""

@@ -84,8 +84,8 @@ class StepQueue:
     def follow_groups(self) -> None:
         """Step the parameters that are in ``param_groups`` now, each with the settings of its group.
 
-        The state of a parameter that is in no group is the user's, as in any optimizer: it is used if the parameter
-        comes back.
+        The state of a parameter that left its group is kept for the user, as in any optimizer. It is used if the
+        parameter is added to a group again.
         """
         placement, views = self._placement, self._views
         if not placement.is_regrouped():
@@ -152,6 +152,7 @@ class StepQueue:
     def take_edits(self) -> None:
         """The next step has the user's groups, and begins with states that were put in the place of others."""
         self.follow_groups()
+        self._placement.check_memory()
         self._views.show_all(parameter for _, parameter in self._placement.parameters())
         for _, parameter in self._placement.parameters():
             state = self._views.edited(parameter)
@@ -203,7 +204,6 @@ class StepQueue:
         if held is None:
             placement.device.discard(parameter)
         else:
-            self.early.discard(held)
             self.bring_back(held)
             placement.drop(held)
         views.show(parameter)
@@ -500,12 +500,6 @@ class BackwardSteps:
                 "Parameters were written while step_in_backward=True was copying stepped values to them. Call "
                 "synchronize(), and load the model and the optimizer again."
             )
-
-    def discard(self, held: HostParameter) -> None:
-        """A parameter that was not stepped is no longer the optimizer's."""
-        held.gradient.sealed = False
-        self._arrived.discard(held)
-        self._waiting = [one for one in self._waiting if one is not held]
 
     def reset(self) -> None:
         for held in self._arrived:
