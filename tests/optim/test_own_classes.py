@@ -53,6 +53,40 @@ class Child(torch.optim.AdamW):
         return super().step(closure)
 
 
+class Counting(Optimizer):
+    """A class that keeps entries in its state that are no parameter's, one of them from the beginning."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+        self.state["made"]["steps"] = 3  # type: ignore[index]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        counts: Any = self.state
+        counts["made"]["steps"] += 1
+        counts["later"]["steps"] = counts["later"].get("steps", 0) + 1
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None:
+                    self.state[one]["seen"] = True
+                    one.sub_(one.grad, alpha=group["lr"] / (counts["made"]["steps"] * counts["later"]["steps"]))
+
+
+class Slowing(Optimizer):
+    """A class that counts the steps of each group in the group."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "count": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            given = [one for one in group["params"] if one.grad is not None]
+            group["count"] += bool(given)
+            for one in given:
+                one.sub_(one.grad, alpha=group["lr"] / group["count"])
+
+
 class Replacing(Optimizer):
     """A class that gives parameters other memory, and keeps the old one."""
 
@@ -121,4 +155,45 @@ def test_a_class_that_gives_parameters_other_memory_is_refused(
     with pytest.raises(UnsupportedError, match=r"Replacing gave a parameter other memory .*p.copy_"):
         optimizer.step()
     assert all(torch.equal(one, value) for one, value in zip(model.parameters(), before, strict=True))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_a_class_that_keeps_a_state_of_no_parameter(fraction: float, session: spillway.Session) -> None:
+    plain, ours = wide(), wide()
+    reference = Counting(plain.parameters())
+    optimizer = OffloadedOptimizer(ours.parameters(), Counting, session=session, fraction=fraction)
+    for number, batch in enumerate(batches(4)):
+        for model, one in ((plain, reference), (ours, optimizer)):
+            (model.first(batch).square().mean() if number == 0 else loss_of(model, batch)).backward()
+            one.step()
+            one.zero_grad()
+        assert_same_values(ours, plain)
+    # The states of parameters are loaded. The others are those of the constructor.
+    resumed = OffloadedOptimizer(ours.parameters(), Counting, session=session, fraction=fraction)
+    resumed.load_state_dict(saved(optimizer.state_dict()))
+    optimizer.close()
+    for model, one in ((plain, Counting(plain.parameters())), (ours, resumed)):
+        loss_of(model, batches(1)[0]).backward()
+        one.step()
+    assert_same_values(ours, plain)
+    resumed.close()
+
+
+def test_entries_that_a_class_writes_to_groups_which_are_then_reordered(session: spillway.Session) -> None:
+    plain, ours = wide(), wide()
+    reference = Slowing([{"params": one.parameters()} for one in (plain.first, plain.blocks, plain.last)])
+    optimizer = OffloadedOptimizer(
+        [{"params": one.parameters()} for one in (ours.first, ours.blocks, ours.last)], Slowing, session=session
+    )
+    optimizer.overlap_forward(ours)
+    for number, batch in enumerate(batches(4)):
+        for model, one in ((plain, reference), (ours, optimizer)):
+            (model.first(batch).square().mean() if number == 0 else loss_of(model, batch)).backward()
+            one.step()
+            one.param_groups.reverse()
+            model.zero_grad()
+    optimizer.synchronize()
+    assert_same_values(ours, plain)
+    assert [group["count"] for group in optimizer.param_groups] == [4, 3, 3]
     optimizer.close()

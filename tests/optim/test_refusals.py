@@ -133,3 +133,50 @@ def test_a_model_that_is_cast_while_its_gradients_are_away(session: spillway.Ses
     torch.optim.SGD(plain.parameters(), fused=True, **SGD).step()
     assert_same_values(model, plain)
     optimizer.close()
+
+
+OPTIONS = pytest.mark.parametrize("options", [{}, {"fraction": 0.0}, {"step_on": "gpu"}], ids=str)
+
+
+@OPTIONS
+def test_parameters_that_share_memory_are_refused(options: dict[str, float], session: spillway.Session) -> None:
+    memory = torch.ones(6)
+    pairs = [(memory, memory), (memory, memory[3:]), (memory[:4].view(2, 2), memory[3:]), (memory, memory[2:3])]
+    for some in (each for pair in pairs for each in (pair, pair[::-1])):
+        one, other = map(Parameter, some)
+        with pytest.raises(UnsupportedError, match=r"share memory.* Use one parameter in both places"):
+            OffloadedOptimizer([one, other], torch.optim.SGD, lr=0.5, session=session, **options)
+        optimizer = OffloadedOptimizer([one], torch.optim.SGD, lr=0.5, session=session, **options)
+        with pytest.raises(UnsupportedError, match="share memory"):
+            optimizer.add_param_group({"params": [other]})
+        assert len(optimizer.param_groups) == 1
+        optimizer.close()
+
+
+@OPTIONS
+def test_parameters_that_share_memory_later(options: dict[str, float], session: spillway.Session) -> None:
+    one, other = Parameter(torch.ones(3)), Parameter(torch.ones(3))
+    optimizer = OffloadedOptimizer([one, other], torch.optim.SGD, lr=0.5, session=session, **options)
+    kept, other.data = other.data, one.data
+    for _ in range(2):
+        (one.sum() + other.sum()).backward()
+        with pytest.raises(UnsupportedError, match="share memory"):
+            optimizer.step()
+        assert torch.equal(one, torch.ones(3))
+        optimizer.zero_grad()
+    other.data = kept
+    (one.sum() + other.sum()).backward()
+    optimizer.step()
+    assert torch.equal(one, torch.full((3,), 0.5)) and torch.equal(other, one)
+    optimizer.close()
+
+
+@OPTIONS
+def test_parameters_that_are_neighbours_in_one_memory(options: dict[str, float], session: spillway.Session) -> None:
+    memory = torch.ones(10)
+    some = [Parameter(each) for each in (memory[4:], memory[:3].view(1, 3), memory[3:4], memory[5:5], memory[:0])]
+    optimizer = OffloadedOptimizer(some, torch.optim.SGD, lr=0.5, session=session, **options)
+    sum(one.sum() for one in some).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    assert torch.equal(memory, torch.full((10,), 0.5))
+    optimizer.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -270,3 +271,47 @@ def test_an_edit_of_a_state_that_was_stored_again_with_others(
         if isinstance(optimizer, OffloadedOptimizer):
             optimizer.close()
     assert all(map(torch.equal, *found))
+
+
+def assigned(optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def set_with_groups(optimizer: Optimizer) -> None:
+    optimizer.__setstate__({"state": defaultdict(dict), "param_groups": optimizer.param_groups})
+
+
+@pytest.mark.parametrize("reset", [assigned, set_with_groups], ids=lambda reset: reset.__name__)
+@pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"step_in_backward": True}], ids=str)
+def test_a_state_that_is_reset_after_a_step(
+    reset: Callable[[Optimizer], None], overlaps: bool, options: dict[str, Any], session: spillway.Session
+) -> None:
+    models = wide(), wide()
+    optimizers = (
+        plainly(torch.optim.AdamW, lr=0.1)(models[0]),
+        offloaded(torch.optim.AdamW, session, lr=0.1, fused=True, **options)(models[1]),
+    )
+    if overlaps:
+        optimizers[1].overlap_forward(models[1])
+    for number, batch in enumerate(batches(4)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, [batch])
+            if number == 1:
+                reset(optimizer)
+    optimizers[1].synchronize()
+    assert_same_values(models[1], models[0])
+    assert_same_state(optimizers[1].state_dict(), optimizers[0].state_dict())
+    optimizers[1].close()
+
+
+def test_a_state_that_is_reset_after_parameters_have_stepped_in_backward(session: spillway.Session) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 1024))
+    optimizer = offloaded(torch.optim.AdamW, session, step_in_backward=True)(model)
+    model(torch.ones(1, 1024)).sum().backward()
+    for reset in (assigned, set_with_groups):
+        with pytest.raises(UsageError, match=r"a new optimizer\.state between a backward and its step\(\)"):
+            reset(optimizer)
+    optimizer.step()
+    assert len(optimizer.state) == 4
+    optimizer.close()

@@ -49,7 +49,7 @@ class Moves:
             self._tuner = None
         if chosen is None:
             return
-        self.finish_steps()
+        self._steps.finish()
         if is_share:
             for parameter in self.to_stores(chosen):
                 self._views.show(parameter)
@@ -65,13 +65,6 @@ class Moves:
                 f"{option}='auto' in a process group: ranks would choose different numbers. Give the same {number} on "
                 f"every rank. A run of one process finds it: optimizer.{number}."
             )
-
-    def finish_steps(self) -> None:
-        """Wait until all that was queued is done."""
-        self._steps.synchronize()
-        for context in self._placement.contexts.values():
-            # Tasks that write master weights end.
-            context.last_task().finish()
 
     # Between CPU and GPU.
 
@@ -149,7 +142,7 @@ class Moves:
         """
         placement = self._placement
         self._steps.early.check_none("a move of parameters")
-        self.finish_steps()
+        self._steps.finish()
         self._steps.take_edits()
         with on_error(self._follow_homes):
             yield placement.streamed

@@ -156,7 +156,7 @@ class OffloadedOptimizer(Optimizer):
         self._views = StateViews(self._placement.state_of, self._open_state)
         self._steps = StepQueue(self._placement, self._views, self._check_usable)
         super().__init__(params, arguments.defaults)
-        self._add(list(self._placement.parameters()))
+        self._steps.follow_groups()
         self._moves = Moves(self._placement, self._steps, self._views)
         self._session.finish_at_close(self)
         self._ready = True
@@ -211,11 +211,13 @@ class OffloadedOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as for any optimizer."""
         self._check_open()
+        if not self._ready:
+            super().add_param_group(param_group)
+            return
+        self._steps.follow_groups()
         super().add_param_group(param_group)
-        if self._ready:
-            group = self.param_groups[-1]
-            with on_error(self.param_groups.pop):
-                self._add([(len(self.param_groups) - 1, parameter) for parameter in group["params"]])
+        with on_error(self.param_groups.pop):
+            self._steps.follow_groups()
 
     def overlap_forward(self, model: torch.nn.Module, *, blocks: Blocks | None = None) -> None:
         """From now on :meth:`step` returns early, and each block waits for its parameters when it is called.
@@ -298,7 +300,7 @@ class OffloadedOptimizer(Optimizer):
                 "the fraction themselves. Leave these out, or give a number."
             )
         check_fraction(fraction)
-        self._moves.finish_steps()
+        self._steps.finish()
         self._steps.take_edits()
         self._moves.divide(float(fraction))
         self._steps.forget_costs()
@@ -336,6 +338,7 @@ class OffloadedOptimizer(Optimizer):
             UnsupportedError: in a process group.
         """
         self._check_usable()
+        self._steps.follow_groups()
         self._moves.check_streaming()
 
     @contextlib.contextmanager
@@ -400,12 +403,17 @@ class OffloadedOptimizer(Optimizer):
         """
         if self._ready and not self._closed:
             self.synchronize()
+            self._steps.follow_groups()
             self._views.show_all(parameter for _, parameter in self._placement.parameters())
             self._begin_states()
         return self._views.state
 
     @state.setter
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
+        if self._ready and not self._closed:
+            # The last step shows its states when it ends.
+            self._steps.early.check_dropped(self._steps.pending, "a new optimizer.state")
+            self.synchronize()
         self._views.state = state
 
     def state_dict(self) -> dict[str, Any]:
@@ -433,8 +441,9 @@ class OffloadedOptimizer(Optimizer):
         step makes it from the parameter.
         """
         self._check_usable()
-        self._steps.early.check_dropped(self._steps.pending)
+        self._steps.early.check_dropped(self._steps.pending, "load_state_dict()")
         self.synchronize()
+        self._steps.follow_groups()
         parameters = [parameter for _, parameter in self._placement.parameters()]
         loaded: list[State] = []
 
@@ -458,18 +467,14 @@ class OffloadedOptimizer(Optimizer):
         self._steps.early.reset()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
         super().__setstate__({name: value for name, value in state.items() if name != "state"})
-        self._views.state = state["state"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             "An OffloadedOptimizer cannot be copied or pickled: its memory is its own. Make another one over the other "
             "parameters, and load this one's state_dict()."
         )
-
-    def _add(self, parameters: list[tuple[int, torch.Tensor]]) -> None:
-        for held in self._placement.add(parameters):
-            self._steps.watch(held)
 
     def _open_state(self, parameter: torch.Tensor) -> dict[Any, Any]:
         self.synchronize()

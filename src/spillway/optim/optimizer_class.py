@@ -193,11 +193,13 @@ class BorrowingOptimizer:
         # Without torch's hooks and labels: a step of a piece is not the user's step.
         self._step: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
         self._made = _OfThread()
+        self._others: dict[Any, Any] = {}
+        """Entries of the class's state that are no parameter's: a count of steps, or what it knows of all of them."""
 
     def begin(self, parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> dict[Any, State]:
         """The states that the class's constructor makes for some parameters. Most classes make none."""
         optimizer = self._class([{**settings, "params": list(parameters)}], **self._given)
-        states = dict(optimizer.state)
+        states = self._of_parameters(optimizer.state)
         optimizer.state, optimizer.param_groups = defaultdict(dict), []
         self._made.optimizer = self._made.optimizer or optimizer
         return states
@@ -208,13 +210,21 @@ class BorrowingOptimizer:
         if optimizer is None:
             # Muon takes matrices only.
             optimizer = self._class([torch.nn.Parameter(torch.zeros(1, 1, device="cpu"))], **self._given)
+            self._of_parameters(optimizer.state)
             self._made.optimizer = optimizer
+        states.update(self._others)
         optimizer.state, optimizer.param_groups = states, groups
         try:
             with label("parameter step"):
                 self._step(optimizer)
         finally:
+            self._others = {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
             optimizer.state, optimizer.param_groups = defaultdict(dict), []
+
+    def _of_parameters(self, made: Mapping[Any, Any]) -> dict[Any, State]:
+        """The states of parameters that a constructor has made. Other entries are kept from the first time."""
+        self._others = {**{key: made[key] for key in made if not isinstance(key, torch.Tensor)}, **self._others}
+        return {key: state for key, state in made.items() if isinstance(key, torch.Tensor)}
 
     def step_each(
         self,

@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
 
+from spillway.checkpointing.tensors import is_dense
 from spillway.errors import BackendError, UnsupportedError, UsageError
 from spillway.optim.cpu_store import CpuStore, DiskTier, MemoryTier
 from spillway.optim.gpu_store import GpuStore
@@ -92,6 +93,10 @@ class Placement:
         self.groups = groups
         self._prediction = StatePrediction(device_class, for_cpu(arguments.device))
         self._threads: tuple[HostQueue, HostQueue, HostQueue] | None = None
+        self._placed: list[list[int]] = []
+        """The identities of the parameters of each group, as they were placed."""
+        self._addresses: list[int] = []
+        """The addresses of the parameters when they were checked for shared memory."""
         self.device = DeviceStep(device_class, arguments, groups)
         self.stores = self._new_stores()
         self.cpu_share = options.first_cpu_share
@@ -110,7 +115,7 @@ class Placement:
 
     def fraction(self) -> float:
         sizes = {parameter: local_of(parameter).numel() for _, parameter in self.parameters()}
-        return sum(sizes[parameter] for parameter in self.held) / max(1, sum(sizes.values()))
+        return sum(sizes.get(parameter, 0) for parameter in self.held) / max(1, sum(sizes.values()))
 
     def state_bytes(self, group: int, parameter: torch.Tensor) -> int:
         """Bytes of a parameter's state, its master weight included."""
@@ -131,6 +136,7 @@ class Placement:
         on_cpu = self.on_cpu(parameters, fraction if isinstance(fraction, (int, float)) else 1.0)
         # All of them are made before the first is added: one may be refused.
         held = [self._made(group, one) for (group, one), here in zip(parameters, on_cpu, strict=True) if here]
+        self.check_memory()
         for one in held:
             self.held[one.parameter] = one
             stores[one.parameter].add(one)
@@ -138,6 +144,60 @@ class Placement:
             if parameter not in self.held:
                 self.device.add(parameter, group, self.options.work_dtype(parameter))
         return held
+
+    def check_memory(self) -> None:
+        """Raise if two parameters share memory: a step reads both before it writes them, and one update is lost."""
+        found = [local_of(parameter) for parameter in dict.fromkeys(parameter for _, parameter in self.parameters())]
+        addresses = [one.data_ptr() for one in found]
+        if addresses == self._addresses:
+            return
+        # An empty tensor, or one whose memory was freed, is at 0.
+        some = [(str(one.device), at, one) for at, one in zip(addresses, found, strict=True) if at and is_dense(one)]
+        # Neighbours in memory. If any two overlap, then two neighbours do.
+        some.sort(key=lambda each: each[:2])
+        for (device, start, one), (other_device, other_start, other) in itertools.pairwise(some):
+            if device == other_device and other_start < start + one.nbytes:
+                raise UnsupportedError(
+                    f"Parameters of shapes {tuple(one.shape)} and {tuple(other.shape)} share memory. A step reads both "
+                    f"before it writes them, so an update would be lost. Use one parameter in both places, or give "
+                    f"each its own memory: parameter.data = parameter.data.clone()."
+                )
+        self._addresses = addresses
+
+    def is_regrouped(self) -> bool:
+        """Whether the user has edited which parameters are in which group."""
+        return self._placed != self._grouping()
+
+    def groups_of_placed(self) -> dict[torch.Tensor, int]:
+        """The parameters that are placed, with the indices of their groups at that time."""
+        held = {parameter: one.group for parameter, one in self.held.items()}
+        return {**held, **{parameter: self.device.group_of(parameter) for parameter in self.device}}
+
+    def regroup(self, groups: Mapping[torch.Tensor, int]) -> list[tuple[torch.Tensor, State]]:
+        """Parameters are in these groups, in this order. Gives states that left their chunks, to be put again."""
+        for parameter in list(self.device):
+            self.device.add(parameter, groups[parameter], self.options.work_dtype(parameter))
+        self.held = {parameter: self.held[parameter] for parameter in groups if parameter in self.held}
+        moved = [held for parameter, held in self.held.items() if held.group != groups[parameter]]
+        for held in moved:
+            held.group = groups[held.parameter]
+        # All parameters of a chunk are stepped with the settings of one group.
+        apart = [
+            held
+            for held in [*moved, *self.stored_with(moved)]
+            if self.held.get(held.parameter) is held
+            and (held.cut != held.store.may_cut(held) or any(one.kind != held.kind for one in self.stored_with([held])))
+        ]
+        states = [state for store, some in self.of_stores(apart) for state in store.load_all(some)]
+        apart = [held for _, some in self.of_stores(apart) for held in some]
+        for held in apart:
+            held.store.discard(held)
+            held.store.add(held)
+        self._placed = self._grouping()
+        return [(held.parameter, state) for held, state in zip(apart, states, strict=True)]
+
+    def _grouping(self) -> list[list[int]]:
+        return [[*map(id, group["params"])] for group in self.groups()]
 
     def new_held(self, group: int, parameter: torch.Tensor, state: State) -> HostParameter:
         """A parameter that comes from elsewhere, in its store with a copy of its state. It is not in ``held`` yet."""
@@ -322,6 +382,9 @@ class DeviceStep:
 
     def add(self, parameter: torch.Tensor, group: int, work_dtype: torch.dtype) -> None:
         self._work[parameter] = (group, work_dtype)
+
+    def group_of(self, parameter: torch.Tensor) -> int:
+        return self._work[parameter][0]
 
     def discard(self, parameter: torch.Tensor) -> None:
         self._states.pop(self._masters.pop(parameter, parameter), None)

@@ -47,6 +47,8 @@ class StepQueue:
         self._views = views
         self._groups = placement.groups
         self._check_usable = check_usable
+        self._stepped_groups: list[dict[str, Any]] = []
+        """The param groups of the last step."""
         self._forward_hooks: list[RemovableHandle] = []
         self._covered: set[Tensor] = set()
         """The parameters that a hook waits for."""
@@ -79,14 +81,47 @@ class StepQueue:
         self._forward_hooks += wait_in_forward(model, self._wait_for, blocks)
         self._covered.update(model.parameters())
 
+    def follow_groups(self) -> None:
+        """Step the parameters that are in ``param_groups`` now, each with the settings of its group.
+
+        The state of a parameter that left its group is kept for the user, as in any optimizer. It is used if the
+        parameter is added to a group again.
+        """
+        placement, views = self._placement, self._views
+        if not placement.is_regrouped():
+            return
+        groups = {parameter: index for index, parameter in placement.parameters()}
+        placed = placement.groups_of_placed()
+        moved = [parameter for parameter, index in placed.items() if groups.get(parameter) != index]
+        if moved:
+            self.early.check_none("parameters that left their group")
+            self.finish()
+            views.show_all(placed)
+        new = [(index, parameter) for parameter, index in groups.items() if parameter not in placed]
+        # First, since one may be refused.
+        for held in placement.add(new) if new else ():
+            self.watch(held)
+            self.follow_home(held, placement.streamed.get(held.parameter))
+        for parameter in moved:
+            if parameter not in groups:
+                self._drop(parameter)
+        edited = {parameter for parameter in placed if views.edited(parameter) is not None}
+        for parameter, state in placement.regroup(groups):
+            if state and parameter not in edited:
+                # Taken like one of the user's, before the next step.
+                views.state[parameter] = state
+
     def begin(self) -> None:
-        """Before a step: wait for the last one, and take the user's edits of states."""
-        if not self.early.stepped:
+        """Before a step: wait for the last one, and take the user's edits of groups and states."""
+        if self.early.stepped:
+            self.follow_groups()
+        else:
             self.synchronize()
             self.take_edits()
 
     def run(self) -> None:
         """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
+        self._stepped_groups = list(self._groups())
         with torch.no_grad(), label("optimizer step"), on_error(self._mark_stale):
             steps = self._queue()
             self._placement.device.step()
@@ -107,8 +142,17 @@ class StepQueue:
             stack.callback(self._finish)
             self._arrive(self.pending)
 
+    def finish(self) -> None:
+        """Wait until all that was queued is done."""
+        self.synchronize()
+        for context in self._placement.contexts.values():
+            # Tasks that write master weights end.
+            context.last_task().finish()
+
     def take_edits(self) -> None:
-        """The next step begins with states that the user has put in the place of others."""
+        """The next step has the user's groups, and begins with states that were put in the place of others."""
+        self.follow_groups()
+        self._placement.check_memory()
         self._views.show_all(parameter for _, parameter in self._placement.parameters())
         for _, parameter in self._placement.parameters():
             state = self._views.edited(parameter)
@@ -151,6 +195,21 @@ class StepQueue:
         for hook in self._forward_hooks:
             hook.remove()
 
+    def _drop(self, parameter: Tensor) -> None:
+        """A parameter is in no group."""
+        placement, views = self._placement, self._views
+        # All of it is read, also from the disk.
+        state = views.state[parameter].copy() if parameter in views.state else None
+        held = placement.held.pop(parameter, None)
+        if held is None:
+            placement.device.discard(parameter)
+        else:
+            self.bring_back(held)
+            placement.drop(held)
+        views.show(parameter)
+        if state is not None:
+            views.state[parameter] = state
+
     def _gradient_arrived(self, held: HostParameter) -> None:
         gradient = held.parameter.grad
         if gradient is None or gradient.requires_grad or isinstance(local_of(gradient), OffloadedGradient):
@@ -169,6 +228,9 @@ class StepQueue:
             assert gradient is not None
         if not self.early.stepped:
             self.take_edits()
+            if self._placement.held.get(held.parameter) is not held:
+                # It is in no group now.
+                return
         self.early.check(held)
         _offload_gradient(held, gradient)
         if held.store.steps_on_device:
@@ -280,7 +342,8 @@ class StepQueue:
         self._show_stored_with(arriving)
         if arriving and not self.pending:
             for index, written in self.now.written.items():
-                self._groups()[index].update(written)
+                # The user may have replaced the groups since.
+                self._stepped_groups[index].update(written)
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
@@ -389,7 +452,7 @@ class BackwardSteps:
         if self.stepped:
             raise UsageError(
                 f"got {what} between a backward and its step(): step_in_backward=True has stepped some parameters and "
-                f"not the others. Call it after step()."
+                f"not the others. Do this after step()."
             )
 
     def arrived(self, held: HostParameter, groups: Sequence[dict[str, Any]]) -> None:
@@ -428,10 +491,10 @@ class BackwardSteps:
         self.reset()
         return stepped
 
-    def check_dropped(self, pending: set[HostParameter]) -> None:
+    def check_dropped(self, pending: set[HostParameter], what: str) -> None:
         """Raise if a step is still to come, or if parameters were written while stepped values were on their way."""
         if any(held.parameter.grad is not None for held in self.stepped):
-            self.check_none("load_state_dict()")
+            self.check_none(what)
         if any(held in pending and not held.is_as_written() for held in self.stepped):
             raise UsageError(
                 "Parameters were written while step_in_backward=True was copying stepped values to them. Call "
