@@ -11,6 +11,7 @@ A :class:`GradientInUse` stands for a gradient on the GPU that a step reads on a
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from spillway._torch import (
+    base_of,
     foreach_norm,
+    holders_of,
     make_wrapper,
     schema_of,
     set_local_part,
@@ -85,7 +88,7 @@ class OffloadedGradient(torch.Tensor):
             if function in (_aten.detach.default, _aten.alias.default):
                 return first
             if function is _aten.add_.Tensor and not kwargs and _is_gradient(args[1], first):
-                first.home.arrive(args[1])
+                first.home.arrive(args[1] if _is_unheld(args) else args[1].clone())
                 return first
             if function is _aten.linalg_vector_norm.default and len(args) <= 2 and not kwargs:
                 return first.home.norm(float(args[1]) if len(args) == 2 else 2.0)
@@ -169,6 +172,17 @@ def _is_gradient(other: Any, gradient: OffloadedGradient) -> bool:
         and other.dtype == gradient.dtype
         and other.layout == torch.strided
     )
+
+
+def _is_unheld(args: tuple[Any, ...]) -> bool:
+    """Whether autograd alone has the gradient that it adds. Other code may write its own tensor before it is read.
+
+    The counts are those of ``AccumulateGrad`` in this torch. If a later one has higher counts, gradients are cloned.
+    """
+    # No names: each would be one reference more.
+    base = 0 if base_of(args[1]) is None else sys.getrefcount(base_of(args[1]))
+    of_storage, of_tensor = holders_of(args[1])
+    return sys.getrefcount(args[1]) <= 3 and base <= 2 and of_storage <= 2 + (base > 0) and of_tensor <= 4
 
 
 def _is_factor(other: Any) -> bool:
