@@ -67,6 +67,29 @@ class OffloadedGradient(torch.Tensor):
             )
         return home
 
+    @property
+    def data(self) -> Tensor:
+        """The gradient itself."""
+        return self
+
+    @data.setter
+    def data(self, content: Tensor) -> None:
+        if content is self:
+            return
+        if (content.shape, content.device) != (self.shape, self.device):
+            raise UsageError(
+                f"got data of shape {tuple(content.shape)} on {content.device} for an offloaded gradient, which has "
+                f"shape {tuple(self.shape)} and is of a parameter on {self.device}. Give it data of that kind, or set "
+                f"p.grad itself."
+            )
+        self.home.begin(content.detach().clone())
+        if content.dtype != self.dtype:
+            # As when a model is cast. Only the look: the content would stay on the GPU.
+            look = make_wrapper(
+                OffloadedGradient, self.shape, dtype=content.dtype, device=self.device, strides=self.stride()
+            )
+            Tensor.data.__set__(self, look)  # type: ignore[attr-defined]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
@@ -228,6 +251,15 @@ class GradientInUse(torch.Tensor):
                 "that p.grad was before step(). The step may have read either value. Write to p.grad itself, or call "
                 "synchronize() before."
             )
+
+    @property
+    def data(self) -> Tensor:
+        """The gradient's own."""
+        return self.plain().data
+
+    @data.setter
+    def data(self, content: Tensor) -> None:
+        self.plain().data = content
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.plain())
