@@ -321,6 +321,68 @@ def test_data_of_another_kind_is_refused(data: Tensor, session: spillway.Session
     optimizer.close()
 
 
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"step_on": "gpu"}, {"step_on": "gpu", "pieces": 2}, {"tier": "disk"}],
+    ids=["host", "streamed", "streamed-in-pieces", "disk"],
+)
+@pytest.mark.parametrize("how", ["sum", "norm", "factor", "write"])
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a torch whose gradients have their tensor's type")
+def test_wider_gradients_are_summed_in_their_type(
+    how: str, way: dict[str, Any], session: spillway.Session, pieces_of: Callable[[int], None]
+) -> None:
+    way = dict(way)
+    pieces_of(way.pop("pieces", 1 << 20))
+    ours, plain = (Parameter(torch.zeros(37, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = OffloadedOptimizer([ours], torch.optim.SGD, lr=1.0, session=session, master_dtype=None, **way)
+    if how == "sum":
+        # The first sums are narrow.
+        for _ in range(2):
+            ours.sum().backward()
+        optimizer.zero_grad()
+    for _ in range(2):
+        for parameter in (ours, plain):
+            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            for _ in range({"sum": 600, "norm": 2}.get(how, 1)):
+                parameter.backward(torch.linspace(1, 2, 37))
+            assert parameter.grad is not None
+            if how == "factor":
+                parameter.grad.mul_(1.3)
+                parameter.grad.mul_(0.7)
+            if how == "write":
+                parameter.grad.add_(torch.linspace(1, 2, 37), alpha=-2)
+        assert ours.grad is not None and plain.grad is not None
+        assert same_bits(here(ours.grad), plain.grad)
+        if how == "norm":
+            assert same_bits(ours.grad.norm(), plain.grad.norm())
+        expected = ours.detach() - plain.grad.bfloat16()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.grad = None
+        assert same_bits(ours, expected)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("numel", [5, 1 << 18], ids=["small", "large"])
+def test_a_gradient_that_was_set_may_be_written_after_the_step(numel: int, session: spillway.Session) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(numel, 1, bias=False), torch.nn.Linear(1, 1))
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, session=session)
+    optimizer.overlap_forward(model, blocks=torch.nn.Linear)
+    buffers = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for number in range(3):
+        for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+            parameter.grad = buffer.fill_(number + 1)
+        optimizer.step()
+        for value, buffer in zip(expected, buffers, strict=True):
+            value.sub_(number + 1)
+            buffer.fill_(100)
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert_same_values(model.parameters(), expected)
+    optimizer.close()
+
+
 def test_its_own_data_keep_the_bits_of_sums(session: spillway.Session) -> None:
     parameter = Parameter(torch.zeros(3, dtype=torch.bfloat16))
     optimizer = OffloadedOptimizer([parameter], torch.optim.SGD, lr=1.0, session=session)

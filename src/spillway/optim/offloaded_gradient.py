@@ -152,7 +152,7 @@ def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tens
 def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on reloaded gradients: in the type that they show, or in that of the step if it writes one."""
     written = _written(function, args, kwargs)
-    work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, OffloadedGradient)}
+    work = {one.dtype: one.home.dtype for one in written if isinstance(one, OffloadedGradient)}
     reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}
 
     def reload(tensor: torch.Tensor) -> torch.Tensor:
