@@ -84,8 +84,8 @@ def test_a_norm_after_gradients_were_multiplied(
 def test_each_gradient_is_read_once_for_a_norm(cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch) -> None:
     both = pair(torch.bfloat16, cpu_session, lr=1e-2)
     read: list[object] = []
-    values = Snapshot.values
-    monkeypatch.setattr(Snapshot, "values", lambda one: (read.append(one.held), values(one))[1])
+    values = Snapshot.exact
+    monkeypatch.setattr(Snapshot, "exact", lambda one: (read.append(one.held), values(one))[1])
     for batch in batches(2, torch.bfloat16):
         both.backward(batch)
     for gradient in both.gradients():

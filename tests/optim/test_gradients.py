@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 import spillway
@@ -28,7 +28,8 @@ from optim.support import (
     same_bits,
     wide,
 )
-from spillway import OffloadedOptimizer
+from spillway import OffloadedOptimizer, UsageError
+from spillway.optim.offloaded_gradient import OffloadedGradient
 
 Deed = Callable[[Module, torch.optim.Optimizer], Any]
 
@@ -96,6 +97,23 @@ def with_data(model: Module) -> None:
         gradient.data.mul_(0.3)
 
 
+def new_data(model: Module) -> None:
+    for number, gradient in enumerate(each(model)):
+        gradient.data = gradient.data * 0.3 if number else -gradient.data
+
+
+def new_data_of_a_buffer(model: Module) -> list[Tensor]:
+    kept = grads(model)
+    for gradient in kept:
+        buffer = torch.full_like(gradient, 0.25)
+        gradient.data = gradient.data
+        gradient.data = buffer
+        if isinstance(gradient, OffloadedGradient):
+            buffer.zero_()
+        gradient.mul_(3)
+    return kept
+
+
 def out_of_backward(model: Module) -> list[Tensor]:
     batch = batches(1, seed=7)[0]
     return list(torch.autograd.grad(loss_of(model, batch), list(model.parameters())))
@@ -142,6 +160,8 @@ DEEDS: dict[str, Deed] = {
     "masked": lambda m, o: no_grad(m, lambda g: g.masked_fill_(torch.ones_like(g) > 0.5, 0.125)),
     "centred": lambda m, o: no_grad(m, lambda g: g.sub_(g.mean())),
     "through data": lambda m, o: with_data(m),
+    "given other data": lambda m, o: new_data(m),
+    "given other data, and kept": lambda m, o: new_data_of_a_buffer(m),
     "clipped": lambda m, o: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01),
     "clipped, in a loop": lambda m, o: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01, foreach=False),
     "clipped, by foreach": lambda m, o: torch.nn.utils.clip_grad_norm_(m.parameters(), 0.01, foreach=True),
@@ -256,3 +276,137 @@ def assert_same_results(got: Any, expected: Any) -> None:
             assert_same_results(one, other)
     else:
         assert same_bits(*(one.clone() if isinstance(one, Tensor) else one for one in (got, expected)))
+
+
+LAZY: dict[str, Callable[[], Tensor]] = {
+    "conjugate": lambda: torch.complex(torch.arange(5.0), torch.ones(5)).conj(),
+    "negative": lambda: torch._neg_view(torch.arange(5.0)),
+    "negative, with gaps": lambda: torch.complex(torch.arange(5.0), torch.ones(5)).conj().imag,
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"offload_gradients": False}, {"step_on": "gpu", "offload_gradients": False}, {"tier": "disk"}],
+    ids=["host", "on-the-device", "streamed", "disk"],
+)
+@pytest.mark.parametrize("count", [1, 2], ids=["one", "two"])
+@pytest.mark.parametrize("name", LAZY, ids=lambda name: name.replace(" ", "-").replace(",", ""))
+def test_gradients_that_have_a_conjugate_or_negative_bit(
+    name: str, count: int, way: dict[str, Any], session: spillway.Session
+) -> None:
+    ours, plain = (Parameter(torch.ones_like(LAZY[name]().resolve_conj().resolve_neg())) for _ in range(2))
+    optimizer = OffloadedOptimizer([ours], torch.optim.SGD, lr=0.1, session=session, foreach=False, **way)
+    reference = torch.optim.SGD([plain], lr=0.1, foreach=False)
+    for parameter, one in ((ours, optimizer), (plain, reference)):
+        # A hook's new tensor becomes the gradient, as it is.
+        parameter.register_hook(lambda _: LAZY[name]())
+        for _ in range(count):
+            (parameter * 2).abs().sum().backward()
+        one.step()
+    assert same_bits(here(ours.grad).resolve_conj().resolve_neg(), here(plain.grad).resolve_conj().resolve_neg())
+    assert same_bits(ours, plain)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("data", [torch.zeros(3), torch.zeros(2, 3, device="meta")], ids=["shape", "device"])
+def test_data_of_another_kind_is_refused(data: Tensor, session: spillway.Session) -> None:
+    parameter = Parameter(torch.zeros(2, 3))
+    optimizer = OffloadedOptimizer([parameter], torch.optim.SGD, lr=1.0, session=session)
+    parameter.sum().backward()
+    assert parameter.grad is not None
+    with pytest.raises(UsageError, match=r"got data of shape .* which has shape \(2, 3\)"):
+        parameter.grad.data = data
+    assert same_bits(here(parameter.grad), torch.ones(2, 3))
+    optimizer.close()
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{}, {"step_on": "gpu"}, {"step_on": "gpu", "pieces": 2}, {"tier": "disk"}],
+    ids=["host", "streamed", "streamed-in-pieces", "disk"],
+)
+@pytest.mark.parametrize("how", ["sum", "norm", "factor", "write"])
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a torch whose gradients have their tensor's type")
+def test_wider_gradients_are_summed_in_their_type(
+    how: str, way: dict[str, Any], session: spillway.Session, pieces_of: Callable[[int], None]
+) -> None:
+    way = dict(way)
+    pieces_of(way.pop("pieces", 1 << 20))
+    ours, plain = (Parameter(torch.zeros(37, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = OffloadedOptimizer([ours], torch.optim.SGD, lr=1.0, session=session, master_dtype=None, **way)
+    if how == "sum":
+        # The first sums are narrow.
+        for _ in range(2):
+            ours.sum().backward()
+        optimizer.zero_grad()
+    for _ in range(2):
+        for parameter in (ours, plain):
+            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            for _ in range({"sum": 600, "norm": 2}.get(how, 1)):
+                parameter.backward(torch.linspace(1, 2, 37))
+            assert parameter.grad is not None
+            if how == "factor":
+                parameter.grad.mul_(1.3)
+                parameter.grad.mul_(0.7)
+            if how == "write":
+                parameter.grad.add_(torch.linspace(1, 2, 37), alpha=-2)
+        assert ours.grad is not None and plain.grad is not None
+        assert same_bits(here(ours.grad), plain.grad)
+        if how == "norm":
+            assert same_bits(ours.grad.norm(), plain.grad.norm())
+        expected = ours.detach() - plain.grad.bfloat16()
+        optimizer.step()
+        optimizer.zero_grad()
+        plain.grad = None
+        assert same_bits(ours, expected)
+    optimizer.close()
+
+
+@pytest.mark.parametrize("numel", [5, 1 << 18], ids=["small", "large"])
+def test_a_gradient_that_was_set_may_be_written_after_the_step(numel: int, session: spillway.Session) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(numel, 1, bias=False), torch.nn.Linear(1, 1))
+    expected = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = OffloadedOptimizer(model.parameters(), torch.optim.SGD, lr=1.0, session=session)
+    optimizer.overlap_forward(model, blocks=torch.nn.Linear)
+    buffers = [torch.zeros_like(parameter) for parameter in model.parameters()]
+    for number in range(3):
+        for parameter, buffer in zip(model.parameters(), buffers, strict=True):
+            parameter.grad = buffer.fill_(number + 1)
+        optimizer.step()
+        for value, buffer in zip(expected, buffers, strict=True):
+            value.sub_(number + 1)
+            buffer.fill_(100)
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    assert_same_values(model.parameters(), expected)
+    optimizer.close()
+
+
+def test_its_own_data_keep_the_bits_of_sums(session: spillway.Session) -> None:
+    parameter = Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    optimizer = OffloadedOptimizer([parameter], torch.optim.SGD, lr=1.0, session=session)
+    for factor in (1.0, 2.0**-12):
+        (parameter * factor).sum().backward()
+    assert parameter.grad is not None
+    parameter.grad.data = parameter.grad.data
+    torch.nn.Module.to(torch.nn.ParameterList([parameter]), torch.bfloat16)
+    optimizer.step()
+    assert same_bits(optimizer.state[parameter]["master"], torch.full((3,), -1 - 2.0**-12))
+    optimizer.close()
+
+
+def test_data_of_a_gradient_that_a_step_reads(session: spillway.Session) -> None:
+    models = wide(), wide()
+    options = {"step_on": "gpu", "offload_gradients": False, "foreach": False, "lr": 0.1, "momentum": 0.9}
+    ours = offloaded(torch.optim.SGD, session, **options)(models[0])
+    ours.overlap_forward(models[0])
+    reference = torch.optim.SGD(models[1].parameters(), lr=0.1, momentum=0.9, foreach=False)
+    for batch in batches(3):
+        for model, optimizer in zip(models, (ours, reference), strict=True):
+            loss_of(model, batch).backward()
+            optimizer.step()
+            new_data(model)
+    ours.synchronize()
+    assert_same_values(models[0], models[1])
+    ours.close()

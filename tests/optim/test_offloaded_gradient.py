@@ -18,6 +18,7 @@ import spillway
 from optim.support import batches, here, is_away, loss_of, offloaded, same_bits, saved, train, wide
 from spillway import OffloadedOptimizer, UnsupportedError
 from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.optim.transfers import Transfers
 
 
 @pytest.fixture
@@ -205,3 +206,112 @@ def test_factors_of_other_devices_and_types(away: Tensor) -> None:
     with pytest.raises(RuntimeError):
         away.mul_(1j)
     assert type(away) is OffloadedGradient
+
+
+class _Reuses(torch.autograd.Function):
+    """Its gradient is in memory that the caller reuses."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: Callable[[], Tensor]) -> Tensor:
+        ctx.gradient = gradient
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        return ctx.gradient(), None
+
+
+def backward_of(parameter: Tensor, gradient: Callable[[], Tensor]) -> None:
+    _Reuses.apply(parameter, gradient).sum().backward()
+
+
+def add_by_operator(parameter: Tensor, buffer: Tensor) -> None:
+    parameter.grad += buffer
+
+
+def add_gradient_of_another(parameter: Tensor, buffer: Tensor) -> None:
+    other = Parameter(torch.zeros_like(buffer))
+    other.grad = buffer
+    assert parameter.grad is not None
+    parameter.grad.add_(other.grad)
+
+
+def add_in_a_hook(parameter: Tensor, buffer: Tensor) -> None:
+    def add(_: Tensor) -> None:
+        assert parameter.grad is not None
+        parameter.grad.add_(buffer)
+
+    hook = parameter.register_hook(add)
+    (parameter * 2).sum().backward()
+    hook.remove()
+
+
+def keep_in_a_hook(parameter: Tensor, buffer: Tensor, of: Callable[[Tensor], Tensor]) -> None:
+    kept: list[Tensor] = []
+    hook = parameter.register_hook(lambda gradient: kept.append(of(gradient)))
+    (parameter * 2).sum().backward()
+    hook.remove()
+    kept[0].zero_()
+
+
+def keep_as_a_gradient(parameter: Tensor, buffer: Tensor) -> None:
+    other = Parameter(torch.zeros_like(buffer))
+    hook = parameter.register_hook(lambda gradient: setattr(other, "grad", gradient))
+    (parameter * 2).sum().backward()
+    hook.remove()
+    assert other.grad is not None
+    other.grad.zero_()
+
+
+ADDITIONS: dict[str, Callable[[Tensor, Tensor], object]] = {
+    "add_": lambda p, b: p.grad.add_(b),  # type: ignore[union-attr]
+    "in Python": add_by_operator,
+    "a plain gradient": add_gradient_of_another,
+    "in a hook": add_in_a_hook,
+    "kept by a hook": lambda p, b: keep_in_a_hook(p, b, lambda g: g),
+    "kept by a hook, by an alias": lambda p, b: keep_in_a_hook(p, b, lambda g: g.detach()),
+    "kept by a hook, as a gradient": keep_as_a_gradient,
+    "of a function": lambda p, b: backward_of(p, lambda: b),
+    "of a function, a view": lambda p, b: backward_of(p, lambda: b.view(-1)),
+    "of a function, an alias": lambda p, b: backward_of(p, b.detach),
+}
+
+
+@pytest.mark.parametrize("numel", [5, 1 << 18], ids=["small", "large"])
+@pytest.mark.parametrize("name", ADDITIONS, ids=lambda name: name.replace(" ", "-").replace(",", ""))
+def test_a_tensor_that_was_added_may_be_written(name: str, numel: int, session: spillway.Session) -> None:
+    ours, plain = (Parameter(torch.zeros(numel)) for _ in range(2))
+    optimizer = OffloadedOptimizer([ours], torch.optim.SGD, lr=1.0, session=session)
+    for parameter in (ours, plain):
+        (parameter * 3).sum().backward()
+        buffer = torch.arange(float(numel))
+        for _ in range(2):
+            ADDITIONS[name](parameter, buffer)
+            buffer.mul_(-2)
+    assert is_away(ours.grad)
+    assert same_bits(here(ours.grad), here(plain.grad))
+    optimizer.close()
+
+
+@pytest.mark.parametrize("make", [lambda g: g * 2, lambda g: (g * 2).view(9).view(3, 3)], ids=["whole", "view"])
+def test_gradients_that_autograd_adds_are_not_copied(
+    make: Callable[[Tensor], Tensor], cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, sent, send = [], [], Transfers.send
+
+    def note(transfers: Transfers, tensor: Tensor) -> Any:
+        sent.append(tensor.data_ptr())
+        return send(transfers, tensor)
+
+    def gradient() -> Tensor:
+        gradient = make(torch.ones(3, 3))
+        made.append(gradient.data_ptr())
+        return gradient
+
+    monkeypatch.setattr(Transfers, "send", note)
+    parameter = Parameter(torch.zeros(3, 3))
+    optimizer = OffloadedOptimizer([parameter], torch.optim.SGD, lr=1.0, session=cpu_session)
+    for _ in range(3):
+        backward_of(parameter, gradient)
+    assert sent[1:] == made[1:]
+    optimizer.close()

@@ -44,6 +44,23 @@ def test_a_sparse_gradient_is_refused(session: spillway.Session) -> None:
     assert session.used_bytes == (0, 0)
 
 
+@pytest.mark.parametrize("make", [torch.conj, lambda z: torch._neg_view(z.abs())], ids=["conjugate", "negative"])
+def test_a_parameter_whose_bytes_are_not_its_values_is_refused(
+    make: Callable[[Tensor], Tensor], session: spillway.Session
+) -> None:
+    values = make(torch.ones(3, dtype=torch.complex64))
+    assert values.is_conj() or values.is_neg()
+    with pytest.raises(UnsupportedError, match=r"conjugate or negative bit.*tensor\.resolve_conj\(\)\.resolve_neg\(\)"):
+        OffloadedOptimizer([Parameter(values)], torch.optim.SGD, lr=0.1, session=session)
+    parameter = Parameter(values.resolve_conj().resolve_neg())
+    optimizer = OffloadedOptimizer([parameter], torch.optim.SGD, lr=0.1, session=session)
+    parameter.abs().sum().backward()
+    parameter.data = values
+    with pytest.raises(UsageError, match=r"A parameter has .*, with a conjugate or negative bit"):
+        optimizer.step()
+    optimizer.close()
+
+
 @pytest.mark.parametrize(
     "tensor",
     [

@@ -102,3 +102,27 @@ def test_a_scaler_over_parameters_of_which_some_step_on_the_device(session: spil
     assert scalers[0].get_scale() == scalers[1].get_scale() == 16.0
     ours.close()
     assert session.used_bytes == (0, 0)
+
+
+@pytest.mark.parametrize("scale", [2.0**16, 2.0**72])
+def test_a_scale_whose_squares_overflow(scale: float, session: spillway.Session) -> None:
+    """Scalers grow without bound in ``float32`` and ``bfloat16``. Plain training takes norms of unscaled gradients."""
+    found = []
+    for make in (
+        lambda some: OffloadedOptimizer(some, torch.optim.AdamW, session=session, lr=1e-2, fused=True),
+        lambda some: torch.optim.AdamW(some, lr=1e-2, fused=True),
+    ):
+        model = wide()
+        optimizer, scaler = make(model.parameters()), torch.amp.GradScaler("cpu", init_scale=scale)
+        norms = []
+        for batch in batches(3):
+            scaler.scale(loss_of(model, batch)).backward()
+            scaler.unscale_(optimizer)
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05))
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if isinstance(optimizer, OffloadedOptimizer):
+            optimizer.close()
+        found.append([*norms, *(parameter.detach() for parameter in model.parameters())])
+    assert all(map(torch.equal, *found))

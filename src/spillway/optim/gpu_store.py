@@ -365,10 +365,11 @@ class GpuStore(StateStore):
         parameter = self.parameter(transfer, index, _values(transfer, index))
         snapshot = transfer.steps[index]
         found = transfer.gradients.pop(index) if snapshot.on_device is None else part.of(snapshot.on_device)
-        found = found.to(part.held.work_dtype)
+        dtype = part.held.work_dtype
+        found = found.to(torch.promote_types(found.dtype, dtype))
         for factor in snapshot.factors:
             factor.apply(found, on_device=True)
-        parameter.grad = found
+        parameter.grad = found.to(dtype)
         return parameter
 
 

@@ -1,8 +1,8 @@
 """The gradient of a parameter that is stepped on the CPU: its bytes, its norms, and how it is summed.
 
 The first gradient that arrives is kept as it is (``raw``). From the first accumulation on, gradients are summed on the
-CPU, in the type of the step, in their order of arrival (``sum``). Multiplications are noted (``factors``), and applied
-when a step reads the gradient. See NOTE [ Threads ].
+CPU, in their order of arrival (``sum``): in the type of the step, or in their own if it is wider. Multiplications are
+noted (``factors``), and applied when a step reads the gradient. See NOTE [ Threads ].
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from spillway.runtime.bytes import Cells
 
 if TYPE_CHECKING:
     from spillway.optim.host_parameter import HostParameter
+
+_MOST_EXPONENT = 24
+"""Of a power of two that changes no digit of common gradients and of their squares."""
 
 
 class Factor:
@@ -65,9 +68,10 @@ class Factor:
         return product
 
     @functools.cached_property
-    def is_power_of_two(self) -> bool:
-        """Whether the product has the same digits. Waits for the number."""
-        return math.frexp(abs(float(self.given)))[0] == 0.5
+    def keeps_digits(self) -> bool:
+        """Whether products and their squares have the same digits: they neither overflow nor underflow. Waits for it."""
+        digits, exponent = math.frexp(abs(float(self.given)))
+        return digits == 0.5 and abs(exponent) <= _MOST_EXPONENT
 
     def of_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of the product, from the norm of the gradient, and in its type."""
@@ -155,9 +159,9 @@ class DeviceContext:
 class GradientSum:
     """CPU memory in which a parameter's gradients are summed; for the CPU worker thread."""
 
-    def __init__(self, held: HostParameter) -> None:
+    def __init__(self, held: HostParameter, dtype: torch.dtype) -> None:
         transfers = held.context.transfers
-        self.dtype = held.work_dtype
+        self.dtype = dtype
         self.pinned: Pinned | None = None
         self._backend = transfers.backend
         if held.context.pins_sums:
@@ -214,13 +218,25 @@ class Snapshot:
 
         If it changes, it is in scratch memory, if that is large enough.
         """
+        return self.exact(start, form, scratch).to(self.held.work_dtype)
+
+    def exact(
+        self,
+        start: int = 0,
+        form: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+        scratch: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The same in its own type, if that is wider."""
         held, factors = self.held, list(self.factors)
         found = self.sum.tensor() if self.sum is not None else self._read()
         found = found.as_strided(*(form or held.form), int(found.storage_offset()) + start)
         if scratch is not None:
             scratch = scratch.as_strided(*(form or held.form)) if found.numel() <= len(scratch) else None
-        if found.dtype != held.work_dtype:
-            found = found.to(held.work_dtype) if scratch is None else scratch.copy_(found)
+        dtype = torch.promote_types(found.dtype, held.work_dtype)
+        if scratch is not None and scratch.dtype != dtype:
+            scratch = None
+        if found.dtype != dtype:
+            found = found.to(dtype) if scratch is None else scratch.copy_(found)
         elif factors:
             found = factors.pop(0).applied(found, scratch)
         for factor in factors:
@@ -257,12 +273,15 @@ class Gradient:
     """The end of the last step that reads it."""
     count: int = 0
     """How many gradients arrived."""
+    dtype: torch.dtype = field(init=False)
+    """The type of sums and norms: the step's, or that of the first gradient if it is wider."""
     sealed: bool = False
     """Whether it was stepped by during backward. It must not change before ``step`` is called."""
     _cpu_norms: dict[float, _CpuNorm] = field(default_factory=dict)
     _tensor: weakref.ref[OffloadedGradient] | None = None
 
     def __post_init__(self) -> None:
+        self.dtype = self.held.work_dtype
         self.context.gradients.add(self)
 
     def __del__(self) -> None:
@@ -312,6 +331,8 @@ class Gradient:
         self.count += 1
         self._cpu_norms = {}
         alone = self.raw is None and not self.summed
+        if alone:
+            self.dtype = torch.promote_types(tensor.dtype, self.held.work_dtype)
         self.norms = {} if not alone or self.context.accumulates else self._norms_of(tensor)
         if not alone:
             self.context.accumulates = True
@@ -374,7 +395,7 @@ class Gradient:
                 gradient.measure(order)
         measured, local = self._cpu_norms[order], self.held.local()
         measured.done.synchronize()
-        return torch.tensor(measured.found[0], dtype=self.held.work_dtype.to_real(), device=local.device)
+        return torch.tensor(measured.found[0], dtype=self.dtype.to_real(), device=local.device)
 
     def measure(self, order: float) -> None:
         """Let the CPU take its norm, if there is a gradient and the norm is not known."""
@@ -385,7 +406,7 @@ class Gradient:
         found: list[float] = []
 
         def measure() -> None:
-            found.append(float(torch.linalg.vector_norm(values.values(), order)))
+            found.append(float(torch.linalg.vector_norm(values.exact(), order)))
 
         def when_there() -> Event:
             values.wait()
@@ -412,7 +433,7 @@ class Gradient:
         values, ready = self.snapshot(), transfers.ready()
 
         def upload() -> Event:
-            gradient, block = flat(values.values()), transfers.pinned(target.nbytes)
+            gradient, block = flat(values.exact()), transfers.pinned(target.nbytes)
             source = Cells(block.part(0, target.nbytes), dtype)
             transfers.host_view(source, write=True).copy_(gradient)
             end = transfers.receive([Upload(target, 0, source)], ready)
@@ -431,7 +452,11 @@ class Gradient:
 
     def _has_device_norm(self, order: float) -> bool:
         """Whether the norm that was taken on the GPU gives its own norm, to the last bit."""
-        return order in self.norms and all(order == math.inf or factor.is_power_of_two for factor in self.factors)
+        if order == math.inf or not self.factors:
+            return order in self.norms
+        # Small products of float16 lose digits.
+        is_wide = self.held.work_dtype is not torch.float16
+        return is_wide and order in self.norms and all(factor.keeps_digits for factor in self.factors)
 
     def _has_cpu_norm(self, order: float) -> bool:
         return order in self._cpu_norms and self._cpu_norms[order].factors == tuple(self.factors)
@@ -445,10 +470,8 @@ class Gradient:
 
     def _norms_of(self, tensor: torch.Tensor) -> dict[float, torch.Tensor]:
         with torch.no_grad():
-            dtype = self.held.work_dtype
-            # Kernels refuse a narrower type.
-            is_exact = torch.promote_types(tensor.dtype, dtype) == dtype
-            orders = [order for order in self.context.norms if is_exact and (order != math.inf or tensor.numel())]
+            dtype = self.dtype
+            orders = [order for order in self.context.norms if order != math.inf or tensor.numel()]
             if tensor.device.type == "cpu" or not tensor.numel():
                 return {order: torch.linalg.vector_norm(tensor, order, dtype=dtype) for order in orders}
             # The kernel of clip_grad_norm_: another one's last bit may differ.
@@ -482,8 +505,8 @@ class Gradient:
         self.summed = True
 
     def _sum(self) -> GradientSum:
-        if self.sum is None:
-            self.sum = GradientSum(self.held)
+        if self.sum is None or self.sum.dtype != self.dtype:
+            self.sum = GradientSum(self.held, self.dtype)
         return self.sum
 
 

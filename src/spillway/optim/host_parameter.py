@@ -52,13 +52,17 @@ class _Form(NamedTuple):
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    has_bit: bool
+    """Whether its bytes are those of the conjugate, or of the negative."""
 
     @classmethod
     def of(cls, local: torch.Tensor) -> _Form:
-        return cls(tuple(local.shape), local.stride(), local.dtype, local.device)
+        has_bit = local.is_conj() or local.is_neg()
+        return cls(tuple(local.shape), local.stride(), local.dtype, local.device, has_bit)
 
     def __str__(self) -> str:
-        return f"shape {self.size}, strides {self.stride}, {self.dtype}, on {self.device}"
+        bit = ", with a conjugate or negative bit" if self.has_bit else ""
+        return f"shape {self.size}, strides {self.stride}, {self.dtype}, on {self.device}{bit}"
 
 
 class HostParameter:
@@ -87,6 +91,11 @@ class HostParameter:
             raise UnsupportedError(
                 f"The elements of a parameter of shape {tuple(local.shape)}, strides {local.stride()}, {local.layout} "
                 f"overlap or leave gaps. Make it contiguous, or give it to an optimizer of its own."
+            )
+        if self._form.has_bit:
+            raise UnsupportedError(
+                f"A parameter has {self._form}, which steps on the CPU do not see. Make it of "
+                f"tensor.resolve_conj().resolve_neg()."
             )
         self.numel = local.numel()
         self.gradient = Gradient(self, context)

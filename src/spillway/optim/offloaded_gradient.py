@@ -11,6 +11,7 @@ A :class:`GradientInUse` stands for a gradient on the GPU that a step reads on a
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -21,7 +22,9 @@ import torch
 from torch import Tensor
 
 from spillway._torch import (
+    base_of,
     foreach_norm,
+    holders_of,
     make_wrapper,
     schema_of,
     set_local_part,
@@ -64,6 +67,29 @@ class OffloadedGradient(torch.Tensor):
             )
         return home
 
+    @property
+    def data(self) -> Tensor:
+        """The gradient itself."""
+        return self
+
+    @data.setter
+    def data(self, content: Tensor) -> None:
+        if content is self:
+            return
+        if (content.shape, content.device) != (self.shape, self.device):
+            raise UsageError(
+                f"got data of shape {tuple(content.shape)} on {content.device} for an offloaded gradient, which has "
+                f"shape {tuple(self.shape)} and is of a parameter on {self.device}. Give it data of that kind, or set "
+                f"p.grad itself."
+            )
+        self.home.begin(content.detach().clone())
+        if content.dtype != self.dtype:
+            # As when a model is cast. Only the look: the content would stay on the GPU.
+            look = make_wrapper(
+                OffloadedGradient, self.shape, dtype=content.dtype, device=self.device, strides=self.stride()
+            )
+            Tensor.data.__set__(self, look)  # type: ignore[attr-defined]
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
@@ -85,7 +111,7 @@ class OffloadedGradient(torch.Tensor):
             if function in (_aten.detach.default, _aten.alias.default):
                 return first
             if function is _aten.add_.Tensor and not kwargs and _is_gradient(args[1], first):
-                first.home.arrive(args[1])
+                first.home.arrive(args[1] if _is_unheld(args) else args[1].clone())
                 return first
             if function is _aten.linalg_vector_norm.default and len(args) <= 2 and not kwargs:
                 return first.home.norm(float(args[1]) if len(args) == 2 else 2.0)
@@ -126,7 +152,7 @@ def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tens
 def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on reloaded gradients: in the type that they show, or in that of the step if it writes one."""
     written = _written(function, args, kwargs)
-    work = {one.dtype: one.home.held.work_dtype for one in written if isinstance(one, OffloadedGradient)}
+    work = {one.dtype: one.home.dtype for one in written if isinstance(one, OffloadedGradient)}
     reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}
 
     def reload(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,6 +195,17 @@ def _is_gradient(other: Any, gradient: OffloadedGradient) -> bool:
         and other.dtype == gradient.dtype
         and other.layout == torch.strided
     )
+
+
+def _is_unheld(args: tuple[Any, ...]) -> bool:
+    """Whether autograd alone has the gradient that it adds. Other code may write its own tensor before it is read.
+
+    The counts are those of ``AccumulateGrad`` in this torch. If a later one has higher counts, gradients are cloned.
+    """
+    # No names: each would be one reference more.
+    base = 0 if base_of(args[1]) is None else sys.getrefcount(base_of(args[1]))
+    of_storage, of_tensor = holders_of(args[1])
+    return sys.getrefcount(args[1]) <= 3 and base <= 2 and of_storage <= 2 + (base > 0) and of_tensor <= 4
 
 
 def _is_factor(other: Any) -> bool:
@@ -214,6 +251,15 @@ class GradientInUse(torch.Tensor):
                 "that p.grad was before step(). The step may have read either value. Write to p.grad itself, or call "
                 "synchronize() before."
             )
+
+    @property
+    def data(self) -> Tensor:
+        """The gradient's own."""
+        return self.plain().data
+
+    @data.setter
+    def data(self, content: Tensor) -> None:
+        self.plain().data = content
 
     def __repr__(self) -> str:  # type: ignore[override]
         return repr(self.plain())

@@ -288,6 +288,7 @@ class StepQueue:
         placement.settle(self.now)
         left = [held for held in placement.held.values() if held not in stepped]
         placement.prepare(held for held in left if held.parameter.grad is not None)
+        given = {held for held in left if not held.gradient.is_current()}
         steps = list(self._param_steps(left))
         for context in contexts:
             context.expected = max((step.held.gradient.count for step in steps), default=0)
@@ -296,8 +297,8 @@ class StepQueue:
             self._step(steps, overlapped=bool(self._forward_hooks))
         finally:
             placement.settle(self.now)
-        if any(step.on_device is None and step.held.gradient.stand_in_if_alive() is None for step in steps):
-            # Gradients that stay on the GPU may be written as soon as this returns.
+        if any(step.on_device is None and step.held in given for step in steps):
+            # Plain gradients that the user has may be written as soon as this returns.
             for context in contexts:
                 context.transfers.settle()
         return steps

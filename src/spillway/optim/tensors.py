@@ -40,14 +40,14 @@ def flat(tensor: torch.Tensor, start: int = 0, numel: int | None = None) -> torc
 
 
 def with_strides_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A gradient in its parameter's memory layout. Sparse ones are refused."""
+    """A gradient in its parameter's memory layout, without a conjugate or negative bit. Sparse ones are refused."""
     if tensor.layout != torch.strided:
         raise UnsupportedError(
             f"got a gradient of layout {tensor.layout}, expected a dense one. Give the parameter to an optimizer of "
             f"its own, or make the embedding with sparse=False."
         )
     if tensor.stride() == like.stride() and is_dense(tensor):
-        return tensor.detach()
+        return tensor.detach().resolve_conj().resolve_neg()
     with torch.no_grad():
         return torch.empty_strided(like.shape, like.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
