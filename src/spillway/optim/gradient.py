@@ -69,7 +69,7 @@ class Factor:
 
     @functools.cached_property
     def keeps_digits(self) -> bool:
-        """Whether products and their squares have the same digits: they neither overflow nor underflow. Waits for it."""
+        """Whether products and their squares have the same digits, without overflow or underflow. Waits for it."""
         digits, exponent = math.frexp(abs(float(self.given)))
         return digits == 0.5 and abs(exponent) <= _MOST_EXPONENT
 
