@@ -1072,18 +1072,11 @@ class Undoes(nn.Module):
         handle.remove()
         return y
 
-    def forward_of_a_part(self, x: Tensor) -> Tensor:
-        inner = self.first.forward
-        self.first.forward = lambda x: inner(x) * 1.5  # type: ignore[method-assign]
-        y = self.body(x)
-        del self.first.forward
-        return y
-
 
 @pytest.mark.parametrize("how", [{}, {"save": "matmul"}, {"save": "pointwise"}], ids=str)
 @pytest.mark.parametrize(
     "kind",
-    ["attribute", "evaluation", "memory", "seed", "setting", "autocast", "hook", "forward_of_a_part"],
+    ["attribute", "evaluation", "memory", "seed", "setting", "autocast", "hook"],
 )
 def test_what_forward_undoes_is_undone_after_a_replay_that_ends_before(
     regions: Regions, kind: str, how: Options
@@ -1102,7 +1095,7 @@ def test_what_forward_undoes_is_undone_after_a_replay_that_ends_before(
             loss.backward()
             yield from gradients(x, block)
             yield block.first.weight.detach().clone()
-            flags = block.depth, block.drop.training, len(block.first._forward_hooks), "forward" in vars(block.first)
+            flags = block.depth, block.drop.training, len(block.first._forward_hooks)
             yield torch.tensor([*flags, torch.is_autocast_enabled("cpu")])
             assert torch.get_default_dtype() is torch.float32
         yield from generators()

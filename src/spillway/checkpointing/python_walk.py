@@ -23,8 +23,8 @@ from spillway.checkpointing.python_generators import Generator, generator_of
 
 MISSING: Any = object()
 """Stands for the value of a name that has none."""
-INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "__compiled_call_impl")) - {"training"}
-"""Attributes of modules that belong to torch."""
+INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
+"""Attributes of modules that belong to torch, and ``forward``, in whose place an attached block puts its own."""
 _PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
 _DEPTH = 6
@@ -207,6 +207,9 @@ class Walk:
             # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
             for each in (parameters, buffers, children) if parameters is not None else ():
                 self._meet(each.items(), 0)
+        if "forward" in attributes:
+            # A user has put another one in the place of the class's.
+            self._meet((("forward", attributes["forward"]),), 1)
         values = getter(attributes)
         if not _SIMPLE.issuperset(map(type, values)):
             self._meet(zip(names, values, strict=True), 1)

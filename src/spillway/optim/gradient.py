@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from spillway.optim.host_parameter import HostParameter
 
 _MOST_EXPONENT = 24
-"""Of a power of two that changes no digit of common gradients and of their squares."""
+"""A power of two with a larger exponent may overflow with the squares of gradients, or lose digits of theirs."""
 
 
 class Factor:
