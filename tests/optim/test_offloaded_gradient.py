@@ -315,3 +315,13 @@ def test_gradients_that_autograd_adds_are_not_copied(
         backward_of(parameter, gradient)
     assert sent[1:] == made[1:]
     optimizer.close()
+
+
+def test_a_gradient_without_memory_is_refused_by_dlpack(session: spillway.Session) -> None:
+    layer = torch.nn.Linear(4, 4)
+    optimizer = OffloadedOptimizer(layer.parameters(), torch.optim.SGD, session=session, lr=0.1)
+    layer(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UnsupportedError, match=r"p\.grad\.clone\(\)"):
+        torch.from_dlpack(layer.weight.grad)
+    assert torch.equal(torch.from_dlpack(layer.weight.grad.clone()), torch.full((4, 4), 2.0))  # type: ignore[union-attr]
+    optimizer.close()

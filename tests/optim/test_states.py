@@ -315,3 +315,30 @@ def test_a_state_that_is_reset_after_parameters_have_stepped_in_backward(session
     optimizer.step()
     assert len(optimizer.state) == 4
     optimizer.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"tier": "disk"}, {"step_on": "gpu"}, {"fraction": 0.0}], ids=str)
+def test_a_state_of_an_earlier_torch(session: spillway.Session, options: dict[str, Any]) -> None:
+    """Its count of steps is an ``int``, and its groups have fewer settings."""
+    found = []
+    for make in (
+        lambda some: OffloadedOptimizer(some, torch.optim.AdamW, session=session, lr=0.1, fused=True, **options),
+        lambda some: torch.optim.AdamW(some, lr=0.1, fused=True),
+    ):
+        model = wide()
+        optimizer = make(model.parameters())
+        train(model, optimizer, batches(2))
+        state = copy.deepcopy(optimizer.state_dict())
+        for each in state["state"].values():
+            each["step"] = int(each["step"])
+        for group in state["param_groups"]:
+            for name in ("amsgrad", "maximize", "capturable", "differentiable"):
+                del group[name]
+        closed(optimizer)
+        optimizer = make(model.parameters())
+        optimizer.load_state_dict(state)
+        train(model, optimizer, batches(2))
+        assert optimizer.param_groups[0]["amsgrad"] is False
+        closed(optimizer)
+        found.append(model)
+    assert_same_values(*found)

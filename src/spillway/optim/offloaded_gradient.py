@@ -90,6 +90,12 @@ class OffloadedGradient(torch.Tensor):
             )
             Tensor.data.__set__(self, look)  # type: ignore[attr-defined]
 
+    def __dlpack__(self, *args: Any, **options: Any) -> Any:
+        raise UnsupportedError(
+            "An offloaded gradient has no memory on the device for DLPack to share. Give it p.grad.clone(), or make "
+            "the OffloadedOptimizer with offload_gradients=False."
+        )
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"OffloadedGradient(size={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
 
