@@ -52,7 +52,9 @@ _NAMES: dict[type, str] = {
 }
 """How objects of these classes are read."""
 _CODE_OBJECTS = (types.ModuleType, types.BuiltinFunctionType, type)
-_OPAQUE_ROOTS = frozenset(("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"))
+_OPAQUE_ROOTS = frozenset(
+    ("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools", "triton", "numba")
+)
 _SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
 """Objects that are read in classes. Classes also have registries of functions and other objects."""
 _values_of, _items_of = methodcaller("values"), methodcaller("items")

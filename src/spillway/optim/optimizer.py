@@ -445,6 +445,7 @@ class OffloadedOptimizer(Optimizer):
         self.synchronize()
         self._steps.follow_groups()
         parameters = [parameter for _, parameter in self._placement.parameters()]
+        settings = [group.keys() & self.defaults.keys() for group in self.param_groups]
         loaded: list[State] = []
 
         # The plain class's method would move every state to the GPU, in the parameter's type.
@@ -465,10 +466,10 @@ class OffloadedOptimizer(Optimizer):
             return {**state_dict, "state": {}}
 
         def put(_: Optimizer) -> None:
-            for group in self.param_groups:
+            for group, names in zip(self.param_groups, settings, strict=True):
                 # A state of an earlier torch has fewer settings.
-                for name, value in self.defaults.items():
-                    group.setdefault(name, value)
+                for name in names:
+                    group.setdefault(name, self.defaults[name])
             self._placement.put_states(list(zip(parameters, loaded, strict=True)))
             for parameter in parameters:
                 self._views.show(parameter)
