@@ -1041,9 +1041,9 @@ class Undoes(nn.Module):
     def memory(self, x: Tensor) -> Tensor:
         before = self.first.weight.data
         self.first.weight.data = before * 2
-        hidden = torch.tanh(self.first(x))
+        y = self.body(x)
         self.first.weight.data = before
-        return cast(Tensor, self.last(hidden))
+        return y
 
     def seed(self, x: Tensor) -> Tensor:
         before = random.getstate(), np.random.get_state()

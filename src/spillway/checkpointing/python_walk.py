@@ -51,6 +51,13 @@ _NAMES: dict[type, str] = {
     types.FunctionType: "function",
 }
 """How objects of these classes are read."""
+_NAMES_OF_BASES: tuple[tuple[type | tuple[type, ...], str], ...] = (
+    (torch.Tensor, "tensor"),
+    (Module, "module"),
+    ((type, types.ModuleType), "simple"),
+    ((tuple, frozenset), "fixed"),
+)
+"""How objects of classes that are derived from these are read."""
 _CODE_OBJECTS = (types.ModuleType, types.BuiltinFunctionType, type)
 _OPAQUE_ROOTS = frozenset(
     ("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools", "triton", "numba")
@@ -366,10 +373,7 @@ def _facts_of(kind: type) -> tuple[str, tuple[str, ...], bool, weakref.ref[type]
 def _name_of(kind: type, root: str, *, has_slots: bool) -> str:
     if kind in _NAMES:
         return _NAMES[kind]
-    for bases, name in (
-        *((torch.Tensor, "tensor"), (Module, "module"), ((type, types.ModuleType), "simple")),
-        ((tuple, frozenset), "fixed"),
-    ):
+    for bases, name in _NAMES_OF_BASES:
         if issubclass(kind, bases):
             return name
     if any((each.__module__, each.__name__) == ("numpy", "ndarray") for each in kind.__mro__):

@@ -17,7 +17,7 @@ from spillway.optim.moves import Moves
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, MasterDtype, Options, check_fraction
 from spillway.optim.placement import IN_CAPTURE, Placement
-from spillway.optim.states import STEP, StateViews, check_shapes
+from spillway.optim.states import StateViews, check_shapes, of_this_torch
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of
 from spillway.runtime.backend import on_error
@@ -453,14 +453,7 @@ class OffloadedOptimizer(Optimizer):
             states = state_dict["state"]
             loaded.extend(states.get(one, {}) for group in state_dict["param_groups"] for one in group["params"])
             if self._placement.traits.steps_alone:
-                # A state of an earlier torch counts steps in an int.
-                loaded[:] = [
-                    {
-                        key: torch.tensor(float(one)) if key == STEP and type(one) is int else one
-                        for key, one in each.items()
-                    }
-                    for each in loaded
-                ]
+                loaded[:] = map(of_this_torch, loaded)
             for parameter, state in zip(parameters, loaded, strict=False):
                 check_shapes(state, parameter, fused=bool(self._placement.traits.fused))
             return {**state_dict, "state": {}}

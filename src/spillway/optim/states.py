@@ -183,6 +183,12 @@ def check_shapes(state: State, parameter: torch.Tensor, *, fused: bool) -> None:
             )
 
 
+def of_this_torch(state: State) -> State:
+    """A saved state of a class of torch's. An earlier torch counted steps in an ``int``."""
+    steps = state.get(STEP)
+    return {**state, STEP: torch.tensor(float(steps))} if type(steps) is int else state
+
+
 def follow_first(states: Sequence[State]) -> None:
     """Set the numbers of a parameter's pieces from those of the first. Users see, and may write, the first."""
     for name, value in states[0].items() if len(states) > 1 else ():
