@@ -314,13 +314,13 @@ class CheckpointedCall(ReplayableCall):
         poisons = decisions.is_new or any(map(self._scope.devices.poisons, self._devices))
         mode = PartialReplay(decisions, tensor_of, draws=self._draws, poisons=poisons)
         collector: Collector | None = None
+        why: str | None = None
         try:
             collector = self._replay_once(compares, mode)
-        except Exception:
-            # The function may have raised another error after ours.
-            if mode.differs is None:
-                raise
-        why = mode.differs
+        except Exception as error:
+            # Its code may have read memory without content. A fault of its own is raised again by the whole replay.
+            why = f"it raised {type(error).__name__} where operators were left out"
+        why = mode.differs or why
         if why is None and mode.is_held():
             why = "it keeps a tensor that was left out of its replay"
         if why is None and (collector is None or collector.other or not collector.is_same()):

@@ -200,7 +200,8 @@ class Decisions:
                 # The operator that saved a tensor may write it (rrelu its noise).
                 writes = program.operators[each.place].writes if each.place < len(program.operators) else ()
                 wanted += [(value, each.place + (value in writes)) for value in made]
-                if made:
+                if made or (each.value is not None and not _is_statistic(program, each)):
+                    # Also one that no operator made: the function may have computed it unseen.
                     self.recomputed.add(number)
         self.acts: list[Act] = needed(program.operators, wanted, preserved.keys())
         """Acts of a replay, by operators."""

@@ -10,6 +10,9 @@ Two kernels may also agree in the first call and differ in a later one: without 
 computes no eigenvectors, but under a mode it does. So a call has no program, either, if it runs an operator that stands
 for another one under a mode.
 
+A call has no program, either, if its Python code takes the content of a tensor without an operator, as ``tolist()`` and
+``numpy()`` do. No mode could tell a partial replay that the code needs an operator's output.
+
 NOTE [ Autocast's casts ]
 
 Autocast casts a weight once, and caches the cast until its outermost context exits. So the cast is a part of one replay
@@ -28,6 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from spillway._torch import (
     LABEL_BEGINS,
@@ -50,6 +54,10 @@ from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.saved_tensors.locator import Locator
 from spillway.types import Decision
 
+_READS = frozenset(
+    [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__]
+)
+"""Methods that give Python code the content of a tensor, and run no operator."""
 _NUMBERS = (int, float, bool, complex, type(None))
 _OFFSET = 8
 """Bytes of a generator's state before its offset, on devices whose generators have one."""
@@ -61,6 +69,7 @@ class Recorder(OperatorMode):
     def __init__(self, choices: Choices, root: torch.nn.Module | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._choices = choices
+        self._reads = _ContentReads(self)
         self._locator = Locator(modules=True, operators=False, root=root) if choices.wants_modules else None
         self._hidden = HiddenOperators()
         self.values = Values()
@@ -95,11 +104,13 @@ class Recorder(OperatorMode):
     def __enter__(self) -> Recorder:
         if self._locator is not None:
             self._locator.__enter__()
+        self._reads.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._reads.__exit__(*error)  # type: ignore[no-untyped-call]
         if self._locator is not None:
             self._locator.__exit__(*error)
 
@@ -247,6 +258,22 @@ class Recorder(OperatorMode):
                 decision = answer
         if decision is not None and decision is not Decision.RECOMPUTE:
             self._chosen[len(self.operators)] = decision, must
+
+
+class _ContentReads(TorchFunctionMode):
+    """Notes that Python code takes the content of a tensor. See NOTE [ Recording ]."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = weakref.ref(recorder)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        recorder = self._recorder()
+        if recorder is not None and func in _READS:
+            recorder.values.opaque = f"its Python code reads the content of a tensor, by {func.__name__}()"
+        return func(*args, **(kwargs or {}))
 
 
 class OutsideTensor:
