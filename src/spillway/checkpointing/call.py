@@ -56,7 +56,7 @@ from spillway.checkpointing.replayable import ReplayableCall, ReplayedFunction, 
 from spillway.checkpointing.selectors import Choices
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_plain, is_strided, tensors_in
-from spillway.errors import RecomputeError
+from spillway.errors import RecomputeError, SpillwayError
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
 from spillway.types import Decision
 
@@ -318,7 +318,9 @@ class CheckpointedCall(ReplayableCall):
         try:
             collector = self._replay_once(compares, mode)
         except Exception as error:
-            # Its code may have read memory without content. A fault of its own is raised again by the whole replay.
+            # Our own may be about memory that was handed in. Another may come of memory without content.
+            if isinstance(error, SpillwayError) and mode.differs is None:
+                raise
             why = f"it raised {type(error).__name__} where operators were left out"
         why = mode.differs or why
         if why is None and mode.is_held():

@@ -55,7 +55,7 @@ from spillway.saved_tensors.locator import Locator
 from spillway.types import Decision
 
 _READS = frozenset(
-    [torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__dlpack__, torch.Tensor.__reduce_ex__]
+    getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__")
 )
 """Methods that give Python code the content of a tensor, and run no operator."""
 _NUMBERS = (int, float, bool, complex, type(None))
@@ -264,7 +264,7 @@ class _ContentReads(TorchFunctionMode):
     """Notes that Python code takes the content of a tensor. See NOTE [ Recording ]."""
 
     def __init__(self, recorder: Recorder) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._recorder = weakref.ref(recorder)
 
     def __torch_function__(
