@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -325,3 +326,20 @@ def test_a_gradient_without_memory_is_refused_by_dlpack(session: spillway.Sessio
         torch.from_dlpack(layer.weight.grad)
     assert torch.equal(torch.from_dlpack(layer.weight.grad.clone()), torch.full((4, 4), 2.0))  # type: ignore[union-attr]
     optimizer.close()
+
+
+def test_collectives_that_would_write_reloaded_bytes_are_refused(session: spillway.Session) -> None:
+    layer = torch.nn.Linear(4, 4)
+    optimizer = spillway.OffloadedOptimizer(layer.parameters(), torch.optim.SGD, lr=0.1, session=session)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(2):
+            layer(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        with pytest.raises(spillway.UnsupportedError, match="offload_gradients=False"):
+            dist.all_reduce(layer.weight.grad)
+        with pytest.raises(spillway.UnsupportedError, match="offload_gradients=False"):
+            dist.broadcast(layer.weight.grad.data, 0)  # type: ignore[union-attr]
+    finally:
+        dist.destroy_process_group()

@@ -206,3 +206,43 @@ def test_what_all_blocks_are_given_is_not_taken_for_casts(
     torch.manual_seed(0)
     profile = spillway.profile(Crossing(), torch.randn(2, ROWS, WIDTH), loss=loss_of, session=session)
     assert [kind.cached_bytes for kind in profile.kinds] == [CASTS + WIDTH * WIDTH * 2]
+
+
+@pytest.mark.parametrize(("calls", "forwards"), [(2, 1), (1, 2)])
+def test_two_uses_of_a_weight_share_a_cast_in_every_step_of_a_budget(
+    session: spillway.Session, calls: int, forwards: int
+) -> None:
+    """Gradients of both are summed in the type of the cast, and are cast once."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(
+                nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)) for _ in range(3)
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(calls):
+                for layer in self.layers:
+                    x = x + layer(x)
+            return x
+
+    def gradients(budget: str | None) -> list[list[Tensor]]:
+        torch.manual_seed(0)
+        model, found = Twice(), []
+        attached = None
+        if budget is not None:
+            attached = spillway.attach(model, budget=budget, blocks="layers.*", hardware="h200", session=session)
+        for _ in range(8):
+            with cast():
+                losses = [model(torch.randn(8, 16)).float().square().mean() for _ in range(forwards)]
+            sum(losses, torch.zeros(())).backward()
+            found.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+            model.zero_grad()
+        if attached is not None:
+            assert attached.stage == "active"
+            attached.remove()
+        return found
+
+    for plain, ours in zip(gradients(None), gradients("1TiB"), strict=True):
+        assert all(map(torch.equal, plain, ours))

@@ -28,6 +28,9 @@ READS: dict[str, Read] = {
     "asarray": lambda tensor: torch.from_numpy(np.asarray(tensor) + 1),
     "saved": _saved,
     "flag": lambda tensor: torch.tensor(3.0 if (tensor.mean(1) > 0).numpy().all() else 0.5),
+    "list of flags": lambda tensor: torch.tensor(3.0 if all((tensor.mean(1) > 0).tolist()) else 0.5),
+    "array of flags": lambda tensor: torch.tensor(3.0 if np.asarray(tensor.mean(1) > 0).all() else 0.5),
+    "DLPack": lambda tensor: torch.tensor(3.0 if np.from_dlpack((tensor.mean(1) > 0).char()).all() else 0.5),
     "comparison": lambda tensor: torch.tensor(2.0 if tensor.abs().mean().numpy() > 1.2 else 1.0),
 }
 

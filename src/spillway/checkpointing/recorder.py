@@ -54,9 +54,7 @@ from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.saved_tensors.locator import Locator
 from spillway.types import Decision
 
-_READS = frozenset(
-    getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__", "__reduce_ex__")
-)
+_READS = frozenset(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__"))
 """Methods that give Python code the content of a tensor, and run no operator."""
 _NUMBERS = (int, float, bool, complex, type(None))
 _OFFSET = 8

@@ -157,6 +157,12 @@ def _norms(gradients: list[torch.Tensor], order: float = 2.0) -> list[torch.Tens
 
 def _run_on_reloaded(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an operator on reloaded gradients: in the type that they show, or in that of the step if it writes one."""
+    if function.namespace == "c10d":
+        # The schemas of collectives do not say what they write.
+        raise UnsupportedError(
+            f"{function} got a gradient whose bytes are on the CPU, and what it writes would be lost. Make the "
+            f"optimizer with offload_gradients=False, or give a clone, and copy it back with p.grad.copy_(clone)."
+        )
     written = _written(function, args, kwargs)
     work = {one.dtype: one.home.dtype for one in written if isinstance(one, OffloadedGradient)}
     reloaded: dict[int, tuple[OffloadedGradient, torch.Tensor]] = {}

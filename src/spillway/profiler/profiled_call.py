@@ -47,8 +47,6 @@ class ProfiledCall(CheckpointedCall):
     def _measure_operators(self, probe: Probe) -> None:
         """Run the function once more after its forward, and keep nothing of it."""
         assert self._choices is not None
-        # Cached casts of autocast would not be seen.
-        torch.clear_autocast_cache()
         recorder = Recorder(self._choices, self._function.module)
         collector = Collector(
             *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
@@ -56,7 +54,13 @@ class ProfiledCall(CheckpointedCall):
             saves=recorder.saves,
             holds=self._keeps,
         )
-        self._run_into(collector, (), recorder, probe.around(recorder))
+        ambient = self._ambient
+        # Cached casts would not be seen. The cache itself is the user's: two uses of a weight share a cast.
+        self._ambient = ambient._replace(caches=False)
+        try:
+            self._run_into(collector, (), recorder, probe.around(recorder))
+        finally:
+            self._ambient = ambient
         self._replay_ended()
         probe.ended(recorder)
         self._program = recorder.program()
