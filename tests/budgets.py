@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,9 +137,9 @@ def hardware() -> Hardware:
     return Hardware.named("h200")
 
 
-def attached_to(model: nn.Module, budget: int | str, session: Session) -> Attached:
+def attached_to(model: nn.Module, budget: int | str, session: Session, **options: Any) -> Attached:
     """With a budget, on that machine."""
-    return spillway.attach(model, budget=budget, hardware=hardware(), min_bytes="64KiB", session=session)
+    return spillway.attach(model, budget=budget, hardware=hardware(), min_bytes="64KiB", session=session, **options)
 
 
 def one_step(model: nn.Module, batch: Tensor) -> list[Tensor]:

@@ -786,7 +786,7 @@ def test_steps_in_which_a_new_size_is_learned_say_nothing_of_the_plan(
     torch.manual_seed(0)
     model, batch = nn.Sequential(nn.Linear(64, 64), *(Block(64) for _ in range(4))), torch.randn(4096, 64)
     profile = spillway.profile(model, batch, session=session)
-    attached = attached_to(model, budget_of(profile, 0.3), session)
+    attached = attached_to(model, budget_of(profile, 0.3), session, allow={"keep", "recompute"})
     with attached:
         search(model, batch, attached)
         plan = attached.plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -165,21 +166,47 @@ def test_replicated_gradients_stay_until_the_step_since_they_may_have_to_be_redu
         assert away == 0
 
 
-def checkpointed(name: str) -> None:
+def divided(name: str, dtype: torch.dtype) -> None:
+    """States move between CPU and GPU, and stay distributed as the parameters are."""
+    make, options = MODELS[name]
+    found = []
+    for fractions in ((1.0, 1.0, 1.0), (0.0, 0.5, 1.0)):
+        torch.manual_seed(0)
+        built = make(**options)
+        built[1].to(dtype)
+        optimizer = spillway.OffloadedOptimizer(built[1].parameters(), torch.optim.AdamW, **ADAMW)
+        steps = []
+        for fraction in fractions:
+            steps += train(built, optimizer, None, accumulate=False)
+            optimizer.divide(fraction)
+        states = [optimizer.state[parameter]["exp_avg"] for parameter in built[1].parameters()]
+        found.append([*steps, *(local_of(state).clone() for state in states)])
+        optimizer.close()
+    assert all(map(torch.equal, *found))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["fsdp", "ddp"])
+def test_an_optimizer_may_be_divided_again_in_training(world: World, name: str, dtype: torch.dtype) -> None:
+    world.run(divided, name, dtype)
+
+
+def checkpointed(name: str, given: dict[str, Any]) -> None:
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
     make, options = MODELS[name]
     torch.manual_seed(0)
     built = make(**options)
-    optimizer = spillway.OffloadedOptimizer(built[1].parameters(), torch.optim.AdamW, **ADAMW)
+    optimizer = spillway.OffloadedOptimizer(built[1].parameters(), torch.optim.AdamW, **given, **ADAMW)
     train(built, optimizer, None, accumulate=False)
     weights = [local(parameter).detach().clone() for parameter in built[1].parameters()]
     # What is saved are the tensors themselves, as of any optimizer.
     saved = copy.deepcopy(get_optimizer_state_dict(built[0], optimizer))
+    torch.save(saved, io.BytesIO())
     expected = train(built, optimizer, None, accumulate=False)
     torch.manual_seed(7)
     other = make(**options)
-    resumed = spillway.OffloadedOptimizer(other[1].parameters(), torch.optim.AdamW, **ADAMW)
+    resumed = spillway.OffloadedOptimizer(other[1].parameters(), torch.optim.AdamW, **given, **ADAMW)
     with torch.no_grad():
         for parameter, weight in zip(other[1].parameters(), weights, strict=True):
             local_of(parameter).copy_(weight)
@@ -190,6 +217,9 @@ def checkpointed(name: str) -> None:
     resumed.close()
 
 
+@pytest.mark.parametrize("given", [{}, {"tier": "disk"}, {"step_on": "gpu"}], ids=str)
 @pytest.mark.parametrize("name", ["fsdp", "ddp"])
-def test_a_run_resumed_by_torchs_distributed_checkpoint_is_the_uninterrupted_one(world: World, name: str) -> None:
-    world.run(checkpointed, name)
+def test_a_run_resumed_by_torchs_distributed_checkpoint_is_the_uninterrupted_one(
+    world: World, name: str, given: dict[str, Any]
+) -> None:
+    world.run(checkpointed, name, given)

@@ -57,6 +57,7 @@ from spillway.checkpointing.selectors import Choices
 from spillway.checkpointing.slots import OutputSlot, SavedSlot
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_plain, is_strided, tensors_in
 from spillway.errors import RecomputeError, SpillwayError
+from spillway.runtime.system import many_processes
 from spillway.saved_tensors.handles import Handle, check_version, replaying, unpack
 from spillway.types import Decision
 
@@ -301,10 +302,11 @@ class CheckpointedCall(ReplayableCall):
         if self._decisions is not None:
             self._scope.ledger.note_unused(self._decisions.unused)
         # A program does not say which operators an output needs that must be recomputed.
-        if preserved is None or self._dropped_outputs():
+        if preserved is None or self._needs_outputs():
             return None
         decisions, given = preserved.decisions, preserved.pop_handles()
         if given is None:
+            self._check_ranks(decisions.program, "it differs from its program")
             return None
 
         def tensor_of(value: int) -> torch.Tensor | None:
@@ -329,11 +331,20 @@ class CheckpointedCall(ReplayableCall):
             why = "other tensors were saved"
         if why is not None:
             self._learned.differed(decisions.program, is_final=mode.differs is None)
+            self._check_ranks(decisions.program, why)
             self._scope.ledger.note(f"{self._label} was recomputed whole: {why}.")
             return None
         if compares:
             decisions.is_new = False
         return collector
+
+    def _check_ranks(self, program: Program, why: str) -> None:
+        """Raise an error if other ranks would not take part in collectives of a whole replay."""
+        if program.collectives and many_processes():
+            raise RecomputeError(
+                f"{self._label} must be recomputed whole on this rank: {why}. Other ranks would not take part in its "
+                f"collectives, since save, offload or a policy names one. Do not name collectives for this function."
+            )
 
     def _record(self) -> Collector | None:
         """See NOTE [ Recording ] in ``recorder.py``."""
@@ -350,23 +361,29 @@ class CheckpointedCall(ReplayableCall):
         decisions, _ = learned.decisions(self._shapes, choices)
         if decisions is not None:
             self._scope.ledger.note_unused(decisions.unused)
+            if decisions.is_whole:
+                self._scope.ledger.note(
+                    f"{self._label} runs collectives, and save or offload names none: it is recomputed whole, so that "
+                    f"all ranks repeat them. See docs/distributed.md."
+                )
         return collector
 
     def _replay_once(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
         """Replay the function, under a mode if there is one, and collect the tensors that it saves."""
-        outputs = self._dropped_outputs()
+        outputs, shared = self._dropped_outputs(), many_processes()
         wanted = {number for number, slot in enumerate(self._slots) if slot() is not None}
         changed = self._reached.changed()
         # An optimizer may have stepped weights that only the rest of the function reads.
-        ends_early = not compares or (bool(changed) and not (self._is_observed or isinstance(mode, Recorder)))
+        ends_early = shared or not compares or (bool(changed) and not (self._is_observed or isinstance(mode, Recorder)))
         # If forward still runs, it has come no further.
         stops_early = self._stops_early and not self._learned.puts_back
-        stops = self._is_running or (stops_early and ends_early and not outputs)
-        until, fingerprints = max(wanted, default=-1), self._fingerprints.found
+        stops = self._is_running or (stops_early and ends_early and not self._needs_outputs())
+        until = len(self._metas) - 1 if shared else max(wanted, default=-1)
+        fingerprints = self._fingerprints.found
         output_fingerprints: list[torch.Tensor | None] | None = self._output_fingerprints
         if isinstance(mode, PartialReplay):
             # Tensors that are left out have no content. Outputs may be among them.
-            until = max(until, mode.decisions.until)
+            until = max((*wanted, mode.decisions.until))
             fingerprints = {
                 number: found for number, found in fingerprints.items() if number in mode.decisions.recomputed
             }
@@ -383,10 +400,16 @@ class CheckpointedCall(ReplayableCall):
             {storage_key(tensor.untyped_storage()): (tensor, v) for tensor, v in changed if is_strided(tensor)},
             checks=self._checks,
             saves=None if mode is None else mode.saves,
+            shared=shared,
+            may_end=mode.all_saved if shared and isinstance(mode, Recorder) else None,
             refuse_unpack=mode.was_unpacked if isinstance(mode, PartialReplay) else None,
         )
         self._run_into(collector, changed, mode)
         return collector
+
+    def _needs_outputs(self) -> bool:
+        """Whether a replay goes to the end, for the function's output."""
+        return self._drops_output if many_processes() else bool(self._dropped_outputs())
 
     def _dropped_outputs(self) -> dict[int, int]:
         """Numbers of outputs that must be recomputed, with their places among the tensors of the output."""

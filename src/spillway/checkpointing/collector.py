@@ -57,6 +57,10 @@ class Collector:
     """Called for each tensor that the replay saves, with its number."""
     refuse_unpack: Callable[[], Exception] | None = None
     """Makes the error of a partial replay in which the function takes a gradient: a tensor may have no content."""
+    shared: bool = False
+    """Whether ranks must end it at the same place: NOTE [ Collectives ] in ``recorder.py``."""
+    may_end: Callable[[], None] | None = None
+    """Called when the replay may end, which then goes on: a mode ends it."""
     holds: bool = True
     """Whether the graph of the replay holds its saved tensors."""
 
@@ -100,8 +104,7 @@ class Collector:
         node = next_node()
         if node != self._node:
             if self._last >= 0:
-                self.has_ended = True
-                raise ReplayEnded
+                self._end_replay()
             self._node = node
             self._saving.clear()
         number = self._count
@@ -119,16 +122,22 @@ class Collector:
             self._held.append(alias)
             if number in self.wanted:
                 self._values[number] = alias, -1 if alias.is_inference() else version_of(alias)
+            if self.shared or number in self.wanted:
                 self._saving.append(tensor)
         else:
             self._pack(tensor, number, node)
         until = self.until
         if until is not None and number >= until and not self.has_ended:
             if all(map(self._is_written, self._saving)):
-                self.has_ended = True
-                raise ReplayEnded
+                self._end_replay()
             self._last = node
         return number
+
+    def _end_replay(self) -> None:
+        if self.may_end is None:
+            self.has_ended = True
+            raise ReplayEnded
+        self.may_end()
 
     def _pack(self, tensor: torch.Tensor, number: int, node: int) -> None:
         """As :meth:`pack`, for any tensor in any replay."""
@@ -157,6 +166,7 @@ class Collector:
                     self.refused = why_refused(*known)
                     raise RecomputeError(self.refused)
                 self._values[number] = alias, self._version_of(alias)
+            if self.shared or number in self.wanted:
                 self._saving.append(tensor)
 
     def _compare_meta(self, number: int, tensor: torch.Tensor) -> None:

@@ -116,6 +116,8 @@ class Program:
     """Choices of selectors and policies: for each operator its decision, and whether it is a command."""
     opaque: str | None = None
     """Why operators cannot be left out, if they cannot."""
+    collectives: frozenset[Any] = frozenset()
+    """Collectives that it runs: NOTE [ Collectives ] in ``recorder.py``."""
 
     def is_computed(self, value: int) -> bool:
         """Whether an operator made or wrote it."""
@@ -220,6 +222,8 @@ class Decisions:
         """Whether a replay leaves out an operator before it ends."""
         self.is_new = self.leaves_out
         """Whether a replay must be compared in full before others are trusted."""
+        self.is_whole = False
+        """Whether nothing is preserved because of collectives."""
         self.unused: list[Any] = []
         """Selectors that matched no operator."""
         self.kept_bytes: dict[int, int] = {}
@@ -279,8 +283,12 @@ class Decisions:
             saving = choices.by_saving(program.operators[saved.saved_by].func)
             if saving is not None and program.can_be_preserved(saved.value) and saved.value not in found:
                 found[saved.value] = saving
-        decisions = cls(program, found)
-        decisions.unused = choices.unused()
+        named = any(choices.by_name(each) is not None for each in program.collectives) or any(
+            program.operators[place].facts.communicates for place in chosen or ()
+        )
+        is_whole = bool(program.collectives and found and not named)
+        decisions = cls(program, {} if is_whole else found)
+        decisions.is_whole, decisions.unused = is_whole, choices.unused()
         return decisions
 
 

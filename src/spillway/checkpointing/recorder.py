@@ -18,6 +18,22 @@ NOTE [ Autocast's casts ]
 Autocast casts a weight once, and caches the cast until its outermost context exits. So the cast is a part of one replay
 and not of another. Casts of leaves that require grad are therefore not counted. They always run.
 
+NOTE [ Collectives ]
+
+Ranks that communicate inside of a function must repeat the same collectives in its replays, in the same order, also
+beside those of backward. Each rank decides alone whether a replay is compared, records the program, or is partial. So
+if there are several ranks:
+
+* Each replay ends with the last tensor that forward saved, whether or not that is still wanted. A replay that records
+  goes on until the next collective, since operators at the end tell what the last saved tensors are. If the function's
+  output may be dropped, every replay goes to the end.
+* A function with collectives is replayed whole, since a partial replay comes later in backward: preserved tensors need
+  none. Only if a selector or a policy names a collective, the user says by it that the ranks make the same calls. Then
+  a rank whose call differs from the program raises an error.
+
+A wrapper's operator may run collectives of its own (a DTensor's, to change its placement). A mode that passes wrappers
+on sees them.
+
 NOTE [ Hidden operators ]
 
 FSDP2 gathers parameters in hooks of modules, under labels for the profiler. A replay gathers nothing if the parameters
@@ -28,6 +44,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -46,8 +63,9 @@ from spillway._torch import (
     tree_leaves,
 )
 from spillway.checkpointing.ambient import default_generator, device_of, states_of
+from spillway.checkpointing.collector import ReplayEnded
 from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor, form_of
-from spillway.checkpointing.schema import OperatorFacts, argument, facts_of_call, is_chosen_under_a_mode
+from spillway.checkpointing.schema import OperatorFacts, argument, facts_of, facts_of_call, is_chosen_under_a_mode
 from spillway.checkpointing.selectors import Choices, OperatorCall
 from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
@@ -56,6 +74,7 @@ from spillway.types import Decision
 
 _READS = frozenset(getattr(torch.Tensor, name) for name in ("tolist", "numpy", "__array__", "__dlpack__"))
 """Methods that give Python code the content of a tensor, and run no operator."""
+_NOTHING: AbstractContextManager[object] = nullcontext()
 _NUMBERS = (int, float, bool, complex, type(None))
 _OFFSET = 8
 """Bytes of a generator's state before its offset, on devices whose generators have one."""
@@ -94,6 +113,9 @@ class Recorder(OperatorMode):
         self.inputs: list[tuple[int, ...]] = []
         self.outputs: set[int] = set()
         self._task = graph_task()
+        self.collectives: set[Any] = set()
+        self._may_end = False
+        """Whether all tensors were saved, so that the replay ends before the next collective."""
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Take the tensors with which the function is about to be called."""
@@ -122,6 +144,16 @@ class Recorder(OperatorMode):
         self._unknown.clear()
         parts = tensors_in(tree_leaves(output))
         self.outputs = {value for part in parts if (value := self.values.find(part)) is not None}
+
+    def communicate(self, collective: Any) -> None:
+        """A collective is about to run."""
+        if self._may_end:
+            raise ReplayEnded
+        self.collectives.add(collective)
+
+    def all_saved(self) -> None:
+        """All tensors of forward were saved: the replay ends before the next collective."""
+        self._may_end = True
 
     def saves(self, number: int, tensor: torch.Tensor) -> None:
         node = next_node()
@@ -157,6 +189,7 @@ class Recorder(OperatorMode):
             self.recipes,
             {self._choices.key: self._chosen},
             self.values.opaque,
+            frozenset(self.collectives),
         )
 
     def __torch_dispatch__(
@@ -167,6 +200,8 @@ class Recorder(OperatorMode):
             self.values.opaque = "it takes a gradient of what it computes"
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
+        if facts.communicates:
+            self.communicate(func)
         if facts.ignored or ((facts.is_label or self._hidden.depth) and self._hidden(func, args)):
             return func(*args, **kwargs)
         if facts.casts and is_cast(args):
@@ -184,7 +219,8 @@ class Recorder(OperatorMode):
         operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
         self.written.update(operator.writes)
         drawn = states_of([default_generator(device_of(args, kwargs))]) if facts.is_random else []
-        output = func(*args, **kwargs)
+        with _NOTHING if all(kind in PLAIN for kind in types) else _InnerCollectives(self):
+            output = func(*args, **kwargs)
         for generator, state in drawn:
             is_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
             operator.draws = None if is_own else _drawn(generator, state)
@@ -271,6 +307,23 @@ class _ContentReads(TorchFunctionMode):
         recorder = self._recorder()
         if recorder is not None and func in _READS:
             recorder.values.opaque = f"its Python code reads the content of a tensor, by {func.__name__}()"
+        return func(*args, **(kwargs or {}))
+
+
+class _InnerCollectives(OperatorMode):
+    """Sees collectives that an operator of a wrapper runs. See NOTE [ Collectives ]."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorder = recorder
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not all(kind in PLAIN for kind in types):
+            return NotImplemented
+        if facts_of(func).communicates:
+            self._recorder.communicate(func)
         return func(*args, **(kwargs or {}))
 
 

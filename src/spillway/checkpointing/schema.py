@@ -33,6 +33,8 @@ class OperatorFacts(NamedTuple):
     reshapes: bool = False
     """Whether it may change the shape of an argument."""
     is_random: bool = False
+    communicates: bool = False
+    """Whether it is a collective, or waits for one: NOTE [ Collectives ] in ``recorder.py``."""
     is_data_dependent: bool = False
     """Whether shapes or Python code may depend on its output: a replay must run it."""
 
@@ -44,6 +46,8 @@ _DATA_DEPENDENT = {"aten::topk", "aten::multinomial"}
 
 # An index of these types selects by value.
 _MASKS = {torch.bool, torch.uint8}
+
+_COLLECTIVES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "symm_mem"}
 
 # Operators that write running statistics, which their schema does not say.
 _SILENT_WRITERS: dict[str, tuple[Key, ...]] = {
@@ -107,6 +111,9 @@ def _read(operator: Any) -> OperatorFacts:
         if alias.is_write:
             writes.append(key)
     writes.extend(_SILENT_WRITERS.get(schema.name, ()))
+    if operator.namespace == "c10d" and schema.name.endswith("_"):
+        # Their schemas do not say that they write the first argument.
+        writes = [0]
     returned: list[Key | None] = []
     is_view = False
     for value in schema.returns:
@@ -137,6 +144,7 @@ def _read(operator: Any) -> OperatorFacts:
         or "resize" in schema.name
         or any(isinstance(key, str) for key in writes),
         is_random=torch.Tag.nondeterministic_seeded in tags and schema.name != _NEVER_DRAWS,
+        communicates=operator.namespace in _COLLECTIVES,
         is_data_dependent=bool(tags & _DATA_DEPENDENT_TAGS) or schema.name in _DATA_DEPENDENT,
     )
 

@@ -4,7 +4,8 @@ NOTE [ Dropped outputs ]
 
 With ``drop_output`` the output of a checkpointed function is dropped once its consumer has run. No storage is resized.
 When the consumer saves the output, its storage is looked up, and autograd gets a reference to the call instead. So the
-storage dies with the last name that the model has for it. An output that is still alive in backward is used as it is.
+storage dies with the last name that the model has for it. An output that is still alive in backward is used as it is,
+unless there are several ranks: NOTE [ Collectives ] in ``recorder.py``.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from spillway._torch import version_of
 from spillway.checkpointing.collector import alias_of
 from spillway.checkpointing.tensors import below_modes, is_plain, tensor_without_memory
+from spillway.runtime.system import many_processes
 from spillway.saved_tensors.handles import TrackedHandle, check_version
 
 if TYPE_CHECKING:
@@ -82,19 +84,20 @@ class OutputSlot(SavedSlot):
         self._lock = threading.Lock()
 
     def is_dropped(self) -> bool:
-        """Whether the output must be recomputed."""
-        return self._storage() is None
+        """Whether the output must be recomputed. Ranks recompute the same, whichever of them holds it."""
+        return self._storage() is None or many_processes()
 
     def pack(self, tensor: torch.Tensor, nothing: torch.Tensor) -> OutputHandle | None:
         """A handle for a view of the output; ``None`` if the output was written since."""
         return OutputHandle(self, tensor, nothing) if version_of(tensor) == self._version else None
 
     def storage(self) -> torch.UntypedStorage:
-        """The storage, recomputed if it has died."""
+        """The storage, recomputed if it was dropped."""
         with self._lock:
+            if self._recomputed is None and self.is_dropped():
+                self._recomputed = self.unpack().untyped_storage()
             storage = self._storage() if self._recomputed is None else self._recomputed
-            if storage is None:
-                storage = self._recomputed = self.unpack().untyped_storage()
+            assert storage is not None
             return storage
 
 

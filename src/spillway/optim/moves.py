@@ -12,7 +12,7 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.options import FractionTuner, ShareTuner, Tuner
 from spillway.optim.placement import Placement
-from spillway.optim.states import StateViews
+from spillway.optim.states import StateViews, as_distributed
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of
 from spillway.runtime.backend import on_error
@@ -89,7 +89,7 @@ class Moves:
         (state,), parameter, device = held.store.load_all([held]), held.parameter, self._placement.device
         with on_error(device.discard, parameter):
             device.add(parameter, held.group, held.work_dtype)
-            device.put_state(parameter, state)
+            device.put_state(parameter, as_distributed(state, parameter))
             # It may find no memory for a gradient.
             self._steps.bring_back(held)
         del self._placement.held[parameter]

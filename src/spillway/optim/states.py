@@ -151,12 +151,22 @@ class StateViews:
     def with_states(self, states: Mapping[torch.Tensor, State]) -> defaultdict[torch.Tensor, Any]:
         """``optimizer.state`` with these states in place of the views, for a state dict."""
         state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in self._views})
-        state.update({one: as_distributed(found, one) for one, found in states.items() if found})
+        state.update({one: as_distributed(_copyable(found, one), one) for one, found in states.items() if found})
         return state
 
     def clear(self) -> None:
         self._views.clear()
         self.state.clear()
+
+
+def _copyable(state: State, parameter: torch.Tensor) -> State:
+    """A state whose tensors begin their storages: torch cannot copy a DTensor over any other."""
+    if not is_distributed(parameter):
+        return state
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) and value.storage_offset() else value
+        for key, value in state.items()
+    }
 
 
 def as_distributed(state: State, parameter: torch.Tensor) -> State:

@@ -157,7 +157,7 @@ class Probe(OperatorMode):
         )
         self._ended = list(recorder.operators), tuple(values)
         self._inputs = list(recorder.inputs)
-        self._opaque = recorder.values.opaque is not None
+        self._opaque = recorder.values.opaque is not None or bool(recorder.collectives)
         self._alive.clear()
 
     def read(self, shared: Collection[int]) -> None:
