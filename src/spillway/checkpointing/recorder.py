@@ -31,8 +31,8 @@ if there are several ranks:
   none. Only if a selector or a policy names a collective, the user says by it that the ranks make the same calls. Then
   a rank whose call differs from the program raises an error.
 
-A wrapper's operator may run collectives of its own (a DTensor's, to change its placement). A mode that passes wrappers
-on sees them.
+An operator of DTensors may run collectives of its own, to change their placement. A mode that passes DTensors on sees
+them.
 
 NOTE [ Hidden operators ]
 
@@ -67,7 +67,15 @@ from spillway.checkpointing.collector import ReplayEnded
 from spillway.checkpointing.program import Argument, Operator, Program, RecordedTensor, form_of
 from spillway.checkpointing.schema import OperatorFacts, argument, facts_of, facts_of_call, is_chosen_under_a_mode
 from spillway.checkpointing.selectors import Choices, OperatorCall
-from spillway.checkpointing.tensors import PLAIN, OperatorMode, has_bits, is_strided, strided_parts, tensors_in
+from spillway.checkpointing.tensors import (
+    PLAIN,
+    OperatorMode,
+    has_bits,
+    is_distributed_class,
+    is_strided,
+    strided_parts,
+    tensors_in,
+)
 from spillway.saved_tensors.identity import ViewRecipe, is_parameter
 from spillway.saved_tensors.locator import Locator
 from spillway.types import Decision
@@ -219,7 +227,7 @@ class Recorder(OperatorMode):
         operator.writes = tuple([self._value(each) for each in tensors_in(targets)])
         self.written.update(operator.writes)
         drawn = states_of([default_generator(device_of(args, kwargs))]) if facts.is_random else []
-        with _NOTHING if all(kind in PLAIN for kind in types) else _InnerCollectives(self):
+        with _InnerCollectives(self) if any(map(is_distributed_class, types)) else _NOTHING:
             output = func(*args, **kwargs)
         for generator, state in drawn:
             is_own = any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values()))
@@ -311,7 +319,7 @@ class _ContentReads(TorchFunctionMode):
 
 
 class _InnerCollectives(OperatorMode):
-    """Sees collectives that an operator of a wrapper runs. See NOTE [ Collectives ]."""
+    """Sees collectives that an operator of DTensors runs. See NOTE [ Collectives ]."""
 
     def __init__(self, recorder: Recorder) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -320,7 +328,7 @@ class _InnerCollectives(OperatorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if not all(kind in PLAIN for kind in types):
+        if any(map(is_distributed_class, types)):
             return NotImplemented
         if facts_of(func).communicates:
             self._recorder.communicate(func)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
@@ -64,6 +65,13 @@ def has_bits(tensor: torch.Tensor) -> bool:
         return not tensor.numel() or bool(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
         return False
+
+
+def is_distributed_class(kind: type) -> bool:
+    """Whether tensors of a class are ``DTensor``s, as FSDP2 and tensor parallel make them."""
+    # Code that has a DTensor has imported the module.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def tensors_in(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 
 import torch
 
 from spillway._torch import local_part
-from spillway.checkpointing.tensors import is_dense
+from spillway.checkpointing.tensors import is_dense, is_distributed_class
 from spillway.errors import UnsupportedError
 
 CHUNK = 1 << 22
@@ -18,10 +17,8 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a ``DTensor``, as FSDP2 and tensor parallel make them."""
-    # Code that has a DTensor has imported the module.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    """Whether a tensor is a ``DTensor``."""
+    return is_distributed_class(type(tensor))
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
