@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import spillway
 from integrations.ranks import World
@@ -101,7 +103,9 @@ class Placed(nn.Module):
 
         placed = DTensor.from_local(x, self.mesh, [Replicate()])
         # The product is a sum that is still to be made: the tanh makes it.
-        return x + torch.tanh(functional.gelu(placed @ self.up) @ self.down).to_local().sin()
+        hidden = torch.tanh(functional.gelu(placed @ self.up) @ self.down).to_local().clone()
+        # In backward, a sum comes before the tanh is needed.
+        return x + Copied.apply(hidden).sin()
 
 
 KINDS = {"in place": (Block, Summed), "functional": (Block, FunctionalSummed), "placed": (Placed, None)}
@@ -133,7 +137,8 @@ def trained(kind: str, how: dict[str, Any] | None, *, apart: str = "") -> list[T
                 hidden = call(hidden, number)
                 if is_apart and apart == "outputs":
                     held.append(hidden)
-        loss = hidden.square().mean()
+        # The sum saves no output.
+        loss = (hidden.square() if step % 2 else hidden).sum()
         blocks.zero_grad()
         loss.backward()
         held.clear()
@@ -155,6 +160,76 @@ def test_ranks_repeat_the_same_collectives(world: World, kind: str, how: str, ap
     world.run(case, kind, HOWS[how], apart)
 
 
+def saved_after_a_sum(x: Tensor) -> Tensor:
+    return Summed.apply(2 * x).exp()  # type: ignore[no-any-return]
+
+
+def saved_without_content(x: Tensor) -> Tensor:
+    """Its kernel writes the noise that it saves: a replay goes on after it."""
+    return Summed.apply(functional.rrelu(2 * x, training=True))  # type: ignore[no-any-return]
+
+
+def held_case(extra_of: Callable[[Tensor], Tensor]) -> None:
+    """One rank holds an output that the others drop, and with it the last saved tensor."""
+
+    def found(how: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        inner = nn.Linear(WIDTH, WIDTH)
+
+        def function(x: Tensor) -> tuple[Tensor, Tensor]:
+            hidden = Summed.apply(inner(Copied.apply(x))).tanh()
+            return hidden, extra_of(x)
+
+        grads: list[Tensor] = []
+        for _ in range(3):
+            x = torch.randn(4, WIDTH, requires_grad=True)
+            hidden, extra = how(function, x)
+            held = extra if dist.get_rank() == 0 else None
+            del extra
+            grads += torch.autograd.grad(hidden.square().mean(), [x, *inner.parameters()])
+            del held
+        return grads
+
+    assert all(map(torch.equal, found(spillway.recompute), found(lambda function, x: function(x))))
+
+
+@pytest.mark.parametrize("extra_of", [saved_after_a_sum, saved_without_content])
+def test_ranks_that_hold_other_outputs_repeat_the_same_collectives(
+    world: World, extra_of: Callable[[Tensor], Tensor]
+) -> None:
+    world.run(held_case, extra_of)
+
+
+def products_case() -> None:
+    """The last operator saves a tensor that nothing before it reads: a recording that ended there would not know it."""
+    torch.manual_seed(0)
+    first, last, scale = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), torch.rand(WIDTH)
+
+    def function(x: Tensor) -> Tensor:
+        return last(first(x).sin()) * scale
+
+    counts = []
+    for save in ((), "matmul"):
+        for _ in range(4):
+            loss = spillway.recompute(function, torch.randn(4, WIDTH, requires_grad=True), save=save).sum()
+            with Counted() as counted:
+                loss.backward()
+        counts.append(counted.products)
+    assert counts[0] == counts[1] + 2
+
+
+class Counted(TorchDispatchMode):
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func in (torch.ops.aten.addmm.default, torch.ops.aten.mm.default)
+        return func(*args, **(kwargs or {}))
+
+
+def test_ranks_without_collectives_leave_operators_out(world: World) -> None:
+    world.run(products_case)
+
+
 NAMED = {"save": ["matmul", "_c10d_functional::*"]}
 
 
@@ -168,6 +243,17 @@ def named_case() -> None:
         counts.append(mode.counts["_c10d_functional.all_reduce.default"])
     # Three blocks with two sums each. One of them is before the last saved tensor, in a partial replay too.
     assert counts == [3 * 3 * STEPS, 3 * 2 * STEPS + 3]
+
+
+def in_place_case() -> None:
+    """Its output is kept as it is after the sum. A replay that summed it once more would change what backward reads."""
+    how = {"save": ["pointwise", "c10d::*"]}
+    plain, ours = trained("in place", None), trained("in place", how)
+    assert all(map(torch.equal, ours, plain))
+
+
+def test_an_in_place_collective_is_known_to_write(world: World) -> None:
+    world.run(in_place_case)
 
 
 def test_collectives_that_are_named_are_left_out(world: World) -> None:
