@@ -26,7 +26,7 @@ from torch import Tensor, nn
 import spillway
 from allocations import NoMemory, count_exactly
 from budgets import KINDS, NAMED, STAGES, Kind, attached_to, budget_of, hardware, one_step, search, train
-from spillway import BudgetError, Profile, Session, UsageError
+from spillway import BudgetError, Profile, Session, UnsupportedError, UsageError
 from spillway.attaching.budget import BudgetTarget, Planner
 from spillway.attaching.ranks import RankGroup
 from spillway.attaching.search import MOST_APART
@@ -490,6 +490,76 @@ def test_a_model_that_is_called_twice_before_a_backward_finds_a_plan_too(session
         assert attached.stage == "active"
         assert attached.profile is not None and len(attached.profile.calls) == 4
     assert all(map(torch.equal, course, steps(kind.model())))
+
+
+class Collected(nn.Module):
+    """A model whose loss has what hooks inside of its blocks collect, as the logits of routers."""
+
+    def __init__(self, *, with_graph: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(16) for _ in range(3))
+        self.found: list[Tensor] = []
+        for layer in self.layers:
+            inner = next(each for each in layer.modules() if isinstance(each, nn.Linear))
+            inner.register_forward_hook(lambda *call: self.found.append(call[2] if with_graph else call[2].detach()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found.clear()
+        for layer in self.layers:
+            x = layer(x)
+        return x * sum(each.square().mean() for each in self.found)
+
+
+@pytest.mark.parametrize("with_graph", [False, True], ids=["detached", "with a graph"])
+def test_what_hooks_inside_of_blocks_collect_for_the_loss_comes_once(with_graph: bool, session: Session) -> None:
+    def steps(model: nn.Module) -> list[Tensor]:
+        torch.manual_seed(1)
+        return [each for _ in range(len(STAGES)) for each in one_step(model, torch.randn(8, 16))]
+
+    torch.manual_seed(0)
+    plain = steps(Collected(with_graph=with_graph))
+    torch.manual_seed(0)
+    model = Collected(with_graph=with_graph)
+    with attached_to(model, "1TiB", session) as attached:
+        found = steps(model)
+        assert attached.stage == "active"
+    assert len(found) == len(plain)
+    assert all(map(torch.equal, found, plain))
+
+
+class Aside(nn.Module):
+    """A model that does not use one of its blocks' outputs, whose input has another size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Block(16) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[1](self.layers[0](x))
+        self.layers[2](torch.cat([x, x]))
+        return x
+
+
+def test_a_block_that_no_backward_comes_to_is_named_in_the_first_steps(session: Session) -> None:
+    model = Aside()
+
+    def steps() -> None:
+        for _ in range(len(STAGES)):
+            one_step(model, torch.randn(8, 16))
+
+    with (
+        attached_to(model, "1TiB", session),
+        pytest.raises(UnsupportedError, match="called blocks 3 times, and 1 of these calls had no backward"),
+    ):
+        steps()
+
+
+def test_one_call_of_each_kind_of_block_is_measured(session: Session) -> None:
+    model = Collected(with_graph=False)
+    with attached_to(model, "1TiB", session):
+        one_step(model, torch.randn(8, 16, requires_grad=True) * 1)
+        # Each block runs in forward and in its replay.
+        assert len(model.found) == 2 * 3 + 1
 
 
 def test_sizes_that_alternate_are_all_traced_before_one_is_measured(session: Session) -> None:

@@ -15,7 +15,7 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import FrameType
 from typing import Any
@@ -67,6 +67,8 @@ class Probe(OperatorMode):
         self._meter = meter
         self._marks = 0
         self._tries: int = 1 if before is None else before._tries + 1
+        self.was_missed = before is not None and before._ended is None
+        """Whether no backward came to the call of the probe before."""
         self._busy: torch.Event | None = None
         """The end of the work that keeps the device busy."""
         self._was_late = False
@@ -87,6 +89,8 @@ class Probe(OperatorMode):
         self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
         self._block: Callable[[], torch.nn.Module | None] = (lambda: None) if block is None else weakref.ref(block)
         self._locator: Locator | None = None
+        self._called_at, self._runs_at = calling_line(), ""
+        """The model's line that calls the block, and the line outside of the measured run, which may be in backward."""
         self._found: dict[int, tuple[str, str]] = {}
         """Module and line of each operator, by places."""
 
@@ -95,9 +99,13 @@ class Probe(OperatorMode):
         """Whether the call has ended, and was timed by the device's clock if it can be."""
         return self._ended is not None and (not self._was_late or self._tries >= _MOST_TRIES)
 
-    @contextmanager
-    def around(self, recorder: Recorder) -> Iterator[None]:
+    def around(self, recorder: Recorder) -> AbstractContextManager[None]:
         """A context around the run of the function."""
+        self._runs_at = calling_line()
+        return self._around(recorder)
+
+    @contextmanager
+    def _around(self, recorder: Recorder) -> Iterator[None]:
         if self._device.type not in ("cpu", "meta"):
             _keep_busy(self._device)
             self._busy = torch.Event(self._device)
@@ -217,7 +225,8 @@ class Probe(OperatorMode):
         is_counted = len(recorder.operators) > place
         if is_counted:
             self._begins[place] = self._marks - 2
-            self._found[place] = locator.here()[0] or "", calling_line()
+            line = calling_line()
+            self._found[place] = locator.here()[0] or "", self._called_at if line == self._runs_at else line
         makes = recorder.operators[place].makes if is_counted else recorder.casts
         for part in tensors_in((output,)):
             value = recorder.values.find(part)
@@ -241,7 +250,7 @@ class ProfilerListener:
     """Listens to one call. It changes nothing."""
 
     probe: Probe | None
-    """Measures the call's operators: then the function runs once more after its forward."""
+    """Measures the call's operators: then the function runs one more time."""
     asked: Callable[[int, torch.Tensor | None], None]
     """Called when backward unpacks a tensor that was saved after so many operators, with the tensor if a replay made
     it."""

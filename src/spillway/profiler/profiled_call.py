@@ -1,4 +1,11 @@
-"""A checkpointed call that a profiler listens to."""
+"""A checkpointed call that a profiler listens to.
+
+NOTE [ Operators are measured in backward ]
+
+To measure a block's operators, its function runs one more time. This run comes right before the first replay. In
+forward, hooks inside of the block would add its tensors to those that the model collects for its loss, such as the
+logits of routers. It comes in forward only if there is no replay.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +35,8 @@ class ProfiledCall(CheckpointedCall):
         super().__init__(*args, **options)
         self.holds_values = True
         self._listener = listener
+        self._unmeasured = None if self._is_captured else listener.probe
+        """The probe, until it has measured the call's operators."""
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         pack_unprofiled = super()._packing()
@@ -41,11 +50,19 @@ class ProfiledCall(CheckpointedCall):
 
     def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._has_returned(output, tensors)
-        if self._listener.probe is not None and not self._is_captured:
-            self._measure_operators(self._listener.probe)
+        probe = self._unmeasured
+        if probe is not None and (probe.was_missed or self._keeps or not self._metas):
+            self._measure_operators(probe)
+            self._replay_ended()
+
+    def _replay(self) -> None:
+        if self._unmeasured is not None and not self._is_running:
+            self._measure_operators(self._unmeasured)
+        super()._replay()
 
     def _measure_operators(self, probe: Probe) -> None:
-        """Run the function once more after its forward, and keep nothing of it."""
+        """Run the function one more time, and keep nothing of it. See NOTE [ Operators are measured in backward ]."""
+        self._unmeasured = None
         assert self._choices is not None
         recorder = Recorder(self._choices, self._function.module)
         collector = Collector(
@@ -61,7 +78,6 @@ class ProfiledCall(CheckpointedCall):
             self._run_into(collector, (), recorder, probe.around(recorder))
         finally:
             self._ambient = ambient
-        self._replay_ended()
         probe.ended(recorder)
         self._program = recorder.program()
         self._learned.record(self._shapes, self._program)
