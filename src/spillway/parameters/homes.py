@@ -136,9 +136,10 @@ class StreamedParameter:
         own = self.own()
         if not self._is_home() or (own.dtype, own.shape, own.stride()) != self._form:
             raise UsageError(
-                f"{self.name} is streamed, and was moved or cast: got {own.dtype} {tuple(own.shape)} on {own.device} "
-                f"in other memory, expected {self._form[0]} {tuple(self._form[1])} in its own CPU memory. Call "
-                f"attached.remove(), then model.to(), and attach again"
+                f"{self.name} is streamed, and was moved or cast, or got other memory (.data = ...): got {own.dtype} "
+                f"{tuple(own.shape)} on {own.device} in other memory, expected {self._form[0]} "
+                f"{tuple(self._form[1])} in its own CPU memory. Call attached.remove(), change the model, and attach "
+                f"again; or write in place by copy_()"
             )
 
     def is_written(self) -> bool:
