@@ -409,7 +409,7 @@ class CheckpointedCall(ReplayableCall):
 
     def _needs_outputs(self) -> bool:
         """Whether a replay goes to the end, for the function's output."""
-        return self._drops_output if many_processes() else bool(self._dropped_outputs())
+        return self._drops_output and (many_processes() or bool(self._dropped_outputs()))
 
     def _dropped_outputs(self) -> dict[int, int]:
         """Numbers of outputs that must be recomputed, with their places among the tensors of the output."""
