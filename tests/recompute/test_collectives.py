@@ -261,6 +261,25 @@ def test_collectives_that_are_named_are_left_out(world: World) -> None:
     world.run(named_case)
 
 
+def twice_case() -> None:
+    """Its first backward takes what was kept. In the second, all ranks repeat the collectives."""
+    found = []
+    for how in (None, NAMED):
+        torch.manual_seed(0)
+        block = Block(FunctionalSummed)
+        call = block if how is None else partial(spillway.recompute, block, **how)
+        for _ in range(4):
+            loss = call(torch.randn(4, WIDTH, requires_grad=True)).square().sum()
+            loss.backward(retain_graph=True)
+            loss.backward()
+        found.append([each.grad for each in block.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_a_second_backward_repeats_collectives_that_were_named(world: World) -> None:
+    world.run(twice_case)
+
+
 def departing_case() -> None:
     """A rank that must repeat collectives alone says so. The others would wait for it."""
     torch.manual_seed(0)

@@ -60,6 +60,8 @@ class PreservedTensors:
         self.decisions = decisions
         self.is_other = False
         """Whether the call departed from its program."""
+        self.is_spent = False
+        """Whether a partial replay has taken the handles."""
         self._scope = scope
         self._reached = reached
         self._first_node = next_node()
@@ -171,7 +173,10 @@ class PreservedTensors:
         given, self._given = self._given, {}
         if self.is_other or not self.decisions.leaves_out or not given.keys() >= self.decisions.handed:
             return None
-        return given if all(handle.is_intact() for handle in given.values()) else None
+        if not all(handle.is_intact() for handle in given.values()):
+            return None
+        self.is_spent = True
+        return given
 
 
 class _PlannedTensor(NamedTuple):
