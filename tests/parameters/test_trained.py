@@ -21,6 +21,7 @@ from runtime.scenarios import adversary_session
 from spillway import policies
 from spillway.errors import InplaceError, TierFullError, UsageError
 from spillway.optim.offloaded_gradient import OffloadedGradient
+from spillway.parameters.streamable import trainer_of
 from spillway.saved_tensors.identity import is_streamed
 from support import assert_nothing_left
 
@@ -656,3 +657,16 @@ def test_other_optimizers_are_refused() -> None:
     model = Model()
     with pytest.raises(UsageError, match="OffloadedOptimizer"):
         spillway.attach(model, stream="layers.*", optimizer=torch.optim.AdamW(model.parameters()), device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+def test_of_several_optimizers_the_one_with_most_of_the_model_is_found(is_first: bool) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    blocks, head = (spillway.OffloadedOptimizer(each.parameters(), torch.optim.SGD, lr=0.1) for each in model)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizers = (blocks, head, plain) if is_first else (plain, head, blocks)
+    assert trainer_of(model, optimizers) is blocks
+    assert trainer_of(model, (plain, head)) is head
+    assert trainer_of(nn.Linear(2, 2), optimizers) is None
+    blocks.close()
+    head.close()

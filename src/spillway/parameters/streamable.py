@@ -37,9 +37,15 @@ class Trainer(Protocol):
 
 
 def trainer_of(model: Module, optimizers: Iterable[object]) -> Trainer | None:
-    """The first of these optimizers that holds parameters of a model, and may step streamed ones; ``None``: no such."""
-    own = list(model.parameters())
-    return next((each for each in optimizers if isinstance(each, Trainer) and any(map(each.holds, own))), None)
+    """The optimizer that may step streamed parameters, and holds most of a model's elements; ``None``: no such."""
+    found: Trainer | None = None
+    most = 0
+    for each in optimizers:
+        if isinstance(each, Trainer):
+            held = sum(one.numel() for one in model.parameters() if each.holds(one))
+            if held > most:
+                found, most = each, held
+    return found
 
 
 def parameters_of(
