@@ -304,11 +304,10 @@ class CheckpointedCall(ReplayableCall):
         # A program does not say which operators an output needs that must be recomputed.
         if preserved is None or self._needs_outputs():
             return None
-        is_spent = preserved.is_spent
         decisions, given = preserved.decisions, preserved.pop_handles()
         if given is None:
             # In a second backward of one graph, every rank replays the function whole.
-            if not is_spent:
+            if not preserved.is_spent:
                 self._check_ranks(decisions.program, "it differs from its program")
             return None
 
@@ -367,7 +366,7 @@ class CheckpointedCall(ReplayableCall):
             if decisions.is_whole:
                 self._scope.ledger.note(
                     f"{self._label} runs collectives, and save or offload names none: it is recomputed whole, so that "
-                    f"all ranks repeat them. See docs/distributed.md."
+                    f"all ranks repeat them"
                 )
         return collector
 

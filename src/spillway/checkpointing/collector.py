@@ -6,8 +6,9 @@ Most operators save a tensor that already has its content, and the replay ends b
 tensor that their kernel writes afterwards (the noise of ``rrelu``), without a new version. So if the last wanted tensor
 needs no gradient and was made in the replay, the replay ends when the next operator begins to save.
 
-A replay that is compared runs to the end of the function, unless reached tensors were written since forward: an
-optimizer that steps in backward writes weights that only the rest of the function reads.
+A replay that is compared runs to the end of the function, with two exceptions. An optimizer that steps in backward may
+have written weights since forward that only the rest of the function reads. And ranks repeat the same collectives: NOTE
+[ Collectives ] in ``recorder.py``.
 """
 
 from __future__ import annotations

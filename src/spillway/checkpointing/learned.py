@@ -5,7 +5,8 @@ NOTE [ Learning ]
 Calls of one kind share types of tensors, numbers among the arguments, and whether the module trains. The first call of
 a kind is observed, without a dispatch mode:
 
-* A fingerprint is taken of each saved tensor. The first replay runs to its end, and is compared with the fingerprints.
+* A fingerprint is taken of each saved tensor. The first replay is compared with the fingerprints. It runs to the
+  end of the function, unless there are several ranks.
 * The versions of all tensors that the function can reach are compared before and after forward. Later calls copy the
   tensors that the function writes, before they begin.
 * Saved tensors that share memory with an output are noted by number. Later calls check their versions, as autograd
