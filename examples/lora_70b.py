@@ -4,7 +4,8 @@
     python examples/lora_70b.py --layers 80 --width 8192 --words 128256 --tokens 8192 --alone
     python examples/lora_70b.py --weights path/to/Llama-3.1-70B --tokens 8192 --alone
 
-By count, the last two need 150 GiB of CPU memory. It prints tokens per second and peaks of memory. Without --alone it
+By count, the last two need 150 GiB of CPU memory. With --on-disk, the weights stay in their files, of which the system
+keeps as much in CPU memory as it has. It prints tokens per second and peaks of memory. Without --alone it
 trains once more, with all weights on the GPU, and compares losses and adapters, bit for bit. It needs transformers,
 accelerate and safetensors.
 """
@@ -62,7 +63,7 @@ def make_model(options: argparse.Namespace, session: spillway.Session, device: t
             config = AutoConfig.from_pretrained(options.weights)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         # Before the adapters, which change names.
-        spillway.load_weights(model, options.weights, device=device, session=session)
+        spillway.load_weights(model, options.weights, device=device, session=session, on_disk=options.on_disk)
     model.requires_grad_(False)
     for layer in model.model.layers:
         for part in (layer.self_attn, layer.mlp):
@@ -131,6 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=256, help="of each step")
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--weights", help="a folder with a config and safetensors files")
+    parser.add_argument("--on-disk", action="store_true", help="leave the weights in the files of --weights")
     parser.add_argument("--alone", action="store_true", help="leave out the run with all weights on the GPU")
     options = parser.parse_args(arguments)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")

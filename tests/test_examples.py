@@ -118,7 +118,7 @@ def test_weights_in_cpu_memory_are_trained(capsys: pytest.CaptureFixture[str], t
 
 def test_adapters_are_trained_on_weights_in_cpu_memory(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     save_llama(tmp_path)
-    lines = run("lora_70b", capsys, "--weights", str(tmp_path), "--tokens", "64", "--steps", "3")
+    lines = run("lora_70b", capsys, "--weights", str(tmp_path), "--on-disk", "--tokens", "64", "--steps", "3")
     check_streamed(lines, layers=3)
     assert lines[2:] == ["losses and adapters are equal, bit for bit"]
     lines = run("lora_70b", capsys, "--layers", "2", "--tokens", "64", "--steps", "1", "--alone")

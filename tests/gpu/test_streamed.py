@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,6 +137,38 @@ def test_copies_that_are_late(session: spillway.Session) -> None:
 
         streams.fetched = late
         assert all(torch.equal(got.to(DEVICE), expected) for got, expected in zip(train(model), wanted, strict=True))
+
+
+@pytest.mark.parametrize("policy", [spillway.Recompute(), policies.Keep(), policies.Offload()], ids=str)
+def test_weights_that_stay_in_their_files(session: spillway.Session, tmp_path: Path, policy: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    safetensors.save_file(model_on("cpu").state_dict(), tmp_path / "model.safetensors")
+    wanted, model = train(model_on(DEVICE)), model_on("meta")
+    spillway.load_weights(model, tmp_path, device=DEVICE, session=session, on_disk=True)
+    with spillway.attach(model, policy=policy, stream="*", device=DEVICE, min_bytes=MiB, session=session) as attached:
+        assert len(attached.streamed) == BLOCKS
+        large = [each for each in model.parameters() if not each.requires_grad and each.nbytes >= MiB]
+        # At rest they are tensors of the CPU, and take no memory of the session.
+        assert len(large) == 2 * BLOCKS and all(each.device.type == "cpu" for each in large)
+        assert session.used_bytes == (0, 0)
+        assert all(torch.equal(got.to(DEVICE), expected) for got, expected in zip(train(model), wanted, strict=True))
+        model.eval()
+        plain = model_on(DEVICE).eval()
+        plain.load_state_dict(model.state_dict())
+        x = torch.randn(4, 256, WIDTH, device=DEVICE, dtype=torch.bfloat16)
+        with torch.no_grad():
+            for _ in range(3):
+                for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+                    ours.mul_(0.5)
+                    theirs.mul_(0.5)
+                assert torch.equal(model(x), plain(x))
+        # Blocks whose weights stay on the GPU, and stream again.
+        streams: Any = attached._root.streams
+        for resident in (("0", "3"), ()):
+            streams.place(resident)
+            assert torch.equal(model(x), plain(x))
+        assert all(each.device.type == "cpu" for each in large)
+    assert all(each.device.type == "cpu" for each in model.parameters())
 
 
 def test_a_copy_trains_alone(session: spillway.Session) -> None:

@@ -18,7 +18,7 @@ from spillway.runtime.arena import Arena, Pinned
 WAITS = ("wait", "timed_wait", "synchronize")
 
 # A condition of a loop, not an order of accesses: without it the loop spins, and is right all the same.
-SPINS_WITHOUT = {"self._landed.wait()"}
+SPINS_WITHOUT = {"self._ended.wait()"}
 
 
 def _waits() -> Iterator[tuple[type, str, int, str]]:
@@ -54,6 +54,7 @@ def test_all_waits_are_found() -> None:
         "ComputeStreams",
         "PrefetchQueue",
         "HostTier",
+        "StagedReads",
         "DiskTier",
         "DirectDiskTier",
         "Arena",

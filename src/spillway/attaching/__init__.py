@@ -104,9 +104,9 @@ def attach(
         stream: blocks, as for ``blocks``, whose frozen parameters are in CPU memory, and on the device only during
             their calls: in forward, in evaluation, and for backward. So are trainable ones that ``optimizer`` steps.
             Others stay on the device. Between calls, streamed parameters are tensors of the device whose bytes are in
-            pinned CPU memory. They may be read, written and saved. ``"auto"``, with a budget: the blocks that are
-            planned for. All are streamed while steps are profiled. Then the plan leaves on the device as many of them
-            as make the step shorter.
+            pinned CPU memory, or of the CPU if they stay in their files (:func:`load_weights`). They may be read,
+            written and saved. ``"auto"``, with a budget: the blocks that are planned for. All are streamed while steps
+            are profiled. Then the plan leaves on the device as many of them as make the step shorter.
         device: with ``stream``: where the model computes. All that is not streamed is moved there. ``None``: where the
             model's first parameter is.
         min_bytes: do not offload smaller tensors, nor stream smaller parameters. Bytes, or a size like ``"4MiB"``.

@@ -159,9 +159,10 @@ class Planner:
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes of the weights of streamed blocks that stay on the device. The CPU memory for them is theirs."""
+        """Bytes of the weights of streamed blocks that stay on the device."""
         return 0 if self.streams is None else self.streams.resident_bytes
 
     def _free_host_bytes(self) -> int:
-        """Bytes of CPU memory. Those of an optimizer, say, are taken already."""
-        return max(self._session.unused_host_bytes(self.device) - self.resident_bytes, 0)
+        """Bytes of CPU memory. Those of an optimizer are taken, and those of weights that stay on the device theirs."""
+        taken = 0 if self.streams is None else self.streams.missing_host_bytes
+        return max(self._session.unused_host_bytes(self.device) - taken, 0)

@@ -22,6 +22,7 @@ from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.optimizer_class import MASTER, Settings, State
 from spillway.optim.transfers import SentTensor, aligned
+from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Event, TaskEnd, on_error, raise_again
 from spillway.runtime.bytes import Bytes, Cells, over
 
@@ -117,7 +118,10 @@ class ChunkPart(NamedTuple):
     def home_until(self, end: Event) -> None:
         """A step's copies read and write the home until this event."""
         assert self.held.streamed is not None
-        self.held.streamed.home.after(("step", self.start), end)
+        home = self.held.streamed.home
+        # Weights in files are frozen.
+        assert isinstance(home, Pinned)
+        home.after(("step", self.start), end)
 
     def values(self) -> torch.Tensor:
         """These elements of the parameter. Not an alias: writes would count up its version from another thread."""

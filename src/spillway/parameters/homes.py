@@ -1,4 +1,4 @@
-"""The homes of streamed parameters: their pinned memory, and copies of it on the device.
+"""The homes of streamed parameters: pinned memory or a mapped file, and copies of it on the device.
 
 NOTE [ Lifetimes of a home ]
 
@@ -6,26 +6,88 @@ The home is freed with its last owner, after its last copy. Owners are the param
 graph holds. So :meth:`StreamedModel.remove` takes no memory from a graph that waits for its backward. Destinations on
 the device are allocated on the compute stream that uses them, and freed by reference: a view that the program keeps
 stays valid.
+
+NOTE [ Weights in their files ]
+
+A frozen parameter may stay in its safetensors file, as a private mapping of it: a CPU tensor whose pages the system
+reads when they are used, and drops when it needs memory. This is its home at rest, so it is then a parameter of the
+CPU. Tasks copy the mapping to the device in pieces, through blocks of pinned memory. The system's cache of files is the
+only cache. Forward and backward read blocks in opposite orders, so pages that were used last are used first.
+
+A write at rest makes private pages in CPU memory, and leaves the file as it is. A file that another program changes in
+place would change weights: each use looks at its time and size. A file that is replaced or deleted stays as it was.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from spillway._torch import at_end_of_backward, in_backward, version_of
 from spillway.errors import UsageError
-from spillway.runtime.arena import Pinned
-from spillway.runtime.backend import Backend, Event
+from spillway.runtime.arena import Arena, Pinned
+from spillway.runtime.backend import Backend, Event, Stream
 from spillway.runtime.bytes import Bytes, over
 from spillway.runtime.device import DeviceRuntime
 from spillway.runtime.entry import ByteCounters, State
-from spillway.runtime.tiers import Tier
+from spillway.runtime.tiers import StagedReads, Tier, cut
 from spillway.saved_tensors.identity import SavedStorage, unset_streamed
+
+
+class WeightFile:
+    """A file that weights are mapped from."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._state = self._now()
+
+    def check(self, name: str) -> None:
+        """Raise an error if the file of this parameter was changed in place."""
+        before, now = self._state, self._now()
+        # Another file of this name, or none, leaves the mapping as it was.
+        if now is not None and before is not None and now[:2] == before[:2] and now != before:
+            raise UsageError(
+                f"{name} is streamed from {self.path}, and the file was changed, so its weights are not those that "
+                f"were loaded. Load the model again, and save other weights to another file"
+            )
+
+    def _now(self) -> tuple[int, ...] | None:
+        try:
+            found = os.stat(self.path)
+        except FileNotFoundError:
+            return None
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+class FileHome:
+    """A mapping of a file. See NOTE [ Weights in their files ]."""
+
+    def __init__(self, storage: torch.UntypedStorage, file: WeightFile) -> None:
+        self.nbytes = storage.nbytes()
+        self.block = self.bytes = Bytes(storage, 0, self.nbytes)
+        self.file = file
+
+    def before_write(self) -> Sequence[Event]:
+        return ()
+
+    def mapped(self, backend: Backend) -> torch.Tensor:
+        """Its bytes, as a tensor of the CPU."""
+        return self.alias()
+
+    def alias(self) -> torch.Tensor:
+        return self.bytes.tensor()
+
+
+Home = Pinned | FileHome
 
 
 class HomeTier(Tier):
@@ -36,15 +98,18 @@ class HomeTier(Tier):
     at_end: Callable[[], None]
     """Called at the end of a backward that has copied."""
 
-    def reserve(self, source: Bytes) -> Pinned:
+    def reserve(self, source: Bytes) -> Home:
         raise AssertionError("homes are written at rest, not by copies out")
 
-    def store(self, slots: Sequence[Pinned], sources: Sequence[Bytes]) -> Sequence[Event]:
+    def store(self, slots: Sequence[Home], sources: Sequence[Bytes]) -> Sequence[Event]:
         raise AssertionError("homes are written at rest, not by copies out")
 
-    def load(self, slots: Sequence[Pinned], destinations: Sequence[Bytes]) -> Sequence[Event]:
+    def load(self, slots: Sequence[Any], destinations: Sequence[Bytes]) -> Sequence[Event]:
         if in_backward():
             at_end_of_backward(self.at_end)
+        return self._copy(slots, destinations)
+
+    def _copy(self, slots: Sequence[Pinned], destinations: Sequence[Bytes]) -> Sequence[Event]:
         try:
             for home, destination in zip(slots, destinations, strict=True):
                 self._backend.copy(self._back, destination, home.block.part(0, destination.nbytes))
@@ -56,7 +121,7 @@ class HomeTier(Tier):
                 home.after("load", copied)
         return [copied] * len(slots)
 
-    def free(self, slot: Pinned) -> None:
+    def free(self, slot: Home) -> None:
         """The slot's owners free it. See NOTE [ Lifetimes of a home ]."""
 
     def settle(self) -> None:
@@ -64,6 +129,42 @@ class HomeTier(Tier):
         last, self.last = self.last, None
         if last is not None:
             self._backend.wait(self._backend.compute(), last)
+
+
+class FileTier(HomeTier):
+    """The homes of parameters in files. A slot is a :class:`FileHome`.
+
+    A read that is under way when its home is written is never used: its entry is dropped, or a version refuses it.
+    """
+
+    def __init__(self, backend: Backend, arena: Arena, *, out: Stream, back: Stream) -> None:
+        super().__init__(backend, arena, out=out, back=back)
+        self._reads = StagedReads(backend, arena, back)
+
+    def _copy(self, slots: Sequence[FileHome], destinations: Sequence[Bytes]) -> Sequence[Event]:  # type: ignore[override]
+        ready = self._backend.record(self._back)
+        return [
+            self._backend.all_of(
+                [
+                    self._backend.run(partial(self._read, *pieces, ready))
+                    for pieces in zip(cut(home.bytes), cut(destination), strict=True)
+                ]
+            )
+            for home, destination in zip(slots, destinations, strict=True)
+        ]
+
+    def _read(self, source: Bytes, destination: Bytes, ready: Event) -> Event | None:
+        if not self._backend.direct_disk:
+            return self._reads.read(partial(_copy, source), destination)
+        ready.synchronize()
+        self._backend.host_access(destination, write=True)
+        _copy(source, destination)
+        return None
+
+
+def _copy(source: Bytes, destination: Bytes) -> None:
+    # Without the interpreter's lock, which the pages of a file would hold for long.
+    ctypes.memmove(destination.address, source.address, source.nbytes)
 
 
 class StreamedEntry(SavedStorage):
@@ -99,7 +200,7 @@ class Use:
 class StreamedParameter:
     """A parameter with its home."""
 
-    def __init__(self, name: str, parameter: Parameter, home: Pinned, backend: Backend, device: torch.device) -> None:
+    def __init__(self, name: str, parameter: Parameter, home: Home, backend: Backend, device: torch.device) -> None:
         self.name = name
         self._parameter = weakref.ref(parameter)
         self._backend = backend
@@ -117,9 +218,13 @@ class StreamedParameter:
         self.is_in_use = False
         """Whether its data is a copy in the device's own memory."""
         if home.block.address != parameter.data_ptr():
-            self._on_cpu(write=True).copy_(parameter.detach())
+            content = parameter.detach()
+            # A file's pages that are written take CPU memory.
+            if not (isinstance(home, FileHome) and torch.equal(Bytes.of(content.cpu()).tensor(), home.alias())):
+                self._on_cpu(write=True).copy_(content)
         self.at_rest = self._over(home.mapped(backend).untyped_storage())
-        """The parameter's content between uses: the home, as a tensor of the device."""
+        """The parameter's content between uses: pinned memory as a tensor of the device, or a file's as one of the
+        CPU."""
         parameter.data = self.at_rest
 
     @property
@@ -141,6 +246,13 @@ class StreamedParameter:
                 f"{tuple(self._form[1])} in its own CPU memory. Call attached.remove(), change the model, and attach "
                 f"again; or write in place by copy_()"
             )
+        if isinstance(self.home, FileHome):
+            self.home.file.check(self.name)
+            if own.requires_grad:
+                raise UsageError(
+                    f"{self.name} is streamed from a file, and requires a gradient now: got requires_grad=True, "
+                    f"expected a frozen parameter. Call attached.remove() before you unfreeze it, and attach again"
+                )
 
     def is_written(self) -> bool:
         """Whether it was written at rest since its last use, as far as versions tell. A step may be writing it."""
@@ -173,7 +285,9 @@ class StreamedParameter:
         """
         if self.is_alive:
             own = self.own()
-            if self.is_in_use or self._is_home():
+            if device is None and isinstance(self.home, FileHome):
+                own.data = self.at_rest
+            elif self.is_in_use or self._is_home():
                 move(own, self._on_cpu(write=False).to(device or self.device, copy=True))
             unset_streamed(own)
         self.has_left = True

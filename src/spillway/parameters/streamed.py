@@ -49,9 +49,9 @@ from torch.nn import Module, Parameter
 
 from spillway._torch import in_backward, refuse_transforms, top_hooks, unseen
 from spillway.errors import TierError, UnsupportedError, UsageError
-from spillway.parameters.homes import HomeTier, StreamedEntry, StreamedParameter, Use, move
+from spillway.parameters.homes import FileHome, FileTier, Home, HomeTier, StreamedEntry, StreamedParameter, Use, move
 from spillway.parameters.streamable import Trainer, parameters_of
-from spillway.parameters.weights import pinned_of
+from spillway.parameters.weights import home_of
 from spillway.runtime.arena import Pinned
 from spillway.runtime.backend import Stream, on_error
 from spillway.runtime.device import DeviceRuntime
@@ -97,6 +97,8 @@ class StreamedBlock:
         """Empty while they stay on the device."""
         self.own = own
         """All of them, streamed or not."""
+        self.files: dict[str, FileHome] = {}
+        """The homes in files, by path, also while they stay on the device."""
         self._model = model
         self.users = 0
         """Calls that are under way."""
@@ -235,10 +237,11 @@ class StreamedModel:
         self.identity = session.of(SavedState).identity
         self.lock = threading.RLock()
         out, back = self.mover.streams
-        self._tier = HomeTier(runtime.backend, runtime.arena, out=out, back=back)
-        # Weak: entries of dropped models hold the tier until they are forgotten.
+        self._tiers = [kind(runtime.backend, runtime.arena, out=out, back=back) for kind in (HomeTier, FileTier)]
+        # Weak: entries of dropped models hold the tiers until they are forgotten.
         me = weakref.ref(self)
-        self._tier.at_end = lambda: _settle(me)
+        for tier in self._tiers:
+            tier.at_end = lambda: _settle(me)
         self.passes = 0
         """Calls of the model that are under way."""
         self._ahead = _Ahead()
@@ -279,13 +282,22 @@ class StreamedModel:
         """Nothing is fetched ahead, and what compute does next comes after all copies of homes."""
         with self.lock:
             self._ahead.drop()
-            self._tier.settle()
+            for tier in self._tiers:
+                tier.settle()
 
     @property
     def resident_bytes(self) -> int:
         """Bytes of the parameters of blocks that stay on the device."""
+        return self._resident_bytes(lambda block, owned: True)
+
+    @property
+    def missing_host_bytes(self) -> int:
+        """Bytes of CPU memory that these need once they are streamed again."""
+        return self._resident_bytes(lambda block, owned: owned.path not in block.files)
+
+    def _resident_bytes(self, counts: Callable[[StreamedBlock, Owned], bool]) -> int:
         resident = (block for block in self.blocks if not block.parameters)
-        found = (owned.reference() for block in resident for owned in block.own)
+        found = (owned.reference() for block in resident for owned in block.own if counts(block, owned))
         return sum(parameter.nbytes for parameter in found if parameter is not None)
 
     def place(self, resident: Collection[str]) -> None:
@@ -333,19 +345,21 @@ class StreamedModel:
                     streamed[parameter] = None
 
     def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter | None]) -> None:
-        """Move the parameters of a block to pinned memory, unless they are there."""
+        """Move the parameters of a block to pinned memory, unless they are there or in a file."""
         optimizer, arena, backend = self._optimizer(), self.runtime.arena, self.runtime.backend
         for owned in block.own:
             parameter = owned.reference()
             if parameter is None or is_streamed(parameter):
                 continue
-            home = pinned_of(parameter, arena)
+            home: Home | None = block.files.get(owned.path) or home_of(parameter, arena)
             if home is None:
                 home = Pinned(arena, parameter.nbytes)
                 home.synchronize()
+            if isinstance(home, FileHome):
+                block.files[owned.path] = home
             block.parameters.append(StreamedParameter(owned.path, parameter, home, backend, owned.device))
             set_streamed(parameter, None)
-            if optimizer is not None and optimizer.holds(parameter):
+            if optimizer is not None and optimizer.holds(parameter) and isinstance(home, Pinned):
                 streamed[parameter] = block.parameters[-1]
 
     @contextmanager
@@ -450,7 +464,8 @@ class StreamedModel:
         return entry
 
     def _made(self, parameter: StreamedParameter, ledger: ByteCounters) -> StreamedEntry:
-        entry = StreamedEntry(parameter, self.runtime, self._tier, ledger)
+        tier = self._tiers[isinstance(parameter.home, FileHome)]
+        entry = StreamedEntry(parameter, self.runtime, tier, ledger)
         parameter.latest = entry.reference
         return entry
 

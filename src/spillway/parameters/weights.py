@@ -4,7 +4,8 @@ NOTE [ Loaded once ]
 
 A model on ``meta`` has no memory. Each of its tensors gets a :class:`~spillway.runtime.arena.Pinned` of its own, as a
 CPU tensor, and the file's bytes are copied there from its mapping. :func:`spillway.attach` finds the memory by the
-tensor's storage (:func:`pinned_of`), and takes it as the parameter's home. So a streamed weight is copied once.
+tensor's storage (:func:`home_of`), and takes it as the parameter's home. So a streamed weight is copied once. With
+``on_disk``, the mapping itself is the home: NOTE [ Weights in their files ] in ``homes.py``.
 
 Torch lets no tensor on ``meta`` get memory. So modules get new parameters, as with ``load_state_dict(assign=True)``.
 They get them at the end, when all are read.
@@ -25,6 +26,7 @@ from torch.nn import Module, Parameter
 
 from spillway._torch import disable_function, storage_key
 from spillway.errors import UnsupportedError, UsageError
+from spillway.parameters.homes import FileHome, Home, WeightFile
 from spillway.runtime.arena import Arena, Pinned
 from spillway.runtime.bytes import over
 from spillway.runtime.device import DeviceRuntime
@@ -33,17 +35,25 @@ from spillway.session import Session
 Files = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _SHOWN = 8
-_pinned: WeakKeyDictionary[torch.UntypedStorage, Pinned] = WeakKeyDictionary()
+_loaded: WeakKeyDictionary[torch.UntypedStorage, Pinned | WeightFile] = WeakKeyDictionary()
 
 
-def pinned_of(tensor: torch.Tensor, arena: Arena) -> Pinned | None:
-    """The memory of a tensor that was loaded into this arena. See NOTE [ Loaded once ]."""
-    found = _pinned.get(tensor.untyped_storage()) if _pinned else None
+def home_of(parameter: torch.Tensor, arena: Arena) -> Home | None:
+    """The memory or the file that a parameter was loaded into or from. See NOTE [ Loaded once ]."""
+    storage = parameter.untyped_storage()
+    found = _loaded.get(storage)
+    if isinstance(found, WeightFile):
+        return None if parameter.requires_grad else FileHome(storage, found)
     return found if found is not None and found.arena is arena else None
 
 
 def load_weights(
-    model: Module, files: Files, *, device: torch.device | str | None = None, session: Session | None = None
+    model: Module,
+    files: Files,
+    *,
+    device: torch.device | str | None = None,
+    session: Session | None = None,
+    on_disk: bool = False,
 ) -> None:
     """Load a model from safetensors files, into pinned CPU memory, for ``attach(model, stream=...)``.
 
@@ -62,6 +72,9 @@ def load_weights(
             files, or with one file.
         device: the device that will compute. ``None``: the current accelerator, or the CPU without one.
         session: the session that :func:`spillway.attach` gets. ``None``: the default one.
+        on_disk: leave weights in their files, which are mapped, for frozen weights that CPU memory is too small for.
+            Each use reads them again; the system keeps in memory what has space there. Weights whose type is not that
+            of the file are read into pinned memory. Do not change the files in place meanwhile.
 
     Raises:
         UsageError: if the files cannot be read, or their names, shapes or kinds of numbers are not those of the model.
@@ -93,12 +106,19 @@ def load_weights(
         made: dict[int, torch.Tensor] = {}
         for each in places:
             if each.tensor.is_meta and each.memory not in made:
-                made[each.memory] = _read(each, stored, runtime)
+                made[each.memory] = _read(each, stored, runtime, on_disk=on_disk)
         for each in places:
             if each.tensor.is_meta:
                 setattr(each.module, each.key, made[each.memory])
             elif each.source is not None:
-                each.tensor.copy_(stored[each.source].get_tensor(each.source))
+                each.tensor.copy_(stored[each.source].opened.get_tensor(each.source))
+
+
+class _Stored(NamedTuple):
+    """The file of a stored tensor."""
+
+    opened: Any
+    file: WeightFile
 
 
 class _Place(NamedTuple):
@@ -113,17 +133,16 @@ class _Place(NamedTuple):
     """Its name in the files. A shared tensor has one."""
 
 
-def _read(place: _Place, stored: Mapping[str, Any], runtime: DeviceRuntime) -> torch.Tensor:
-    """The tensor of a place, in pinned memory."""
+def _read(place: _Place, stored: Mapping[str, _Stored], runtime: DeviceRuntime, *, on_disk: bool) -> torch.Tensor:
+    """The tensor of a place, in pinned memory or in its file."""
     assert place.source is not None
-    old = place.tensor
-    pinned = Pinned(runtime.arena, old.nbytes)
-    pinned.synchronize()
-    runtime.backend.host_access(pinned.bytes, write=True)
-    storage = pinned.alias().untyped_storage()
-    content = over(storage, old.dtype, 0, old.shape, old.stride())
-    content.copy_(stored[place.source].get_tensor(place.source))
-    _pinned[storage] = pinned
+    old, source = place.tensor, stored[place.source]
+    content: torch.Tensor = source.opened.get_tensor(place.source)
+    is_like = (content.dtype, content.stride()) == (old.dtype, old.stride())
+    if on_disk and is_like and content.data_ptr() % content.itemsize == 0:
+        _loaded[content.untyped_storage()] = source.file
+    else:
+        content = _pinned(content, old, runtime)
     if isinstance(old, Parameter):
         content = Parameter(content, requires_grad=old.requires_grad)
     # Marks of libraries, and the one of ``torch.nn.Buffer``.
@@ -131,7 +150,19 @@ def _read(place: _Place, stored: Mapping[str, Any], runtime: DeviceRuntime) -> t
     return content
 
 
-def _places_of(model: Module, stored: Mapping[str, Any]) -> list[_Place]:
+def _pinned(content: torch.Tensor, form: torch.Tensor, runtime: DeviceRuntime) -> torch.Tensor:
+    """A copy in pinned memory, with the dtype and the strides of ``form``."""
+    pinned = Pinned(runtime.arena, form.nbytes)
+    pinned.synchronize()
+    runtime.backend.host_access(pinned.bytes, write=True)
+    storage = pinned.alias().untyped_storage()
+    _loaded[storage] = pinned
+    copied = over(storage, form.dtype, 0, form.shape, form.stride())
+    copied.copy_(content)
+    return copied
+
+
+def _places_of(model: Module, stored: Mapping[str, _Stored]) -> list[_Place]:
     """All places of tensors that are on ``meta`` or in the files. Raises ``UsageError`` if the files do not fit."""
     persistent = model.state_dict(keep_vars=True).keys()
     found = {
@@ -159,7 +190,7 @@ def _places_of(model: Module, stored: Mapping[str, Any]) -> list[_Place]:
                 f"memory of its own. Share the whole tensor, as tied weights do"
             )
         if name in stored:
-            wrong += _differences(name, stored[name].get_slice(name), tensor)
+            wrong += _differences(name, stored[name].opened.get_slice(name), tensor)
     _refuse(
         [name for name in stored if name not in places or name not in persistent],
         "names that the model does not have, expected those of model.state_dict(). Load files of this very model, or "
@@ -208,7 +239,7 @@ def _refuse(names: Sequence[str], what: str) -> None:
         raise UsageError(f"load_weights: got {what}: {', '.join(names[:_SHOWN])}{more}")
 
 
-def _stored_in(paths: Iterable[Path], opened: ExitStack) -> dict[str, Any]:
+def _stored_in(paths: Iterable[Path], opened: ExitStack) -> dict[str, _Stored]:
     """The open file of each stored tensor."""
     try:
         from safetensors import SafetensorError, safe_open
@@ -216,17 +247,17 @@ def _stored_in(paths: Iterable[Path], opened: ExitStack) -> dict[str, Any]:
         raise UnsupportedError(
             "load_weights: got no safetensors, expected that library. Install it: pip install safetensors"
         ) from None
-    found: dict[str, Any] = {}
-    homes: dict[str, Path] = {}
+    found: dict[str, _Stored] = {}
     for path in paths:
         try:
-            file = opened.enter_context(safe_open(path, framework="pt"))
+            stored = _Stored(opened.enter_context(safe_open(path, framework="pt")), WeightFile(path))
         except (SafetensorError, OSError) as error:
             raise UsageError(f"load_weights: got {path}, expected a safetensors file: {error}") from error
-        for name in file.keys():  # noqa: SIM118
-            if name in homes:
-                raise UsageError(f"load_weights: got {name} in {homes[name]} and in {path}, expected it in one file")
-            found[name], homes[name] = file, path
+        for name in stored.opened.keys():  # noqa: SIM118
+            if name in found:
+                other = found[name].file.path
+                raise UsageError(f"load_weights: got {name} in {other} and in {path}, expected it in one file")
+            found[name] = stored
     return found
 
 

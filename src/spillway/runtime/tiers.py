@@ -125,6 +125,55 @@ class HostTier(Tier):
         return after * len(blocks)
 
 
+class StagedReads:
+    """Reads of files to a device, each through a block of the arena."""
+
+    def __init__(self, backend: Backend, arena: Arena, back: Stream) -> None:
+        self._backend = backend
+        self._arena = arena
+        self._back = back
+        self._ended = threading.Condition()
+        self._blocks = 0
+        """Blocks in use."""
+
+    def read(self, fill: Callable[[Block], None], destination: Bytes) -> Event:
+        """Let ``fill`` write a block, and queue its copy to the destination. Called in a task."""
+        block = self._block(destination.nbytes)
+        copied: tuple[Event, ...] = ()
+        try:
+            for event in block.after:
+                event.synchronize()
+            self._backend.host_access(block, write=True)
+            fill(block)
+            self._backend.copy(self._back, destination, block.part(0, destination.nbytes))
+            copied = (self._backend.record(self._back),)
+            return copied[0]
+        finally:
+            self._arena.free(block, copied)
+            with self._ended:
+                self._blocks -= 1
+                self._ended.notify_all()
+
+    def _block(self, nbytes: int) -> Block:
+        """A block to read into.
+
+        At the cap it waits for other reads, which are short. If no read is under way it exceeds the cap: without these
+        bytes the graph is lost. It does not wait for writes, which may stand in the queue behind it.
+        """
+        with self._ended:
+            while True:
+                try:
+                    block = self._arena.allocate(nbytes, over_cap=self._blocks == 0)
+                except TierFullError:
+                    if self._blocks == 0:
+                        # The machine has no more CPU memory, and no read is under way that would free some.
+                        raise
+                    self._ended.wait()
+                else:
+                    self._blocks += 1
+                    return block
+
+
 class _Piece:
     """One extent's worth of a storage."""
 
@@ -156,8 +205,7 @@ class DiskTier(Tier):
         self._lock = threading.Lock()
         self._staging = staging
         self._writing_bytes = 0
-        self._landed = threading.Condition()
-        self._landing_blocks = 0
+        self._reads = StagedReads(backend, arena, back)
 
     def reserve(self, source: Bytes) -> list[_Piece]:
         pieces: list[_Piece] = []
@@ -210,21 +258,7 @@ class DiskTier(Tier):
 
         def read() -> Event:
             written.synchronize()
-            block = self._landing(piece.extent.nbytes)
-            copied: tuple[Event, ...] = ()
-            try:
-                for event in block.after:
-                    event.synchronize()
-                self._backend.host_access(block, write=True)
-                self._file.read(piece.extent, block.buffer())
-                self._backend.copy(self._back, destination, block.part(0, piece.extent.nbytes))
-                copied = (self._backend.record(self._back),)
-                return copied[0]
-            finally:
-                self._arena.free(block, copied)
-                with self._landed:
-                    self._landing_blocks -= 1
-                    self._landed.notify_all()
+            return self._reads.read(lambda block: self._file.read(piece.extent, block.buffer()), destination)
 
         return self._start(piece, read)
 
@@ -271,25 +305,6 @@ class DiskTier(Tier):
                 if not self._writes:
                     raise
                 self._settle()
-
-    def _landing(self, nbytes: int) -> Block:
-        """A block for the way back; called in a task.
-
-        At the cap it waits for other reads, which are short. If no read is under way it exceeds the cap: without these
-        bytes the graph is lost. It does not wait for writes, which may stand in the queue behind it.
-        """
-        with self._landed:
-            while True:
-                try:
-                    block = self._arena.allocate(nbytes, over_cap=self._landing_blocks == 0)
-                except TierFullError:
-                    if self._landing_blocks == 0:
-                        # The machine has no more CPU memory, and no read is under way that would free some.
-                        raise
-                    self._landed.wait()
-                else:
-                    self._landing_blocks += 1
-                    return block
 
     def _settle(self) -> None:
         """Wait for the oldest write. If it failed, this raises: in the forward of the step that it belongs to."""
