@@ -4,10 +4,9 @@
     python examples/lora_70b.py --layers 80 --width 8192 --words 128256 --tokens 8192 --alone
     python examples/lora_70b.py --weights path/to/Llama-3.1-70B --tokens 8192 --alone
 
-By count, the last two need 150 GiB of CPU memory. With --on-disk, the weights stay in their files, of which the system
-keeps as much in CPU memory as it has. It prints tokens per second and peaks of memory. Without --alone it
-trains once more, with all weights on the GPU, and compares losses and adapters, bit for bit. It needs transformers,
-accelerate and safetensors.
+By count, the last two need 150 GiB of CPU memory, and less with --on-disk. It prints tokens per second and peaks of
+memory. Without --alone it trains once more, with all weights on the GPU, and compares losses and adapters, bit for bit.
+It needs transformers, accelerate and safetensors.
 """
 
 from __future__ import annotations

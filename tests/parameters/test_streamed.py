@@ -675,7 +675,7 @@ def test_a_block_calls_another_one() -> None:
 
 
 # Python handles a signal at a call or a jump: not between a body and the end of torch's own contexts around it.
-_UNTOLD = ("__del__", "load", "_unseen")
+_UNTOLD = ("__del__", "load", "_copy", "_unseen")
 
 
 def test_an_interrupt_anywhere_leaves_a_model_that_trains() -> None:
