@@ -423,7 +423,7 @@ class CheckpointedCall(ReplayableCall):
         collector: Collector,
         changed: Sequence[tuple[torch.Tensor, int]],
         mode: Recorder | PartialReplay | None,
-        around: AbstractContextManager[object] = _NOTHING,
+        around: AbstractContextManager[object] | None = None,
     ) -> None:
         """Run the function, with a context around it within the mode."""
         with below_modes(self._subclass), torch.enable_grad():
@@ -445,8 +445,8 @@ class CheckpointedCall(ReplayableCall):
                 with (
                     replaying(),
                     saved_tensors_hooks(collector.pack, collector.unpack),
-                    _NOTHING if mode is None else mode,
-                    around,
+                    mode or _NOTHING,
+                    around or _NOTHING,
                 ):
                     output = self._function(*tensors, within=self._reached.as_before(collector.function_ended))
                     collector.gave(output)

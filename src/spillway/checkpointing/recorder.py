@@ -91,7 +91,9 @@ _OFFSET = 8
 class Recorder(OperatorMode):
     """Runs and notes each operator. See NOTE [ Recording ]. Paths of submodules begin below the ``root``."""
 
-    def __init__(self, choices: Choices, root: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self, choices: Choices, root: torch.nn.Module | None = None, *, ends_before_collectives: bool = False
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._choices = choices
         self._reads = _ContentReads(self)
@@ -122,8 +124,10 @@ class Recorder(OperatorMode):
         self.outputs: set[int] = set()
         self._task = graph_task()
         self.collectives: set[Any] = set()
-        self._may_end = False
-        """Whether all tensors were saved, so that the replay ends before the next collective."""
+        self._may_end = ends_before_collectives
+        """Whether the run ends before the next collective, as a replay whose tensors were all saved."""
+        self.has_ended = False
+        """Whether it ended there."""
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Take the tensors with which the function is about to be called."""
@@ -156,6 +160,7 @@ class Recorder(OperatorMode):
     def communicate(self, collective: Any) -> None:
         """A collective is about to run."""
         if self._may_end:
+            self.has_ended = True
             raise ReplayEnded
         self.collectives.add(collective)
 

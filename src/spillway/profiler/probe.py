@@ -111,6 +111,9 @@ class Probe(OperatorMode):
             self._busy = torch.Event(self._device)
             self._busy.record(torch.accelerator.current_stream(self._device))
         self._recorder, block = recorder, self._block()
+        # A run before may have ended before a collective.
+        for known in (self._begins, self._alive, self._nbytes, self._dies_at, self._found):
+            known.clear()
         # Torch warns of hooks if a compiled module is called.
         may_hook = block is not None and not any(map(is_compiled, block.modules()))
         try:
@@ -165,7 +168,7 @@ class Probe(OperatorMode):
         )
         self._ended = list(recorder.operators), tuple(values)
         self._inputs = list(recorder.inputs)
-        self._opaque = recorder.values.opaque is not None or bool(recorder.collectives)
+        self._opaque = recorder.values.opaque is not None or recorder.has_ended or bool(recorder.collectives)
         self._alive.clear()
 
     def read(self, shared: Collection[int]) -> None:
