@@ -31,8 +31,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from spillway._torch import active_ddp
-from spillway.attaching.validation import FSDP
-from spillway.checkpointing.blocks import is_a
+from spillway.checkpointing.blocks import FSDP, is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.planner.profile import Outside, Profile
 

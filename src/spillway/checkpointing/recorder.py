@@ -38,6 +38,10 @@ NOTE [ Hidden operators ]
 
 FSDP2 gathers parameters in hooks of modules, under labels for the profiler. A replay gathers nothing if the parameters
 are still there. So programs have neither these operators nor the labels.
+
+A partial replay may come after FSDP2 has freed the gathered parameters of a module inside of the function. It would
+gather them again, and they would stay gathered: the next forward would use old weights. So such a function is replayed
+whole. Its first saved tensor is needed before any gathered parameter is freed.
 """
 
 from __future__ import annotations
@@ -92,7 +96,12 @@ class Recorder(OperatorMode):
     """Runs and notes each operator. See NOTE [ Recording ]. Paths of submodules begin below the ``root``."""
 
     def __init__(
-        self, choices: Choices, root: torch.nn.Module | None = None, *, ends_before_collectives: bool = False
+        self,
+        choices: Choices,
+        root: torch.nn.Module | None = None,
+        *,
+        gathers: bool = False,
+        ends_before_collectives: bool = False,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._choices = choices
@@ -124,6 +133,7 @@ class Recorder(OperatorMode):
         self.outputs: set[int] = set()
         self._task = graph_task()
         self.collectives: set[Any] = set()
+        self.gathers = gathers
         self._may_end = ends_before_collectives
         """Whether the run ends before the next collective, as a replay whose tensors were all saved."""
         self.has_ended = False
@@ -203,6 +213,7 @@ class Recorder(OperatorMode):
             {self._choices.key: self._chosen},
             self.values.opaque,
             frozenset(self.collectives),
+            self.gathers,
         )
 
     def __torch_dispatch__(

@@ -168,7 +168,8 @@ class Probe(OperatorMode):
         )
         self._ended = list(recorder.operators), tuple(values)
         self._inputs = list(recorder.inputs)
-        self._opaque = recorder.values.opaque is not None or recorder.has_ended or bool(recorder.collectives)
+        is_whole = recorder.gathers or recorder.has_ended or bool(recorder.collectives)
+        self._opaque = is_whole or recorder.values.opaque is not None
         self._alive.clear()
 
     def read(self, shared: Collection[int]) -> None:

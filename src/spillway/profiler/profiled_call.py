@@ -76,8 +76,7 @@ class ProfiledCall(CheckpointedCall):
     def _measure_operators(self, probe: Probe) -> None:
         """Run the function one more time, and keep nothing of it. See NOTE [ Operators are measured in backward ]."""
         self._unmeasured = None
-        assert self._choices is not None
-        recorder = Recorder(self._choices, self._function.module, ends_before_collectives=many_processes())
+        recorder = self._recorder(ends_before_collectives=many_processes())
         collector = Collector(
             *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
             checks=False,
