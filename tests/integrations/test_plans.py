@@ -169,6 +169,29 @@ def test_ranks_that_measure_other_calls_repeat_no_collective_for_it(world: World
     assert first == second
 
 
+def communicating_case() -> str:
+    """Ranks share no parameters, and communicate inside of blocks. One of them has less memory left."""
+    count_exactly(pytest.MonkeyPatch(), lambda: dist.get_rank() * 2**19)
+    torch.manual_seed(0)
+    expected, _ = steps(Model(Communicating), 24, STEPS)
+    with spillway.Session() as session:
+        torch.manual_seed(0)
+        model = Model(Communicating)
+        how: dict[str, Any] = {"budget": "4MiB", "hardware": Hardware.named("h200"), "session": session}
+        attached = spillway.attach(model, min_bytes="4KiB", blocks=Block, **how)
+        found, _ = steps(model, 24, STEPS)
+        assert attached.stage == "active", attached.stage
+        assert all(map(torch.equal, found, expected)), "other bits than plain PyTorch's"
+        assert attached.plan is not None
+        assert any(block.recomputes for block in attached.plan.blocks), "the plan does nothing: this proves nothing"
+        return attached.plan.to_json()
+
+
+def test_ranks_that_communicate_inside_of_blocks_find_one_plan(world: World) -> None:
+    first, second = world.run(communicating_case)
+    assert first == second
+
+
 def too_small_case() -> None:
     count_exactly(pytest.MonkeyPatch(), lambda: 0)
     model = nn.parallel.DistributedDataParallel(Model())

@@ -47,11 +47,7 @@ class StageCollector(ProfileCollector):
     def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
         super().__init__(module, session, min_bytes)
         if not ranks_of(module).alone:
-            raise UnsupportedError(
-                f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), expected "
-                f"stages of one rank each, since such ranks would need one plan; give offload_stages its bytes or "
-                f"recompute"
-            )
+            raise _shared_error(f"{index}, whose parameters several ranks share (DDP, FSDP or a mesh)")
         self.index = index
         self.module = module
         self.controller: PipelinePlanController | None = None
@@ -91,6 +87,8 @@ class StageCollector(ProfileCollector):
     def step_ended(self, *, had_chunk: bool) -> bool:
         """A step has ended; whether the stage is left alone from now on, since it has no backward."""
         trace = self.tracing.end()
+        if any(group.size() > 1 for group in self.tracing.groups):
+            raise _shared_error(f"{self.index}, whose blocks communicate with other ranks")
         if self.is_sought and trace is not None:
             self.advance(trace)
         if not had_chunk or not self.is_sought:
@@ -109,6 +107,13 @@ class StageCollector(ProfileCollector):
         profile = self.enlarged(self.largest)
         new = sum(each.nbytes for each in self.module.parameters() if each.requires_grad and each.grad is None)
         return StageProfile(self.index, profile, new)
+
+
+def _shared_error(stage: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"budget: got stage {stage}, expected stages of one rank each, since such ranks would need one "
+        f"plan; give offload_stages its bytes or recompute"
+    )
 
 
 class PipelineSearch(PlanSearch):

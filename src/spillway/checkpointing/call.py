@@ -365,8 +365,8 @@ class CheckpointedCall(ReplayableCall):
             self._scope.ledger.note_unused(decisions.unused)
             if decisions.is_whole and decisions.program.gathers:
                 self._scope.ledger.note(
-                    f"FSDP gathers parameters of modules inside of {self._label}: it is recomputed whole, since a later "
-                    f"replay would gather them again"
+                    f"FSDP gathers parameters of modules inside of {self._label}: it is recomputed whole, since a "
+                    f"later replay would gather them again"
                 )
             elif decisions.is_whole:
                 self._scope.ledger.note(

@@ -62,6 +62,7 @@ from spillway._torch import (
     disable_dispatch,
     disable_modes,
     graph_task,
+    group_of,
     next_node,
     storage_key,
     tree_leaves,
@@ -133,6 +134,8 @@ class Recorder(OperatorMode):
         self.outputs: set[int] = set()
         self._task = graph_task()
         self.collectives: set[Any] = set()
+        self.groups: list[Any] = []
+        """The process groups of its collectives."""
         self.gathers = gathers
         self._may_end = ends_before_collectives
         """Whether the run ends before the next collective, as a replay whose tensors were all saved."""
@@ -167,12 +170,14 @@ class Recorder(OperatorMode):
         parts = tensors_in(tree_leaves(output))
         self.outputs = {value for part in parts if (value := self.values.find(part)) is not None}
 
-    def communicate(self, collective: Any) -> None:
+    def communicate(self, collective: Any, args: tuple[Any, ...]) -> None:
         """A collective is about to run."""
         if self._may_end:
             self.has_ended = True
             raise ReplayEnded
         self.collectives.add(collective)
+        if (group := group_of(collective, args)) is not None and group not in self.groups:
+            self.groups.append(group)
 
     def all_saved(self) -> None:
         """All tensors of forward were saved: the replay ends before the next collective."""
@@ -225,7 +230,7 @@ class Recorder(OperatorMode):
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
         if facts.communicates:
-            self.communicate(func)
+            self.communicate(func, args)
         if facts.ignored or ((facts.is_label or self._hidden.depth) and self._hidden(func, args)):
             return func(*args, **kwargs)
         if facts.casts and is_cast(args):
@@ -347,7 +352,7 @@ class _InnerCollectives(OperatorMode):
         if any(map(is_distributed_class, types)):
             return NotImplemented
         if facts_of(func).communicates:
-            self._recorder.communicate(func)
+            self._recorder.communicate(func, args)
         return func(*args, **(kwargs or {}))
 
 

@@ -84,6 +84,8 @@ class Probe(OperatorMode):
         self.saves_at: tuple[int, ...] = ()
         self.parameters: tuple[SavedParameter, ...] = ()
         """Parameters that autograd saves, in the order in which backward needs them."""
+        self.groups: list[Any] = []
+        """Process groups in which the block communicates."""
         self.shared_inputs: set[int] = set()
         """Places of tensors that other blocks share, and that may be offloaded."""
         self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
@@ -167,7 +169,7 @@ class Probe(OperatorMode):
             if each.is_parameter and each.recipe is not None
         )
         self._ended = list(recorder.operators), tuple(values)
-        self._inputs = list(recorder.inputs)
+        self._inputs, self.groups = list(recorder.inputs), recorder.groups
         is_whole = recorder.gathers or recorder.has_ended or bool(recorder.collectives)
         self._opaque = is_whole or recorder.values.opaque is not None
         self._alive.clear()
