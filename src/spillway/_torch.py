@@ -598,12 +598,11 @@ def active_ddp() -> Any:
 
 def group_of(collective: Any, args: tuple[Any, ...]) -> Any:
     """The process group in which a call of a collective communicates; ``None`` if it only waits for another one."""
-    from torch.distributed.distributed_c10d import ProcessGroup, _resolve_process_group
-
+    distributed: Any = sys.modules["torch.distributed.distributed_c10d"]
     given = dict(zip((each.name for each in collective._schema.arguments), args, strict=False))
     if "group_name" in given:
-        return _resolve_process_group(given["group_name"])
-    return ProcessGroup.unbox(given["process_group"]) if "process_group" in given else None
+        return distributed._resolve_process_group(given["group_name"])
+    return distributed.ProcessGroup.unbox(given["process_group"]) if "process_group" in given else None
 
 
 def composed_with(module: Module) -> Any:

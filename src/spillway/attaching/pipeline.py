@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 _MOST_ORDERS = 8
 """Orders of turns that are planned for. Others are only noted."""
 _MOST_MISSED = 3
+_EXPECTED = (
+    "expected stages of one rank each, since such ranks would need one plan; give offload_stages its bytes or recompute"
+)
 
 
 class StageCollector(ProfileCollector):
@@ -47,7 +50,9 @@ class StageCollector(ProfileCollector):
     def __init__(self, index: int, module: Module, session: Session | None, min_bytes: int | str | None) -> None:
         super().__init__(module, session, min_bytes)
         if not ranks_of(module).alone:
-            raise _shared_error(f"{index}, whose parameters several ranks share (DDP, FSDP or a mesh)")
+            raise UnsupportedError(
+                f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), {_EXPECTED}"
+            )
         self.index = index
         self.module = module
         self.controller: PipelinePlanController | None = None
@@ -88,7 +93,9 @@ class StageCollector(ProfileCollector):
         """A step has ended; whether the stage is left alone from now on, since it has no backward."""
         trace = self.tracing.end()
         if any(group.size() > 1 for group in self.tracing.groups):
-            raise _shared_error(f"{self.index}, whose blocks communicate with other ranks")
+            raise UnsupportedError(
+                f"budget: got stage {self.index}, whose blocks communicate with other ranks, {_EXPECTED}"
+            )
         if self.is_sought and trace is not None:
             self.advance(trace)
         if not had_chunk or not self.is_sought:
@@ -107,13 +114,6 @@ class StageCollector(ProfileCollector):
         profile = self.enlarged(self.largest)
         new = sum(each.nbytes for each in self.module.parameters() if each.requires_grad and each.grad is None)
         return StageProfile(self.index, profile, new)
-
-
-def _shared_error(stage: str) -> UnsupportedError:
-    return UnsupportedError(
-        f"budget: got stage {stage}, expected stages of one rank each, since such ranks would need one "
-        f"plan; give offload_stages its bytes or recompute"
-    )
 
 
 class PipelineSearch(PlanSearch):
