@@ -336,7 +336,7 @@ def test_a_collective_tells_its_group() -> None:
     class Looks(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func.namespace in ("c10d", "_c10d_functional"):
-                found.append(_torch.group_of(func, args))
+                found.append(_torch.group_of(func, args, kwargs or {}))
             return func(*args, **(kwargs or {}))
 
     found: list[Any] = []

@@ -47,10 +47,14 @@ def sharded(
     return model, model
 
 
-def replicated(model: Model, **options: Any) -> Built:
+def replicated(model: Model, *, hook: bool = False, **options: Any) -> Built:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(model, **options), model
+    wrapped = DistributedDataParallel(model, **options)
+    if hook:
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped, model
 
 
 def fsdp_case(way: str, block: type[Block], tied: bool, options: dict[str, Any]) -> None:
@@ -207,6 +211,7 @@ DDP: dict[str, dict[str, Any]] = {
     "static graph": {"static_graph": True},
     "unused parameters": {"find_unused_parameters": True},
     "gradients in buckets": {"gradient_as_bucket_view": True},
+    "communication hook": {"hook": True},
 }
 
 

@@ -170,13 +170,13 @@ class Recorder(OperatorMode):
         parts = tensors_in(tree_leaves(output))
         self.outputs = {value for part in parts if (value := self.values.find(part)) is not None}
 
-    def communicate(self, collective: Any, args: tuple[Any, ...]) -> None:
+    def communicate(self, collective: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A collective is about to run."""
         if self._may_end:
             self.has_ended = True
             raise ReplayEnded
         self.collectives.add(collective)
-        if (group := group_of(collective, args)) is not None and group not in self.groups:
+        if (group := group_of(collective, args, kwargs)) is not None and group not in self.groups:
             self.groups.append(group)
 
     def all_saved(self) -> None:
@@ -230,7 +230,7 @@ class Recorder(OperatorMode):
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
         if facts.communicates:
-            self.communicate(func, args)
+            self.communicate(func, args, kwargs)
         if facts.ignored or ((facts.is_label or self._hidden.depth) and self._hidden(func, args)):
             return func(*args, **kwargs)
         if facts.casts and is_cast(args):
@@ -352,7 +352,7 @@ class _InnerCollectives(OperatorMode):
         if any(map(is_distributed_class, types)):
             return NotImplemented
         if facts_of(func).communicates:
-            self._recorder.communicate(func, args)
+            self._recorder.communicate(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
