@@ -329,6 +329,25 @@ def test_the_active_ddp_is_the_one_whose_forward_runs() -> None:
     assert found == [wrapper] and _torch.active_ddp() is None
 
 
+@pytest.mark.usefixtures("_group")
+def test_a_collective_tells_its_group() -> None:
+    from torch.distributed import _functional_collectives as functional_collectives
+
+    class Looks(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace in ("c10d", "_c10d_functional"):
+                found.append(_torch.group_of(func, args, kwargs or {}))
+            return func(*args, **(kwargs or {}))
+
+    found: list[Any] = []
+    group = torch.distributed.group.WORLD
+    with Looks():
+        torch.distributed.all_reduce(torch.ones(1))
+        summed = functional_collectives.all_reduce(torch.ones(1), "sum", group)
+        functional_collectives.wait_tensor(summed)
+    assert found[:2] == [group, group] and not any(found[2:])
+
+
 def test_tracers_are_seen() -> None:
     class Looks(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

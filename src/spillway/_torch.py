@@ -596,6 +596,15 @@ def active_ddp() -> Any:
     return None if module is None else module.DistributedDataParallel._get_active_ddp_module()
 
 
+def group_of(collective: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The process group in which a call of a collective communicates; ``None`` if it only waits for another one."""
+    distributed: Any = sys.modules["torch.distributed.distributed_c10d"]
+    given = {**dict(zip((each.name for each in collective._schema.arguments), args, strict=False)), **kwargs}
+    if "group_name" in given:
+        return distributed._resolve_process_group(given["group_name"])
+    return distributed.ProcessGroup.unbox(given["process_group"]) if "process_group" in given else None
+
+
 def composed_with(module: Module) -> Any:
     """The names of what ``torch.distributed`` has composed a module with: ``"checkpoint"``, ``"replicate"``.
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn import functional
 
 import spillway
 from integrations.ranks import World
@@ -46,10 +47,14 @@ def sharded(
     return model, model
 
 
-def replicated(model: Model, **options: Any) -> Built:
+def replicated(model: Model, *, hook: bool = False, **options: Any) -> Built:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
     from torch.nn.parallel import DistributedDataParallel
 
-    return DistributedDataParallel(model, **options), model
+    wrapped = DistributedDataParallel(model, **options)
+    if hook:
+        wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return wrapped, model
 
 
 def fsdp_case(way: str, block: type[Block], tied: bool, options: dict[str, Any]) -> None:
@@ -57,8 +62,10 @@ def fsdp_case(way: str, block: type[Block], tied: bool, options: dict[str, Any])
         model = Model(block, tied=tied)
         return (model.bfloat16() if options.get("mixed") else model), model
 
-    # Without FSDP a detached weight is a tensor like any other, and moves.
-    compare(lambda: sharded(Model(block, tied=tied), **options), WAYS[way], alone=None if block is Detaching else alone)
+    # Without FSDP a detached weight is a tensor like any other, and moves. Without modules inside that gather their own
+    # parameters, blocks are not recomputed whole.
+    moves_more = block is Detaching or ("nested" in options and isinstance(WAYS[way].attached, spillway.Recompute))
+    compare(lambda: sharded(Model(block, tied=tied), **options), WAYS[way], alone=None if moves_more else alone)
 
 
 FSDP: dict[str, dict[str, Any]] = {
@@ -163,11 +170,48 @@ def leaf_case(reentrant: bool) -> None:
             assert all(map(torch.equal, ours, plain))
 
 
+def inside_case() -> None:
+    """Only what the block's norm saves is recomputed, after FSDP2 has freed the parameters of the module behind it."""
+    from torch.distributed.fsdp import fully_shard
+
+    def trained(frozen: str, save: Any) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Model()
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.startswith(frozen or " "))
+        for block in model.blocks:
+            fully_shard(block.up)
+            fully_shard(block)
+        fully_shard(model)
+        if save is not None:
+            spillway.attach(model, policy=spillway.Recompute(save=save), blocks=lambda _, each: isinstance(each, Block))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+        torch.manual_seed(dist.get_rank())
+        found = []
+        for _ in range(5):
+            tokens = torch.randint(TOKENS, (ROWS, LENGTH))
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+            loss.backward()
+            found += [loss.detach(), *(local(each.grad) for each in model.parameters() if each.grad is not None)]
+            optimizer.step()
+        return [*found, *map(local, model.parameters())]
+
+    everything_but_norms = [spillway.saved_by("matmul"), spillway.saved_by("pointwise"), "c10d::*"]
+    for frozen, save in (("", everything_but_norms), ("blocks.1", "matmul")):
+        assert all(map(torch.equal, trained(frozen, save), trained(frozen, None)))
+
+
+def test_modules_inside_of_a_block_that_gather_their_own_parameters(world: World) -> None:
+    world.run(inside_case)
+
+
 DDP: dict[str, dict[str, Any]] = {
     "plain": {},
     "static graph": {"static_graph": True},
     "unused parameters": {"find_unused_parameters": True},
     "gradients in buckets": {"gradient_as_bucket_view": True},
+    "communication hook": {"hook": True},
 }
 
 

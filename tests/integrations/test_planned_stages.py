@@ -178,6 +178,28 @@ def test_a_schedule_within_a_budget_trains_as_without(world: World, tmp_path: Pa
     world.run(in_folder, str(tmp_path), partial(schedule_within_a_budget, schedule))
 
 
+class Summing(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.distributed.nn.functional import all_reduce
+
+        return super().forward(all_reduce(x))  # type: ignore[no-any-return, no-untyped-call]
+
+
+def communicating_case(path: Path) -> None:
+    with session_at(path) as session:
+        stage = Stage()
+        stage.submod = nn.Sequential(*(Summing(16) for _ in range(3)))
+        with planned([stage], session, blocks=Block):
+            refused = pytest.raises(spillway.UnsupportedError, match="whose blocks communicate with other ranks")
+            with refused as caught:
+                list(steps([stage], [one_forward_one_backward(2, 1)] * 3))
+            del caught
+
+
+def test_stages_whose_blocks_communicate_are_refused(world: World, tmp_path: Path) -> None:
+    world.run(in_folder, str(tmp_path), communicating_case)
+
+
 # One process.
 
 

@@ -50,13 +50,13 @@ def replicated(model: Model) -> nn.Module:
 WRAPS: dict[str, Callable[[Model], nn.Module]] = {"ddp": replicated, "fsdp": sharded, "plain": plain}
 
 
-def steps(module: nn.Module, rows: int, count: int) -> tuple[list[torch.Tensor], Any]:
+def steps(module: nn.Module, rows: int, count: int, length: int = LENGTH) -> tuple[list[torch.Tensor], Any]:
     """Losses, gradients and weights of steps with a rank's own tokens, and the collectives of the last."""
     torch.manual_seed(1 + dist.get_rank())
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     found: list[torch.Tensor] = []
     for _ in range(count):
-        tokens = torch.randint(TOKENS, (rows, LENGTH))
+        tokens = torch.randint(TOKENS, (rows, length))
         with Collectives() as collectives:
             loss = functional.cross_entropy(module(tokens).flatten(0, 1), tokens.flatten())
             loss.backward()
@@ -109,6 +109,87 @@ def test_ranks_with_unequal_batches_find_one_plan(world: World, wrap: str, attac
 def test_ranks_that_share_nothing_find_their_own(world: World) -> None:
     (first, _), (second, _) = world.run(budget_case, "plain", (24, 40), False)
     assert first != second
+
+
+class Summed(torch.autograd.Function):
+    """The sum of all ranks' tensors."""
+
+    @staticmethod
+    def forward(_: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous().clone()
+        dist.all_reduce(x)
+        return x
+
+    @staticmethod
+    def backward(_: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad)
+        return grad
+
+
+class Communicating(Block):
+    """Normalizes by all ranks' means, which have one shape whatever the length."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.tanh(x - Summed.apply(x.mean((0, 1))) / 2))
+
+
+def lengths_case(wrap: str) -> str:
+    """One rank has other lengths in each of the first steps, and hence measures calls that the other one does not."""
+    count_exactly(pytest.MonkeyPatch(), lambda: 0)
+    lengths = [LENGTH - step * dist.get_rank() for step in range(4)] + 8 * [LENGTH]
+    found: list[list[torch.Tensor]] = []
+    with spillway.Session() as session:
+        for budget in (None, "3.2MiB"):
+            torch.manual_seed(0)
+            module = WRAPS[wrap](Model(Communicating))
+            if budget is not None:
+                attached = spillway.attach(
+                    module,
+                    budget=budget,
+                    min_bytes="4KiB",
+                    blocks=lambda _, each: isinstance(each, Block),
+                    hardware=Hardware.named("h200"),
+                    session=session,
+                )
+            found.append([])
+            for length in lengths:
+                torch.manual_seed(length + dist.get_rank())
+                found[-1] += steps(module, 24, 1, length)[0]
+        assert attached.stage == "active", attached.stage
+        assert attached.plan is not None
+        assert any(block.recomputes for block in attached.plan.blocks), "the plan does nothing: this proves nothing"
+        assert all(map(torch.equal, *found)), "other bits than plain PyTorch's"
+        return attached.plan.to_json()
+
+
+@pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
+def test_ranks_that_measure_other_calls_repeat_no_collective_for_it(world: World, wrap: str) -> None:
+    first, second = world.run(lengths_case, wrap)
+    assert first == second
+
+
+def communicating_case() -> str:
+    """Ranks share no parameters, and communicate inside of blocks. One of them has less memory left."""
+    count_exactly(pytest.MonkeyPatch(), lambda: dist.get_rank() * 2**19)
+    torch.manual_seed(0)
+    expected, _ = steps(Model(Communicating), 24, STEPS)
+    with spillway.Session() as session:
+        torch.manual_seed(0)
+        model = Model(Communicating)
+        how: dict[str, Any] = {"budget": "4MiB", "hardware": Hardware.named("h200"), "session": session}
+        attached = spillway.attach(model, min_bytes="4KiB", blocks=Block, **how)
+        found, _ = steps(model, 24, STEPS)
+        assert attached.stage == "active", attached.stage
+        assert all(map(torch.equal, found, expected)), "other bits than plain PyTorch's"
+        assert attached.plan is not None
+        assert any(block.recomputes for block in attached.plan.blocks), "the plan does nothing: this proves nothing"
+        return attached.plan.to_json()
+
+
+def test_ranks_that_communicate_inside_of_blocks_find_one_plan(world: World) -> None:
+    first, second = world.run(communicating_case)
+    assert first == second
 
 
 def too_small_case() -> None:

@@ -75,6 +75,11 @@ class BlockTracing:
         return bool(self._probed)
 
     @property
+    def groups(self) -> list[Any]:
+        """The process groups in which measured blocks communicate, in an order that is the same on their ranks."""
+        return [group for probe in self.probes.values() for group in probe.groups]
+
+    @property
     def is_elsewhere(self) -> bool:
         """Whether a step is traced in another thread, which still runs."""
         return self.tracer is not None and not self._is_here(self.tracer) and self.tracer.thread.is_alive()

@@ -180,6 +180,7 @@ class PlanController:
         """Judge the step by its stage. ``trace`` has its measurements, unless it had no backward, or was not traced."""
         search = self.search
         if self._stage in PROFILING:
+            search.ranks = search.ranks.joined(self.collector.tracing.groups)
             if self.collector.advance(trace, search.ranks):
                 self._plan_first()
         elif self.stage is Stage.ACTIVE:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 _MOST_ORDERS = 8
 """Orders of turns that are planned for. Others are only noted."""
 _MOST_MISSED = 3
+_EXPECTED = (
+    "expected stages of one rank each, since such ranks would need one plan; give offload_stages its bytes or recompute"
+)
 
 
 class StageCollector(ProfileCollector):
@@ -48,9 +51,7 @@ class StageCollector(ProfileCollector):
         super().__init__(module, session, min_bytes)
         if not ranks_of(module).alone:
             raise UnsupportedError(
-                f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), expected "
-                f"stages of one rank each, since such ranks would need one plan; give offload_stages its bytes or "
-                f"recompute"
+                f"budget: got stage {index}, whose parameters several ranks share (DDP, FSDP or a mesh), {_EXPECTED}"
             )
         self.index = index
         self.module = module
@@ -91,6 +92,10 @@ class StageCollector(ProfileCollector):
     def step_ended(self, *, had_chunk: bool) -> bool:
         """A step has ended; whether the stage is left alone from now on, since it has no backward."""
         trace = self.tracing.end()
+        if any(group.size() > 1 for group in self.tracing.groups):
+            raise UnsupportedError(
+                f"budget: got stage {self.index}, whose blocks communicate with other ranks, {_EXPECTED}"
+            )
         if self.is_sought and trace is not None:
             self.advance(trace)
         if not had_chunk or not self.is_sought:

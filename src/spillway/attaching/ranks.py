@@ -17,6 +17,9 @@ gradients: a rank may call the model under ``no_sync``, or without the wrapper, 
 
 The groups are found when the model is first called: that of a ``DistributedDataParallel`` around it or in it, that of
 an ``FullyShardedDataParallel``, and the mesh dimensions of ``DTensor`` parameters. A pipeline's stage shares none.
+
+Ranks may also communicate inside of blocks, as tensor parallel layers of plain parameters do. If they recomputed other
+blocks, each would wait for collectives of the others. Their groups are found when blocks are measured.
 """
 
 from __future__ import annotations
@@ -31,8 +34,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
 from spillway._torch import active_ddp
-from spillway.attaching.validation import FSDP
-from spillway.checkpointing.blocks import is_a
+from spillway.checkpointing.blocks import FSDP, is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.planner.profile import Outside, Profile
 
@@ -55,6 +57,13 @@ class RankGroup:
     @property
     def alone(self) -> bool:
         return not self._groups
+
+    def joined(self, groups: Sequence[ProcessGroup]) -> RankGroup:
+        """These ranks, and those of other groups. All of them call it, with the groups in one order."""
+        known = {id(group): group for group in (*self._groups, *groups) if group.size() > 1}
+        if len(known) == len(self._groups):
+            return self
+        return RankGroup([*known.values()], None if self._wrapper is None else self._wrapper())
 
     def are_all_here(self, model: Module) -> bool:
         """Whether all of them make the call of the model that begins now."""

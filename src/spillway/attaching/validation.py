@@ -12,12 +12,11 @@ from torch.nn import Module
 
 from spillway._torch import CHECKPOINT_WRAPPER, PLACE, composed_with, own_call
 from spillway.attaching.call import ModuleCall, is_attached
-from spillway.checkpointing.blocks import Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
+from spillway.checkpointing.blocks import FSDP, Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
 from spillway.session import Session
 
-FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
 _SHOWN = 8
 
 

@@ -35,6 +35,8 @@ from torch.nn.parameter import is_lazy
 from spillway._torch import COMPILED_MODULE, children_of
 from spillway.errors import UsageError
 
+FSDP = "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+
 Predicate = Callable[[str, Module], bool]
 Selector = type[Module] | str | Predicate
 Blocks = Selector | Sequence[Selector]
@@ -143,6 +145,11 @@ def is_a(module: Module, home: str, name: str) -> bool:
     """Whether it is of a class whose file is slow to import: if it is not loaded, there is no such module."""
     kind: type[Module] | None = getattr(sys.modules.get(home), name, None)
     return kind is not None and isinstance(module, kind)
+
+
+def is_sharded(module: Module) -> bool:
+    """Whether FSDP gathers its parameters for each call."""
+    return is_a(module, "torch.distributed.fsdp", "FSDPModule") or is_a(module, *FSDP)
 
 
 def signature(module: Module) -> Hashable:

@@ -45,6 +45,7 @@ from spillway._torch import (
     untraced,
     version_of,
 )
+from spillway.checkpointing.blocks import is_sharded
 from spillway.checkpointing.checks import Fingerprints
 from spillway.checkpointing.collector import Collector, Meta, ReplayEnded, meta_of, shapes_of, storages_of
 from spillway.checkpointing.learned import LearnedCalls
@@ -351,9 +352,8 @@ class CheckpointedCall(ReplayableCall):
     def _record(self) -> Collector | None:
         """See NOTE [ Recording ] in ``recorder.py``."""
         self._records = False
-        choices, learned = self._choices, self._learned
+        choices, learned, recorder = self._choices, self._learned, self._recorder()
         assert choices is not None
-        recorder = Recorder(choices, self._function.module)
         collector = self._replay_once(True, recorder)
         if not collector.is_same():
             learned.record(self._shapes, Program(opaque="it gives other values under a dispatch mode"))
@@ -363,12 +363,23 @@ class CheckpointedCall(ReplayableCall):
         decisions, _ = learned.decisions(self._shapes, choices)
         if decisions is not None:
             self._scope.ledger.note_unused(decisions.unused)
-            if decisions.is_whole:
+            if decisions.is_whole and decisions.program.gathers:
+                self._scope.ledger.note(
+                    f"FSDP gathers parameters of modules inside of {self._label}: it is recomputed whole, since a "
+                    f"later replay would gather them again"
+                )
+            elif decisions.is_whole:
                 self._scope.ledger.note(
                     f"{self._label} runs collectives, and save or offload names none: it is recomputed whole, so that "
                     f"all ranks repeat them"
                 )
         return collector
+
+    def _recorder(self, **options: Any) -> Recorder:
+        root, choices = self._function.module, self._choices
+        assert choices is not None
+        inside = [each for each in self._state.modules() if each is not root]
+        return Recorder(choices, root, gathers=any(map(is_sharded, inside)), **options)
 
     def _replay_once(self, compares: bool, mode: Recorder | PartialReplay | None = None) -> Collector:
         """Replay the function, under a mode if there is one, and collect the tensors that it saves."""
@@ -423,7 +434,7 @@ class CheckpointedCall(ReplayableCall):
         collector: Collector,
         changed: Sequence[tuple[torch.Tensor, int]],
         mode: Recorder | PartialReplay | None,
-        around: AbstractContextManager[object] = _NOTHING,
+        around: AbstractContextManager[object] | None = None,
     ) -> None:
         """Run the function, with a context around it within the mode."""
         with below_modes(self._subclass), torch.enable_grad():
@@ -445,8 +456,8 @@ class CheckpointedCall(ReplayableCall):
                 with (
                     replaying(),
                     saved_tensors_hooks(collector.pack, collector.unpack),
-                    _NOTHING if mode is None else mode,
-                    around,
+                    mode or _NOTHING,
+                    around or _NOTHING,
                 ):
                     output = self._function(*tensors, within=self._reached.as_before(collector.function_ended))
                     collector.gave(output)

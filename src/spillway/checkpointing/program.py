@@ -118,6 +118,8 @@ class Program:
     """Why operators cannot be left out, if they cannot."""
     collectives: frozenset[Any] = frozenset()
     """Collectives that it runs: NOTE [ Collectives ] in ``recorder.py``."""
+    gathers: bool = False
+    """Whether modules inside of it gather their own parameters."""
 
     def is_computed(self, value: int) -> bool:
         """Whether an operator made or wrote it."""
@@ -223,7 +225,7 @@ class Decisions:
         self.is_new = self.leaves_out
         """Whether a replay must be compared in full before others are trusted."""
         self.is_whole = False
-        """Whether nothing is preserved because of collectives."""
+        """Whether nothing is preserved because of collectives or gathers."""
         self.unused: list[Any] = []
         """Selectors that matched no operator."""
         self.kept_bytes: dict[int, int] = {}
@@ -286,7 +288,7 @@ class Decisions:
         named = any(choices.by_name(each) is not None for each in program.collectives) or any(
             program.operators[place].facts.communicates for place in chosen or ()
         )
-        is_whole = bool(program.collectives and found and not named)
+        is_whole = bool(found and (program.gathers or (program.collectives and not named)))
         decisions = cls(program, {} if is_whole else found)
         decisions.is_whole, decisions.unused = is_whole, choices.unused()
         return decisions

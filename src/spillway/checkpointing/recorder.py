@@ -38,6 +38,10 @@ NOTE [ Hidden operators ]
 
 FSDP2 gathers parameters in hooks of modules, under labels for the profiler. A replay gathers nothing if the parameters
 are still there. So programs have neither these operators nor the labels.
+
+A partial replay may come after FSDP2 has freed the gathered parameters of a module inside of the function. It would
+gather them again, and they would stay gathered: the next forward would use old weights. So such a function is replayed
+whole. Its first saved tensor is needed before any gathered parameter is freed.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ from spillway._torch import (
     disable_dispatch,
     disable_modes,
     graph_task,
+    group_of,
     next_node,
     storage_key,
     tree_leaves,
@@ -91,7 +96,14 @@ _OFFSET = 8
 class Recorder(OperatorMode):
     """Runs and notes each operator. See NOTE [ Recording ]. Paths of submodules begin below the ``root``."""
 
-    def __init__(self, choices: Choices, root: torch.nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        choices: Choices,
+        root: torch.nn.Module | None = None,
+        *,
+        gathers: bool = False,
+        ends_before_collectives: bool = False,
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._choices = choices
         self._reads = _ContentReads(self)
@@ -122,8 +134,13 @@ class Recorder(OperatorMode):
         self.outputs: set[int] = set()
         self._task = graph_task()
         self.collectives: set[Any] = set()
-        self._may_end = False
-        """Whether all tensors were saved, so that the replay ends before the next collective."""
+        self.groups: list[Any] = []
+        """The process groups of its collectives."""
+        self.gathers = gathers
+        self._may_end = ends_before_collectives
+        """Whether the run ends before the next collective, as a replay whose tensors were all saved."""
+        self.has_ended = False
+        """Whether it ended there."""
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Take the tensors with which the function is about to be called."""
@@ -153,11 +170,14 @@ class Recorder(OperatorMode):
         parts = tensors_in(tree_leaves(output))
         self.outputs = {value for part in parts if (value := self.values.find(part)) is not None}
 
-    def communicate(self, collective: Any) -> None:
+    def communicate(self, collective: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A collective is about to run."""
         if self._may_end:
+            self.has_ended = True
             raise ReplayEnded
         self.collectives.add(collective)
+        if (group := group_of(collective, args, kwargs)) is not None and group not in self.groups:
+            self.groups.append(group)
 
     def all_saved(self) -> None:
         """All tensors of forward were saved: the replay ends before the next collective."""
@@ -198,6 +218,7 @@ class Recorder(OperatorMode):
             {self._choices.key: self._chosen},
             self.values.opaque,
             frozenset(self.collectives),
+            self.gathers,
         )
 
     def __torch_dispatch__(
@@ -209,7 +230,7 @@ class Recorder(OperatorMode):
             return func(*args, **kwargs)
         facts = facts_of_call(func, args)
         if facts.communicates:
-            self.communicate(func)
+            self.communicate(func, args, kwargs)
         if facts.ignored or ((facts.is_label or self._hidden.depth) and self._hidden(func, args)):
             return func(*args, **kwargs)
         if facts.casts and is_cast(args):
@@ -331,7 +352,7 @@ class _InnerCollectives(OperatorMode):
         if any(map(is_distributed_class, types)):
             return NotImplemented
         if facts_of(func).communicates:
-            self._recorder.communicate(func)
+            self._recorder.communicate(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 

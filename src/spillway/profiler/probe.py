@@ -84,6 +84,8 @@ class Probe(OperatorMode):
         self.saves_at: tuple[int, ...] = ()
         self.parameters: tuple[SavedParameter, ...] = ()
         """Parameters that autograd saves, in the order in which backward needs them."""
+        self.groups: list[Any] = []
+        """Process groups in which the block communicates."""
         self.shared_inputs: set[int] = set()
         """Places of tensors that other blocks share, and that may be offloaded."""
         self._ended: tuple[list[Operator], tuple[Value, ...]] | None = None
@@ -111,6 +113,9 @@ class Probe(OperatorMode):
             self._busy = torch.Event(self._device)
             self._busy.record(torch.accelerator.current_stream(self._device))
         self._recorder, block = recorder, self._block()
+        # A run before may have ended before a collective.
+        for known in (self._begins, self._alive, self._nbytes, self._dies_at, self._found):
+            known.clear()
         # Torch warns of hooks if a compiled module is called.
         may_hook = block is not None and not any(map(is_compiled, block.modules()))
         try:
@@ -164,8 +169,9 @@ class Probe(OperatorMode):
             if each.is_parameter and each.recipe is not None
         )
         self._ended = list(recorder.operators), tuple(values)
-        self._inputs = list(recorder.inputs)
-        self._opaque = recorder.values.opaque is not None or bool(recorder.collectives)
+        self._inputs, self.groups = list(recorder.inputs), recorder.groups
+        is_whole = recorder.gathers or recorder.has_ended or bool(recorder.collectives)
+        self._opaque = is_whole or recorder.values.opaque is not None
         self._alive.clear()
 
     def read(self, shared: Collection[int]) -> None:

@@ -5,6 +5,9 @@ NOTE [ Operators are measured in backward ]
 To measure a block's operators, its function runs one more time. This run comes right before the first replay. In
 forward, hooks inside of the block would add its tensors to those that the model collects for its loss, such as the
 logits of routers. It comes in forward only if there is no replay.
+
+With several ranks, this run ends before the first collective: the ranks may measure other calls. Then the first replay
+is measured instead. Without a replay, operators before the collective are all that is known of the block.
 """
 
 from __future__ import annotations
@@ -17,8 +20,10 @@ import torch
 from spillway.checkpointing.call import CheckpointedCall
 from spillway.checkpointing.collector import Collector
 from spillway.checkpointing.recorder import Recorder
+from spillway.checkpointing.selectors import Choices
 from spillway.checkpointing.slots import SavedSlot
 from spillway.checkpointing.tensors import is_strided
+from spillway.runtime.system import many_processes
 from spillway.saved_tensors.handles import Handle
 
 if TYPE_CHECKING:
@@ -37,6 +42,8 @@ class ProfiledCall(CheckpointedCall):
         self._listener = listener
         self._unmeasured = None if self._is_captured else listener.probe
         """The probe, until it has measured the call's operators."""
+        self._in_replay: Probe | None = None
+        """The same probe, if it must measure the first replay."""
 
     def _packing(self) -> Callable[[torch.Tensor], SavedSlot | Handle]:
         pack_unprofiled = super()._packing()
@@ -47,6 +54,12 @@ class ProfiledCall(CheckpointedCall):
             return pack_unprofiled(tensor)
 
         return pack
+
+    def _select(self, choices: Choices, tensors: Sequence[torch.Tensor]) -> None:
+        super()._select(choices, tensors)
+        if self._unmeasured is not None and many_processes():
+            # In case that the first replay is measured.
+            self._records = self._compares = self._draws = True
 
     def _has_returned(self, output: Any, tensors: Sequence[torch.Tensor]) -> None:
         super()._has_returned(output, tensors)
@@ -63,8 +76,7 @@ class ProfiledCall(CheckpointedCall):
     def _measure_operators(self, probe: Probe) -> None:
         """Run the function one more time, and keep nothing of it. See NOTE [ Operators are measured in backward ]."""
         self._unmeasured = None
-        assert self._choices is not None
-        recorder = Recorder(self._choices, self._function.module)
+        recorder = self._recorder(ends_before_collectives=many_processes())
         collector = Collector(
             *(self._label, set(), {}, None, self._metas, None, None, self._reached.storages(), {}),
             checks=False,
@@ -79,9 +91,22 @@ class ProfiledCall(CheckpointedCall):
         finally:
             self._ambient = ambient
         probe.ended(recorder)
+        if recorder.has_ended:
+            self._in_replay = probe
+            return
         self._program = recorder.program()
         self._learned.record(self._shapes, self._program)
         self._records = False
+
+    def _run_into(self, collector: Collector, changed: Any, mode: Any, around: Any = None) -> None:
+        probe = self._in_replay if around is None and isinstance(mode, Recorder) else None
+        if probe is None:
+            super()._run_into(collector, changed, mode, around)
+            return
+        self._in_replay = None
+        super()._run_into(collector, changed, mode, probe.around(mode))
+        probe.ended(mode)
+        self._program = mode.program()
 
     def value_of(self, slot: SavedSlot) -> torch.Tensor:
         with self._lock:
