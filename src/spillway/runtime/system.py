@@ -137,11 +137,6 @@ def node_cpus(node: int, root: Path = _ROOT) -> set[int]:
     return _cpus_in(root / f"sys/devices/system/node/node{node}/cpulist")
 
 
-def online_cpus(root: Path = _ROOT) -> set[int]:
-    """The CPUs that the system runs on; empty where it does not say."""
-    return _cpus_in(root / "sys/devices/system/cpu/online")
-
-
 def _cpus_in(file: Path) -> set[int]:
     """``"0-3,8"`` names 0, 1, 2, 3 and 8."""
     found: set[int] = set()
@@ -366,7 +361,7 @@ def _why_not(
     """Why nothing is done. See NOTE [ Affinities that are left alone ]."""
     if device.type == "cpu":
         return "the device is the CPU"
-    nodes, online = count_nodes(root), online_cpus(root)
+    nodes, online = count_nodes(root), _cpus_in(root / "sys/devices/system/cpu/online")
     if nodes < 2:
         return "the machine has one NUMA node" if nodes else "the system names no NUMA nodes"
     if not before >= online:
