@@ -266,7 +266,7 @@ def sizes(session: Session) -> dict[str, int]:
         "identity": len(session.of(SavedState).identity),
         "marks": len(session.of(SavedState).marks._marks),
         "memories": len(memories),
-        "signatures": sum(len(memory) for memory in memories.values()),
+        "signatures": sum(len(memory._orders) for memory in memories.values()),
         "waiting": sum(len(memory._waiting) for memory in memories.values()),
         "orders": sum(
             len(order._entries) + sum(len(each.asked) for each in order._traversals)
@@ -324,7 +324,7 @@ def test_shapes_that_change_every_step_are_forgotten_in_the_end(session: Session
         with spillway.offload(min_bytes=0, session=session):
             loss = torch.ones(rows, requires_grad=True).exp().sum()
         loss.backward()
-    assert len(session.of(SavedState).learned(None)) <= 64
+    assert len(session.of(SavedState).learned(None)._orders) <= 64
 
 
 # Sessions

@@ -556,8 +556,7 @@ def test_the_running_node_is_known_in_its_backward() -> None:
     y.sum().backward()
     assert [node.name() for node in nodes] == ["CosBackward0", "SinBackward0"] and nodes[0] is y.grad_fn
     assert _torch.current_node() is None
-    assert _torch.number_of_node(nodes[0]) == _torch.number_of_node(nodes[1]) + 1
-    assert _torch.number_of_node(None) is None
+    assert _torch.node_number(nodes[0]) == _torch.node_number(nodes[1]) + 1
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

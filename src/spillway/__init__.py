@@ -173,18 +173,16 @@ def __getattr__(name: str) -> object:
     return value
 
 
-def _require_torch(version: str | None = None) -> None:
+def _require_torch() -> None:
     """Raise :class:`UnsupportedError` if torch is too old. Call this before an import that a newer torch needs."""
-    if version is None:
-        import torch
+    import torch
 
-        version = torch.__version__
-    match = re.match(r"(\d+)\.(\d+)", version)
+    match = re.match(r"(\d+)\.(\d+)", torch.__version__)
     if match is None or (int(match[1]), int(match[2])) < _OLDEST_TORCH:
         oldest = ".".join(map(str, _OLDEST_TORCH))
         raise UnsupportedError(
-            f"got torch {version}, expected {oldest} or later, since Spillway needs its saved-tensor hooks and "
-            f"streams; pip install --upgrade torch"
+            f"got torch {torch.__version__}, expected {oldest} or later, since Spillway needs its saved-tensor hooks "
+            f"and streams; pip install --upgrade torch"
         )
 
 

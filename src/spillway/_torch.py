@@ -54,7 +54,7 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 graph_task: Callable[[], int] = torch._C._current_graph_task_id
 """The number of the running backward of the calling thread; -1 for none."""
 node_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
-"""The number of an autograd node. Later nodes of a thread have higher ones."""
+"""The number of an autograd node, whose Python object may be made again. Later nodes of a thread have higher ones."""
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 """The tensor that a tensor is a view of, or ``None``."""
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
@@ -209,11 +209,6 @@ current_node: Callable[[], torch.autograd.graph.Node | None] = torch._C._current
 """The node of a graph whose backward runs in this thread."""
 
 
-def number_of_node(node: torch.autograd.graph.Node | None) -> int | None:
-    """A node's place in the order in which its thread made nodes. Its Python object may be made again at any time."""
-    return None if node is None else node._sequence_nr()
-
-
 refuse_access: Callable[[torch.UntypedStorage, str], None] | None = None
 """Let all access to a storage's bytes raise a ``RuntimeError`` with a text; ``None``: this torch cannot."""
 allow_access: Callable[[torch.UntypedStorage], None] | None = None
@@ -294,9 +289,8 @@ def composite(overload: Any, *args: Any, **kwargs: Any) -> Any:
     return overload._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *args, **kwargs)
 
 
-def end_library(library: torch.library.Library) -> None:
-    """Take a library's kernels out of torch's table again."""
-    library._destroy()  # type: ignore[no-untyped-call]
+end_library: Callable[[torch.library.Library], None] = operator.methodcaller("_destroy")
+"""Takes a library's kernels out of torch's table again."""
 
 
 # Modules.

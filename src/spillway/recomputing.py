@@ -251,8 +251,15 @@ def _call_checkpointed(
 
     session = session if session is not None else Session.default()
     if in_replay():
+        # The checks of the outer function cover it.
         replayed = ReplayedFunction(function, arguments, around)
-        return _call_in_replay(how, replayed, session, forward, tensors)
+        if replayed.state.why_kept() is not None:
+            return forward()
+        scope, inputs = current_scope(session), None if how.choices.inputs is None else Decision.KEEP
+        call = CheckpointedCall(
+            replayed, LearnedCalls.trusted(), scope, inputs, draws=how.preserve_rng_state, stops_early=how.early_stop
+        )
+        return call.run(forward, tensors)
     session.check_open()
     restore_hooks()
     planned, scope = how.choices.planned, current_scope(session)
@@ -286,22 +293,6 @@ def _call_checkpointed(
 # not trace.
 call_checkpointed = disable_dynamo(_call_checkpointed)
 call_checkpointed_untraced = untraced(_call_checkpointed)
-
-
-def _call_in_replay(
-    how: Recompute,
-    replayed: ReplayedFunction,
-    session: Session,
-    forward: Callable[[], Any],
-    tensors: Sequence[torch.Tensor],
-) -> Any:
-    """Run a function that an outer one calls in its replay, whose checks cover it."""
-    if replayed.state.why_kept() is not None:
-        return forward()
-    inputs = Decision.KEEP if how.choices.inputs is not None else None
-    scope, learned = current_scope(session), LearnedCalls.trusted()
-    call = CheckpointedCall(replayed, learned, scope, inputs, draws=how.preserve_rng_state, stops_early=how.early_stop)
-    return call.run(forward, tensors)
 
 
 def _checkpointed_call(

@@ -1,4 +1,4 @@
-"""Bytes and seconds, to and from text.
+"""Bytes and seconds, to and from text; and numbers among arguments.
 
 ``parse_bytes("24GiB") == 24 * 2**30`` and ``format_bytes(24 * 2**30) == "24.0 GiB"``. ``GiB`` is 2**30 bytes, ``GB`` is
 10**9. A letter alone, ``"24G"``, is the binary unit, as Slurm, Docker and ``ls -h`` have it.
@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import html
 import math
+import numbers
 import re
+from typing import TypeGuard
 
 from spillway.errors import SizeError, printable
 
@@ -91,6 +93,11 @@ def read_budget(budget: int | float | str, *, what: str = "budget") -> int | flo
             f"of a step that keeps everything"
         )
     return share
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether an argument is a real number, and no boolean."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 def format_bytes(nbytes: float) -> str:

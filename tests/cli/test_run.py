@@ -252,10 +252,19 @@ main()
 def test_names_of_files_have_the_rank_before_their_suffix() -> None:
     assert numbered(Path("a/plan.json"), "rank", 0) == Path("a/plan.json")
     assert numbered(Path("a/plan.json"), "rank", 3) == Path("a/plan.rank3.json")
-    assert rank_of({}) == 0
-    assert rank_of({"SLURM_PROCID": "2", "RANK": "1"}) == 1
+
+
+def test_the_rank_is_that_of_the_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    assert rank_of() == 0
+    monkeypatch.setenv("SLURM_PROCID", "2")
+    assert rank_of() == 2
+    monkeypatch.setenv("RANK", "1")
+    assert rank_of() == 1
+    monkeypatch.setenv("RANK", "first")
     with pytest.raises(spillway.UsageError, match="RANK: got 'first'"):
-        rank_of({"RANK": "first"})
+        rank_of()
 
 
 IMPORTED = """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +20,6 @@ from spillway.checkpointing.schema import facts_of
 from spillway.checkpointing.selectors import full_name
 from spillway.planner.profile import BlockCall, BlockProfile, OperatorProfile, Outside, Profile, ReplayRule, Value
 from spillway.profiler.probe import Probe, ProfilerListener
-from spillway.profiler.profiled_call import ProfiledCall
 from spillway.recomputing import Recompute, call_checkpointed
 from spillway.saved_tensors.handles import in_replay
 from spillway.types import Decision
@@ -158,7 +156,7 @@ def profiled(module: nn.Module, session: spillway.Session) -> BlockProfile:
     """What a probe says of one call of a module."""
     probe = Probe(torch.device("cpu"))
     listener = ProfilerListener(probe, lambda *_: None, lambda *_: None)
-    output_of(module, Recompute(), session, partial(ProfiledCall, listener)).float().square().sum().backward()
+    output_of(module, Recompute(), session, listener.call).float().square().sum().backward()
     probe.read(())
     assert probe.operators is not None
     return BlockProfile("block", probe.operators, probe.values, 1.0, 2.0, 4096, 1.0, 512)

@@ -116,11 +116,6 @@ def test_a_curve_leaves_out_what_the_host_has_no_room_for() -> None:
     assert found == (step_of(Decision.KEEP),)
 
 
-def test_a_curve_of_one_point_is_none() -> None:
-    with pytest.raises(UsageError, match="points: got 1, expected"):
-        make_curve(SMALL, H200, window=WINDOW, points=1)
-
-
 def test_of_points_only_those_that_are_the_best_for_some_size_are_drawn() -> None:
     best = (Point(1, 3.0), Point(2, 2.0), Point(4, 1.0))
     assert frontier([Point(3, 2.0), *reversed(best), Point(2, 2.5), Point(5, 1.0)]) == best

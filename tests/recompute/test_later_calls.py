@@ -283,7 +283,7 @@ def test_a_session_holds_nothing_of_a_module_that_is_gone(regions: Regions) -> N
         gone += [weakref.ref(block), weakref.ref(block.bias)]
         del block, y
         gc.collect()
-        assert len(regions.session.of(LearnedFunctions)) == 1
+        assert len(regions.session.of(LearnedFunctions)._known) == 1
     assert all(each() is None for each in gone)
 
 

@@ -139,9 +139,6 @@ def test_extents_never_overlap_and_only_a_lack_of_a_gap_is_full(operations: list
 
 
 def test_sizes_that_cannot_be_meant_are_refused(tmp_path: Path) -> None:
-    for options in ({"capacity": -1}, {"bytes_per_hour": -1}):
-        with pytest.raises(SizeError, match=f"{next(iter(options))}: got -1"):
-            make(tmp_path, **options)
     with opened(tmp_path) as file:
         for nbytes in (0, -5):
             with pytest.raises(SizeError, match=f"got {nbytes} bytes"):

@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import enum
 import math
-import numbers
 from collections.abc import Callable, Iterable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -40,6 +39,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_, get_total_nor
 
 from spillway._torch import sparse_values
 from spillway.errors import UsageError
+from spillway.units import is_number
 
 Weight = float | Tensor
 """Tokens or samples of a micro-batch. A tensor has one element and stays on its device."""
@@ -80,11 +80,6 @@ def checked_weight(weight: Any) -> Weight:
     if not is_number(weight) or not 0 <= weight < math.inf:
         raise UsageError(f"weight: got {weight!r}, expected the tokens or samples of the loss: a number of at least 0")
     return float(weight)
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a real number, and no boolean."""
-    return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
 class Factors:

@@ -9,8 +9,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from spillway.accumulate.gradients import WEIGHTED, is_number
+from spillway.accumulate.gradients import WEIGHTED
 from spillway.errors import UsageError
+from spillway.units import is_number
 
 _OPTIONS = {
     "normalize": (*WEIGHTED, "steps", "sum"),

@@ -23,8 +23,7 @@ from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.validation import (
     check_arguments,
-    check_limits,
-    check_planned,
+    check_plan_options,
     check_policy,
     refuse_checkpointing,
     refuse_class,
@@ -144,10 +143,9 @@ def attach(
     check_arguments(model, session, every=every, first=first, keep_last=keep_last)
     policy = as_policy(policy)
     limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
-    is_planned = budget is not None or plan is not None
-    if is_planned:
-        check_planned(policy, groups, plan, budget, takes_all=every == 1 and first is None and not keep_last)
-    check_limits(limits, optimizer, stream, budget, is_planned=is_planned)
+    chosen = {"policy": policy, "groups": groups, "every": every, "first": first, "keep_last": keep_last}
+    planning = {"budget": budget, "plan": plan, "optimizer": optimizer, "stream": stream}
+    is_planned = check_plan_options({**limits, **chosen, **planning})
     places_weights = stream == "auto"
     refuse_modules([Named("", model), *walk(model)])
     rules = Groups(groups) if isinstance(groups, Mapping) else groups

@@ -14,7 +14,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +25,6 @@ from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.checkpointing.blocks import Named
 from spillway.errors import RecomputeError
-from spillway.profiler.profiled_call import ProfiledCall
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.handles import in_replay
 from spillway.saved_tensors.kept import PassthroughBlock
@@ -159,7 +157,7 @@ class BlockCall(ModuleCall):
             return forward(*args, **kwargs)
         run = _Run(self, module, forward, how, self._traced.now)
         around = None if self.streamed is None else self.streamed.in_replay
-        profiled = None if self.listener is None else partial(ProfiledCall, self.listener)
+        profiled = None if self.listener is None else self.listener.call
         return call_checkpointed_untraced(how, run, args, kwargs, self._session, profiled, around)
 
 

@@ -46,7 +46,7 @@ class BlockTracing:
         self.device = device
         self.probes: dict[Hashable, Probe] = {}
         """Operators of each kind of block."""
-        self._probed: set[Hashable] = set()
+        self.probed: set[Hashable] = set()
         """Kinds of blocks of which a call of the step is measured operator by operator."""
         self.is_paused = False
         """Whether blocks that are called now are not traced, though a step is."""
@@ -70,11 +70,6 @@ class BlockTracing:
         return self.session.runtime(self.device).mover
 
     @property
-    def has_probed(self) -> bool:
-        """Whether a block of the step is measured operator by operator."""
-        return bool(self._probed)
-
-    @property
     def groups(self) -> list[Any]:
         """The process groups in which measured blocks communicate, in an order that is the same on their ranks."""
         return [group for probe in self.probes.values() for group in probe.groups]
@@ -94,7 +89,7 @@ class BlockTracing:
     def begin(self, *, is_timed: bool, is_weighed: bool, is_recorded: bool) -> None:
         """Trace a step: with its times, its memory, or the operators of new kinds of blocks."""
         self._is_recorded = is_recorded
-        self._probed.clear()
+        self.probed.clear()
         lag = _LAG if is_timed else 0.0
         self.tracer = StepTracer(self.device, self.carried, times_host=is_timed, lag=lag, weighs=is_weighed)
         for each in self._copied:
@@ -154,9 +149,9 @@ class BlockTracing:
         """A new probe for a call of this kind of block; ``None`` if one has measured it already."""
         known = self.probes.get(kind)
         # A call that failed, or that no backward came to, was not measured.
-        if kind in self._probed or (known is not None and known.is_complete):
+        if kind in self.probed or (known is not None and known.is_complete):
             return None
-        self._probed.add(kind)
+        self.probed.add(kind)
         if len(self.probes) >= _MOST_PROBES:
             self.probes.clear()
         probe = self.probes[kind] = Probe(self.device, known, block=call.module())

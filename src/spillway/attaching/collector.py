@@ -247,7 +247,7 @@ class ProfileCollector:
         """Whether a step shows all that its stage needs."""
         if self.stage is Stage.PROFILING_OPERATORS:
             return True
-        if self.tracing.has_probed:
+        if self.tracing.probed:
             # Its memory is not a step's. If no size comes twice, there is no better one.
             self._new_kinds += 1
             self.is_rough = self._new_kinds > _MOST_NEW_KINDS

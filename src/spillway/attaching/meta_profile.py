@@ -54,6 +54,7 @@ from spillway.profiler.target_kernels import first_attention, kernels_of, standi
 from spillway.runtime.bytes import over
 from spillway.saved_tensors.identity import is_parameter
 from spillway.session import MIN_BYTES
+from spillway.units import is_number
 
 _DEVICES = ("cuda", "cpu")
 _WINDOW = 512 << 20
@@ -167,8 +168,7 @@ class _LeavingGradients:
 
 
 def _check_optimizer(optimizer: Any) -> None:
-    number = isinstance(optimizer, (int, float)) and not isinstance(optimizer, bool)
-    given = optimizer is None or (number and optimizer >= 0 and math.isfinite(optimizer))
+    given = optimizer is None or (is_number(optimizer) and 0 <= optimizer < math.inf)
     if isinstance(optimizer, torch.optim.Optimizer) or not (given or callable(optimizer)):
         raise UsageError(
             f"optimizer: got {optimizer!r:.200}, expected a class such as torch.optim.AdamW, a function from a list of "

@@ -17,6 +17,8 @@ from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
 from spillway.session import Session
 
+LIMITS = ("hardware", "host_budget", "disk_budget", "allow")
+"""Options of ``attach`` that plans keep within."""
 _SHOWN = 8
 
 
@@ -153,28 +155,25 @@ def check_arguments(model: object, session: object, *, every: object, first: obj
         raise UsageError(f"{name}: got {number!r}, expected an integer of at least {least}")
 
 
-def check_planned(policy: object, groups: object, plan: object, budget: object, *, takes_all: bool) -> None:
-    """Refuse arguments that decide what the plan decides, such as that not all blocks are taken."""
+def check_plan_options(given: Mapping[str, Any]) -> bool:
+    """Whether there is a budget or a plan, by the options of ``attach``, some of which need one or exclude it."""
+    budget, plan, optimizer, stream = (given.get(name) for name in ("budget", "plan", "optimizer", "stream"))
     if budget is not None and plan is not None:
         raise UsageError(f"got both budget={budget!r} and a plan, which has its own budget. Give one of them")
     if plan is not None and not hasattr(plan, "predicted_peak"):
         raise UsageError(f"plan: got {plan!r:.200}, expected a spillway.Plan, as spillway.plan() makes it")
-    if policy is not None or groups is not None or not takes_all:
+    is_planned = budget is not None or plan is not None
+    takes_all = given.get("every") in (None, 1) and given.get("first") is None and not given.get("keep_last")
+    if is_planned and not (given.get("policy") is None and given.get("groups") is None and takes_all):
         raise UsageError(
             "got a policy, groups, every, first or keep_last beside a budget or a plan, expected none, since the plan "
             "decides about every block; leave them out, or leave out the budget"
         )
-
-
-def check_limits(
-    limits: Mapping[str, object], optimizer: object, stream: object, budget: object, *, is_planned: bool
-) -> None:
-    """Refuse limits of plans without a plan, an optimizer that cannot be divided, and blocks that no plan chooses."""
-    given = [name for name, each in limits.items() if each is not None]
-    given += ["optimizer"] if optimizer is not None and stream is None else []
-    if given and not is_planned:
+    of_plans = (*LIMITS, "optimizer") if stream is None else LIMITS
+    alone = [] if is_planned else [name for name in of_plans if given.get(name) is not None]
+    if alone:
         raise UsageError(
-            f"got {', '.join(given)} without a budget, and only plans for a budget use these options. Give budget=..."
+            f"got {', '.join(alone)} without a budget, and only plans for a budget use these options. Give budget=..."
         )
     if optimizer is not None and not hasattr(optimizer, "divide"):
         raise UsageError(
@@ -183,6 +182,7 @@ def check_limits(
         )
     if stream == "auto" and budget is None:
         raise UsageError('stream: got "auto" without a budget, expected both, or names or classes of blocks')
+    return is_planned
 
 
 def check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:

@@ -184,9 +184,6 @@ class LearnedFunctions:
                 found = self._known[function] = LearnedFunction()
             return found
 
-    def __len__(self) -> int:
-        return len(self._known)
-
 
 def _is_gone(function: Hashable) -> bool:
     """Whether the identity of a function names a module that is gone."""

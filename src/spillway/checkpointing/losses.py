@@ -199,7 +199,12 @@ class _CrossEntropy(torch.autograd.Function):
         dtypes, ignore_index, reduction = ctx.how
         if torch.is_grad_enabled() or is_batched(gradient):
             # This gradient is to have a gradient itself; or vmap cannot write a batch of gradients into one buffer.
-            return _differentiable(logits, target, gradient, *ctx.how), None, None, None, None
+            keeps_graph = torch.is_grad_enabled()
+            with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
+                logarithms = functional.log_softmax(logits.to(dtypes.logarithms), 1).to(dtypes.losses)
+                loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
+                (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=keeps_graph)
+            return found, None, None, None, None
 
         first = _as_one_class(target, ignore_index)
         one_class = torch.empty(logits.shape[0], 1, dtype=dtypes.losses, device=logits.device)
@@ -229,22 +234,6 @@ def _log_softmax(logits: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     # The operator below autocast, which must not cast again.
     logarithms: torch.Tensor = _aten._log_softmax(logits.to(dtype), 1, False)
     return logarithms
-
-
-def _differentiable(
-    logits: torch.Tensor,
-    target: torch.Tensor,
-    gradient: torch.Tensor,
-    dtypes: _Dtypes,
-    ignore_index: int,
-    reduction: str,
-) -> torch.Tensor:
-    keeps_graph = torch.is_grad_enabled()
-    with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-        logarithms = functional.log_softmax(logits.to(dtypes.logarithms), 1).to(dtypes.losses)
-        loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
-        (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=keeps_graph)
-    return found
 
 
 # The loss functions of transformers.

@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, as_policy, attach
 from spillway.attaching.call import ModuleCall
-from spillway.attaching.validation import check_limits, check_planned
+from spillway.attaching.validation import check_plan_options
 from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
 from spillway.parameters.streamable import trainer_of
@@ -39,13 +39,7 @@ class AttachOptions:
                     f"{', '.join(_KNOWN)}"
                 )
         as_policy(self.options.get("policy"))
-        given: dict[str, Any] = {**dict.fromkeys(_KNOWN), **self.options}
-        is_planned = given["budget"] is not None or given["plan"] is not None
-        if is_planned:
-            takes_all = given["every"] in (None, 1) and given["first"] is None and not given["keep_last"]
-            check_planned(given["policy"], given["groups"], given["plan"], given["budget"], takes_all=takes_all)
-        limits = {name: given[name] for name in ("hardware", "host_budget", "disk_budget", "allow")}
-        check_limits(limits, given["optimizer"], given["stream"], given["budget"], is_planned=is_planned)
+        check_plan_options(self.options)
 
     @property
     def recomputes(self) -> bool:

@@ -329,7 +329,7 @@ class CpuStore(StateStore):
                     # A class of the user's own may keep a gradient.
                     uses_scratch = step.needs_scratch and self._traits.steps_alone
                     scratch = scratch_of(step.held.work_dtype)[used:] if uses_scratch else None
-                    parameter.grad = step.values(part.start, part.form, scratch)
+                    parameter.grad = step.exact(part.start, part.form, scratch).to(step.held.work_dtype)
                     used += 0 if scratch is None else parameter.numel()
             if self._traits.steps_alone:
                 for transfer, mine in parameters.items():

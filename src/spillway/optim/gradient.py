@@ -208,25 +208,16 @@ class Snapshot:
         for factor in self.factors:
             factor.value()
 
-    def values(
-        self,
-        start: int = 0,
-        form: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
-        scratch: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """It in the type of the step, with its factors, or a part of this shape and these strides.
-
-        If it changes, it is in scratch memory, if that is large enough.
-        """
-        return self.exact(start, form, scratch).to(self.held.work_dtype)
-
     def exact(
         self,
         start: int = 0,
         form: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
         scratch: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The same in its own type, if that is wider."""
+        """It in the type of the step or in its own, whichever is wider, with its factors; or a part of this form.
+
+        If it changes, it is in scratch memory, if that is large enough.
+        """
         held, factors = self.held, list(self.factors)
         found = self.sum.tensor() if self.sum is not None else self._read()
         found = found.as_strided(*(form or held.form), int(found.storage_offset()) + start)

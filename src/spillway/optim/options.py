@@ -17,7 +17,7 @@ import torch
 
 from spillway.errors import UnsupportedError, UsageError
 from spillway.runtime.system import local_ranks
-from spillway.units import parse_bytes
+from spillway.units import is_number, parse_bytes
 
 Fraction = float | str | None
 MasterDtype = torch.dtype | str | None
@@ -143,7 +143,7 @@ class Options:
                 "fraction='auto' with step_in_backward=True: the CPU's work is hidden behind backward, so its cost "
                 "cannot be measured. Give a number."
             )
-        if isinstance(slowdown, bool) or not isinstance(slowdown, (int, float)) or not 0 <= slowdown < math.inf:
+        if not (is_number(slowdown) and 0 <= slowdown < math.inf):
             raise UsageError(f"slowdown: got {slowdown!r}, expected a number of at least 0: 0.05 for 5 %")
 
     def _check_cpu_share(self) -> None:
@@ -160,7 +160,7 @@ class Options:
 
 def check_fraction(fraction: object, expected: str = "a number", *, name: str = "fraction") -> None:
     """Raise a ``UsageError`` if a fraction is no number from 0 to 1."""
-    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction <= 1:
+    if not (is_number(fraction) and 0 <= fraction <= 1):
         raise UsageError(f"{name}: got {fraction!r}, expected {expected} from 0 (none on the CPU) to 1 (all)")
 
 

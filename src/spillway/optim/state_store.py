@@ -447,7 +447,8 @@ class StateStore(ABC):
 
     def _predicted(self, chunk: StateChunk, stepped: Iterable[int]) -> list[State]:
         """The states of a chunk after a step of some of its parts, in meta tensors."""
-        states, settings = [_on_meta(state) for state in chunk.states], self._settings(chunk.parts[0].held)
+        states = [{name: _on_meta(value) for name, value in state.items()} for state in chunk.states]
+        settings = self._settings(chunk.parts[0].held)
         for index in stepped:
             part = chunk.parts[index]
             if not chunk.begun[index]:
@@ -462,13 +463,10 @@ def _common(pieces: Sequence[State]) -> list[Hashable]:
     return [name for name in (pieces[0] if pieces else ()) if all(name in piece for piece in pieces)]
 
 
-def _on_meta(state: State) -> State:
-    def on_meta(value: Any) -> Any:
-        if isinstance(value, Slot):
-            return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="meta")
-        return value.to("meta") if isinstance(value, torch.Tensor) else value
-
-    return {name: on_meta(value) for name, value in state.items()}
+def _on_meta(value: Any) -> Any:
+    if isinstance(value, Slot):
+        return torch.empty_strided(value.shape, value.strides, dtype=value.dtype, device="meta")
+    return value.to("meta") if isinstance(value, torch.Tensor) else value
 
 
 def _joined(held: HostParameter, pieces: Sequence[Any]) -> Any:
@@ -477,12 +475,9 @@ def _joined(held: HostParameter, pieces: Sequence[Any]) -> Any:
     if len(pieces) == 1 or not moves(first):
         return first
     storage = first.untyped_storage()
-    end = first.data_ptr()
-    adjacent = True
-    for piece in pieces:
-        adjacent = adjacent and piece.data_ptr() == end
-        end += piece.nbytes
-    if adjacent and end <= storage.data_ptr() + storage.nbytes():
+    ends = [piece.data_ptr() + piece.nbytes for piece in pieces]
+    adjacent = all(piece.data_ptr() == end for piece, end in zip(pieces[1:], ends[:-1], strict=True))
+    if adjacent and ends[-1] <= storage.data_ptr() + storage.nbytes():
         return over(storage, first.dtype, int(first.storage_offset()), *held.form)
     whole = held.new_host_tensor(first.dtype)
     torch.cat([piece.cpu() for piece in pieces], out=flat(whole))

@@ -17,8 +17,8 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -255,15 +255,7 @@ class _Gate:
             self.hook.remove()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open_gate, ()
-
-
-def _open_gate() -> Callable[..., None]:
-    return _open
-
-
-def _open(module: Module, args: Any) -> None:
-    return None
+        return getattr, (nullcontext(), "__exit__")
 
 
 def park(

@@ -65,7 +65,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spillway.errors import BudgetError, UsageError
+from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.options import block_options
 from spillway.planner.plan import (
@@ -346,8 +346,6 @@ def make_curve(
     Gives plans by their peaks, without those that are both larger and slower than another. After each plan,
     ``on_point`` is called with the number of plans so far, and of all.
     """
-    if type(points) is not int or points < 2:
-        raise UsageError(f"points: got {points!r}, expected an integer of at least 2")
     planned = functools.partial(make_plan, profile, hardware, **limits)
     try:
         least = planned(budget=0).predicted_peak

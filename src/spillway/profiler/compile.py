@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
+from collections.abc import Callable, Collection, Hashable, Mapping
 from dataclasses import astuple, replace
 
 import torch
@@ -53,9 +53,13 @@ def compile_profile(
     )
     calls: dict[int, BlockCall] = {}
     for place, (kind, numbers) in enumerate(numbers_of.items()):
-        for number, extra in _extra_changes(weighed, probes[kind], numbers, end, min_bytes):
-            call = timed.calls[number]
-            calls[number] = BlockCall(call.name, place, extra, call.streamed)
+        mean = _mean_change(weighed, numbers, end)
+        for number in numbers:
+            named, call = timed.calls[number], weighed.calls[number]
+            # A shared tensor is released in the backward of the first call that holds it. If offloaded, it had not
+            # been counted.
+            extra = _change(weighed, number, end) - mean - _offloaded(call, probes[kind], call.released, min_bytes)
+            calls[number] = BlockCall(named.name, place, extra, named.streamed)
     before = _outside(timed, weighed, _BEGIN, ("forward", 0), stops=("started", 0))
     left = _left_behind(weighed, dict(zip(numbers_of, kinds, strict=True)), probes, min_bytes)
     middle, held_bytes = _middle(timed, weighed, len(calls) - 1)
@@ -227,20 +231,6 @@ def _change(weighed: StepTrace, number: int, end: Place) -> int:
 
 def _mean_change(weighed: StepTrace, numbers: list[int], end: Place) -> int:
     return sum(_change(weighed, number, end) for number in numbers) // len(numbers)
-
-
-def _extra_changes(
-    weighed: StepTrace, probe: Probe, numbers: list[int], end: Place, min_bytes: int
-) -> Iterator[tuple[int, int]]:
-    """The rise of the level in the backward of each of a kind's calls, beyond their mean.
-
-    A tensor that calls share is released in the backward of the first that holds it. If they had offloaded it, it was
-    not counted.
-    """
-    mean = _mean_change(weighed, numbers, end)
-    for number in numbers:
-        call = weighed.calls[number]
-        yield number, _change(weighed, number, end) - mean - _offloaded(call, probe, call.released, min_bytes)
 
 
 def _left_behind(

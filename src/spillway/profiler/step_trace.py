@@ -51,7 +51,7 @@ from functools import partial
 
 import torch
 
-from spillway._torch import current_node, number_of_node, tree_leaves
+from spillway._torch import current_node, node_number, tree_leaves
 from spillway.checkpointing.tensors import is_plain
 from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, TaskBytes
 from spillway.profiler.meter import Meter, Reading, meter_of
@@ -297,7 +297,8 @@ class StepTracer:
         """A block's backward is given what it saved after so many operators: a tensor, if a replay made it."""
         if self._closed:
             return
-        if number_of_node(current_node()) != self._node:
+        node = current_node()
+        if (None if node is None else node_number(node)) != self._node:
             self._let_go(self._used())
         self._trace.asked.append((number, place))
         self._mark("asked", len(self._trace.asked) - 1)
@@ -312,7 +313,7 @@ class StepTracer:
         if not is_last or node is None or not is_plain(tensor):
             return
         trace.held.add(number)
-        used, own = self._used(), number_of_node(node)
+        used, own = self._used(), node_number(node)
         if used is None or own != self._node:
             used, self._node = _Used(), own
             self._used, following = weakref.ref(used), [each for each, _ in node.next_functions if each is not None]

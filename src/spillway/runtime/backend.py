@@ -43,11 +43,9 @@ class Event(Protocol):
 
     def query(self) -> bool:
         """Whether it has been reached."""
-        ...
 
     def synchronize(self) -> None:
         """Block the calling thread until it is reached; raises the task's error."""
-        ...
 
 
 class Stream(Protocol):
@@ -74,11 +72,9 @@ class HostQueue(Protocol):
 
     def run(self, task: Task) -> TaskEnd:
         """Queue a task. An error in one task does not stop the next."""
-        ...
 
     def close(self) -> None:
         """Run every queued task, then stop the threads."""
-        ...
 
 
 @dataclass(eq=False, slots=True)

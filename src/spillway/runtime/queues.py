@@ -236,11 +236,9 @@ class Order(Protocol):
 
     def upcoming(self) -> Iterator[Entry | None]:
         """Entries in the order in which backward is expected to ask; ``None`` for those that have died."""
-        ...
 
     def fetched(self, count: int) -> None:
         """The first ``count`` of them need not be named again."""
-        ...
 
 
 class PrefetchQueue:

@@ -151,7 +151,6 @@ class SpillFile:
 
     Raises:
         SpillPathError: no file can be made there, or the directory is in memory.
-        SizeError: a negative ``capacity`` or ``bytes_per_hour``.
     """
 
     direct: bool
@@ -166,9 +165,6 @@ class SpillFile:
         allow_memory_filesystem: bool = False,
         calls: SystemCalls | None = None,
     ) -> None:
-        for what, limit in (("capacity", capacity), ("bytes_per_hour", bytes_per_hour)):
-            if limit is not None and limit < 0:
-                raise SizeError(f"{what}: got {limit}, expected at least 0 bytes, or None for no limit")
         self._calls = calls or SystemCalls()
         self.directory = choose_directory(directory, allow_memory_filesystem, self._calls.mounts())
         self._fd = -1

@@ -40,22 +40,27 @@ HOST_SHARE = 0.7
 """The default budget, as a share of the CPU memory that the process may use: the program needs some itself."""
 
 
-def local_ranks() -> int:
-    """How many processes of this job run on the machine, according to the launcher; 1 without one.
+def number_of_launcher(names: Sequence[str], what: str, least: int) -> int:
+    """The number in the first of these variables that the launcher has set; ``least`` without one.
 
     Raises:
-        UsageError: the launcher's variable is no number of processes.
+        UsageError: the variable is no such number.
     """
-    for name in _LOCAL_RANKS:
-        said = os.environ.get(name)
-        if said is not None:
-            if not said.isascii() or not said.isdigit() or int(said) == 0:
-                raise UsageError(
-                    f"{name}: got {said!r} in the environment, expected the number of processes on this machine, at "
-                    f"least 1; set it right, or unset it"
-                )
-            return int(said)
-    return 1
+    name = next((name for name in names if name in os.environ), None)
+    if name is None:
+        return least
+    said = os.environ[name]
+    if not said.isascii() or not said.isdigit() or int(said) < least:
+        raise UsageError(
+            f"{name}: got {said!r} in the environment, expected {what}, an integer of at least {least}; set it right, "
+            f"or unset it"
+        )
+    return int(said)
+
+
+def local_ranks() -> int:
+    """How many processes of this job run on the machine, according to the launcher; 1 without one."""
+    return number_of_launcher(_LOCAL_RANKS, "the number of processes on this machine", 1)
 
 
 def many_processes() -> bool:
@@ -135,11 +140,6 @@ def count_nodes(root: Path = _ROOT) -> int:
 def node_cpus(node: int, root: Path = _ROOT) -> set[int]:
     """The CPUs of a NUMA node; empty if it has none, or is not there."""
     return _cpus_in(root / f"sys/devices/system/node/node{node}/cpulist")
-
-
-def online_cpus(root: Path = _ROOT) -> set[int]:
-    """The CPUs that the system runs on; empty where it does not say."""
-    return _cpus_in(root / "sys/devices/system/cpu/online")
 
 
 def _cpus_in(file: Path) -> set[int]:
@@ -366,7 +366,7 @@ def _why_not(
     """Why nothing is done. See NOTE [ Affinities that are left alone ]."""
     if device.type == "cpu":
         return "the device is the CPU"
-    nodes, online = count_nodes(root), online_cpus(root)
+    nodes, online = count_nodes(root), _cpus_in(root / "sys/devices/system/cpu/online")
     if nodes < 2:
         return "the machine has one NUMA node" if nodes else "the system names no NUMA nodes"
     if not before >= online:

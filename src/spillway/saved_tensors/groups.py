@@ -37,7 +37,7 @@ from spillway.runtime.bytes import Bytes
 from spillway.runtime.entry import ByteCounters
 from spillway.saved_tensors.identity import SavedStorage
 from spillway.saved_tensors.order import PastGroup
-from spillway.units import parse_bytes
+from spillway.units import is_number, parse_bytes
 
 if TYPE_CHECKING:
     from spillway.runtime.mover import Mover
@@ -88,11 +88,7 @@ class Groups:
                 raise UsageError(f"group {name!r}: got {pattern!r}, expected a pattern of module names, or several")
         if type(self.margin) is not int or self.margin < 0:
             raise UsageError(f"margin: got {self.margin!r}, expected an integer, 0 or more")
-        if (
-            isinstance(self.fraction, bool)
-            or not isinstance(self.fraction, (int, float))
-            or not 0 <= self.fraction <= 1
-        ):
+        if not (is_number(self.fraction) and 0 <= self.fraction <= 1):
             raise UsageError(f"fraction: got {self.fraction!r}, expected a number from 0 to 1")
         object.__setattr__(self, "fewer_bytes", parse_bytes(self.fewer_bytes, what="fewer_bytes"))
         limits = self.in_flight.values() if isinstance(self.in_flight, Mapping) else (self.in_flight,)

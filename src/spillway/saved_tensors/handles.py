@@ -42,7 +42,6 @@ class Handle(Protocol):
 
     def is_intact(self) -> bool:
         """Whether the tensor was not written since it was saved, according to its version."""
-        ...
 
 
 class KeptHandle:

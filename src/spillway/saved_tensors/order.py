@@ -437,9 +437,6 @@ class LearnedOrders:
                 waiting.append((signature, turn, order))
         self._waiting = waiting
 
-    def __len__(self) -> int:
-        return len(self._orders)
-
 
 def _put_last(orders: dict[Any, AccessOrder], key: Hashable, order: AccessOrder, *, most: int) -> None:
     orders.pop(key, None)

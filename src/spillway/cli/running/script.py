@@ -17,13 +17,14 @@ import os
 import pkgutil
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 
 from spillway.errors import UsageError
+from spillway.runtime.system import number_of_launcher
 
 _PACKAGE = str(Path(__file__).parents[2]) + os.sep
 _RANKS = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
@@ -34,18 +35,9 @@ class ScriptExit(SystemExit):
     """Ends the script where it is, as ``sys.exit()`` does: its ``finally`` blocks and exit handlers run."""
 
 
-def rank_of(environment: Mapping[str, str] = os.environ) -> int:
+def rank_of() -> int:
     """The rank that the launcher gave this process; 0 without a launcher."""
-    for name in _RANKS:
-        rank = environment.get(name)
-        if rank is not None:
-            if not rank.isascii() or not rank.isdigit():
-                raise UsageError(
-                    f"{name}: got {rank!r} in the environment, expected the rank of this process, an integer of at "
-                    f"least 0; set it right, or unset it"
-                )
-            return int(rank)
-    return 0
+    return number_of_launcher(_RANKS, "the rank of this process", 0)
 
 
 def numbered(path: Path, what: str, number: int) -> Path:

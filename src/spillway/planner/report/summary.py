@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spillway.errors import UsageError
 from spillway.planner.report.text import aligned
 from spillway.types import StepStats
+from spillway.units import is_number
 
 _MIB = 2**20
 _GB = 10**9
@@ -170,8 +171,7 @@ def summary(
     """
     if stats is not None and not isinstance(stats, StepStats):
         raise UsageError(f"stats: got {stats!r:.200}, expected a spillway.StepStats, as stats() gives it, or None")
-    is_number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and seconds > 0 and math.isfinite(seconds)):
+    if seconds is not None and not (is_number(seconds) and 0 < seconds < math.inf):
         raise UsageError(f"seconds: got {seconds!r}, expected a number above 0, or None if it was not measured")
     if not (dist.is_available() and dist.is_initialized()):
         return Summary((SummaryRow(0, stats, seconds),))

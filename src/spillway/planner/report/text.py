@@ -31,7 +31,11 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
     yield ""
     yield from textwrap.wrap(facts.in_short, width)
     yield ""
-    yield from _ways(facts, width)
+    ways = (
+        (way.name, format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds), way.distance)
+        for way in facts.ways
+    )
+    yield from aligned(zip(("", "peak", "step", ""), *ways, strict=True), width)
     yield ""
     for name, value in facts.figures:
         yield from textwrap.wrap(value, width, initial_indent=name.ljust(_NAMES), subsequent_indent=" " * _NAMES)
@@ -50,15 +54,6 @@ def _lines(facts: Facts, width: int) -> Iterator[str]:
         yield ""
         for note in facts.notes:
             yield from textwrap.wrap(f"Note: {note}.", width)
-
-
-def _ways(facts: Facts, width: int) -> list[str]:
-    """The plan, and the two steps that need none."""
-    ways = (
-        (way.name, format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds), way.distance)
-        for way in facts.ways
-    )
-    return aligned(zip(("", "peak", "step", ""), *ways, strict=True), width)
 
 
 def _blocks(facts: Facts, width: int) -> list[str]:
