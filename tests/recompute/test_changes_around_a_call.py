@@ -102,6 +102,10 @@ class CountsInAnAttribute(Case):
 
 
 class MakesAnAttribute(Case):
+    def __init__(self) -> None:
+        super().__init__()
+        self.same = [self.weight]
+
     def middle(self, x: Tensor) -> Tensor:
         if self.changes:
             self.weight.count = getattr(self.weight, "count", 1) + 1  # type: ignore[attr-defined]
@@ -340,14 +344,14 @@ class ReadsAGradient(Case):
 
 
 class HookOfOneForward(Case):
-    """A hook that is removed before backward. It may register others, and count."""
+    """A hook that is removed before backward. It counts where only the hook leads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts = [0.0]
+        self.hidden = HiddenList([[1.0]])
 
     def register(self) -> RemovableHandle:
-        counts = self.counts
+        counts = self.hidden[0]
 
         def hook(module: nn.Module, args: Any, output: Tensor) -> Tensor:
             counts[0] += 1
@@ -363,13 +367,16 @@ class HookOfOneForward(Case):
             self.handle.remove()
 
     def state(self) -> Iterable[float]:
-        return self.counts
+        counts: list[float] = self.hidden[0]
+        return counts
 
 
 class HookBeforeOneForward(HookOfOneForward):
     def register(self) -> RemovableHandle:
+        counts = self.hidden[0]
+
         def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            self.counts[0] += 1
+            counts[0] += 1
             return (args[0] * 2,), kwargs
 
         return self.first.register_forward_pre_hook(hook, with_kwargs=True)
@@ -390,10 +397,10 @@ class HookOfAnObject(HookOfOneForward):
 
         self.hook = Hook()
         self.last.register_forward_hook(self.hook.method)
-        return self.first.register_forward_hook(partial(self.hook, self.counts))
+        return self.first.register_forward_hook(partial(self.hook, self.hidden[0]))
 
     def state(self) -> Iterable[float]:
-        return [*self.counts, self.hook.count] if self.changes else self.counts
+        return [*self.hidden[0], self.hook.count] if self.changes else self.hidden[0]
 
 
 class HookBeforeBackward(HookOfOneForward):
@@ -565,6 +572,29 @@ def test_attributes_of_wrappers_are_left_alone(regions: Regions, way: str) -> No
         assert block.seen[-2:] == [step + 1, step + 2]
 
 
+@one_place
+def test_a_tensor_that_got_a_history_is_refused_as_any_that_was_written(regions: Regions) -> None:
+    """Its flag cannot be put back: it is no leaf any more."""
+    table, weight = torch.ones(8), torch.ones(8, requires_grad=True)
+    loss = spillway.recompute(lambda x: (x + table).sin(), weight * 1, session=regions.session).sum()
+    table.mul_(weight)
+    with pytest.raises(spillway.RecomputeError, match="written in place"):
+        loss.backward()
+
+
+def test_hooks_of_torch_are_not_opened() -> None:
+    """They hold the state of wrappers, as FSDP's."""
+    counts, layer = [0.0], nn.Linear(2, 2)
+
+    def hook(module: nn.Module, args: Any) -> None:
+        counts[0] += 1
+
+    layer.register_forward_pre_hook(hook)
+    assert counts in Walk((layer,)).items
+    hook.__module__ = "torch.distributed"
+    assert counts not in Walk((layer,)).items
+
+
 def uses_settings(x: Tensor) -> Any:
     return Settings.factor
 
@@ -721,7 +751,8 @@ def test_precisions_of_both_interfaces_are_those_of_forward(regions: Regions, na
 
     before = precisions()
     try:
-        for first, second in ((put, back), (back, put)):
+        # The last replay ends before the function has set it back.
+        for first, second in ((put, back), (back, put), (back, back)):
             first()
             loss = spillway.recompute(function, torch.ones(3, requires_grad=True), session=regions.session).sum()
             second()

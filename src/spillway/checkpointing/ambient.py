@@ -2,7 +2,8 @@
 
 ``torch.utils.checkpoint`` restores autocast and random generators. A user may as well set the default dtype, the
 attention kernels (``torch.nn.attention.sdpa_kernel``), TF32 or the default device around a forward. A replay restores
-these, too.
+these, too. Torch has an older and a newer interface for precisions, and refuses to read one that contradicts the other:
+both are set.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ A recomputed function runs more often than in plain training. Its Python state m
 the state from before the replay is put back.
 
 ``docs/replays.md`` lists what is copied, and which functions are not recomputed (:meth:`PythonState.why_kept`).
-Attributes, buffers, submodules and parameters of modules are copied by identity, and so is the memory of parameters and
-buffers. Parameters that FSDP exchanges are left out. Objects of torch's own classes are never opened: they
-hold the state of hooks, streams and process groups. State that is not seen (of C extensions) is left to the checks of
-the replay: equal values, or a :class:`~spillway.errors.RecomputeError`.
+Attributes, buffers, submodules, parameters and forward hooks of modules are copied by identity, and so is the memory of
+parameters and buffers. Parameters that FSDP exchanges are left out, and attributes of tensors that the function's code
+does not name: wrappers count there. A hook or an attribute that came after forward began is taken away for the replay.
+Objects and hooks of torch's own are never opened: they hold the state of streams, process groups and wrappers. State
+that is not seen (of C extensions) is left to the checks of the replay: equal values, or a
+:class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
 Nothing is held between calls. The names and values of all containers are one sequence, whose identities are compared at
