@@ -762,6 +762,47 @@ def test_hooks_from_a_number_on_are_removed() -> None:
     assert calls == ["module first", "product first", "leaf first", "accumulated first"]
 
 
+@pytest.mark.parametrize("is_leaf", [True, False])
+def test_hooks_of_a_node_from_a_number_on_are_removed(is_leaf: bool) -> None:
+    calls: list[str] = []
+    tensor = torch.ones(2, requires_grad=True)
+    tensor = tensor if is_leaf else tensor * 1
+    node = torch.autograd.graph.get_gradient_edge(tensor).node
+    for name in ("first", "second"):
+        number = _torch.next_hook()
+        node.register_hook(lambda *gradients, name=name: calls.append(f"hook {name}"))
+        node.register_prehook(lambda gradients, name=name: calls.append(f"prehook {name}"))
+    _torch.remove_hooks(tensor, number)
+    tensor.sum().backward()
+    assert calls == ["prehook first", "hook first"]
+
+
+def test_cached_parametrizations_are_in_their_dictionary() -> None:
+    layer = nn.Linear(2, 2)
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    namespace, (name,) = _torch.PARAMETRIZED
+    assert not _torch.caches_parametrized() and namespace[name] == {}
+    with nn.utils.parametrize.cached():
+        weight = layer.weight
+        assert _torch.caches_parametrized() == 1 and [*namespace[name].values()] == [weight]
+    assert not _torch.caches_parametrized() and namespace[name] == {}
+
+
+def test_older_precisions_follow_newer_ones() -> None:
+    newer = torch.backends.cuda.matmul
+    assert _torch.older_precisions_fit()
+    try:
+        for precision in ("tf32", "ieee"):
+            newer.fp32_precision = precision
+            assert not _torch.older_precisions_fit()
+            _torch.fit_older_precisions()
+            assert _torch.older_precisions_fit() and newer.fp32_precision == precision
+            assert newer.allow_tf32 is (precision == "tf32")
+            assert torch.get_float32_matmul_precision() == ("high" if precision == "tf32" else "highest")
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def test_zero_tensors_and_dual_numbers_are_known() -> None:
     assert _torch.is_zero_tensor(torch._efficientzerotensor((2,)))
     assert not _torch.is_zero_tensor(torch.zeros(2))

@@ -35,6 +35,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.fx._symbolic_trace import is_fx_symbolic_tracing
 from torch.nn import Module
 from torch.nn.modules.module import _global_forward_pre_hooks, _has_any_global_hook
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils import _pytree
 from torch.utils._device import DeviceContext
@@ -120,9 +121,14 @@ _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks"), (*(name for name in
 
 
 def remove_hooks(owner: torch.Tensor | Module, first: int) -> None:
-    """Remove those hooks of a tensor's gradient, or of a module, that have this number or a later one."""
-    for name in _HOOKS[isinstance(owner, Module)]:
-        hooks: Any = getattr(owner, name)
+    """Remove hooks with this number or a later one: those of a tensor's gradient and of its node, or of a module."""
+    found: list[Any] = [getattr(owner, name) for name in _HOOKS[isinstance(owner, Module)]]
+    if isinstance(owner, torch.Tensor) and owner.requires_grad:
+        node = torch.autograd.graph.get_gradient_edge(owner).node
+        # The handle of one hook of a node refers to all of that kind.
+        handles = node.register_hook(print), node.register_prehook(print)
+        found += [each.hooks_dict_ref() for each in handles]
+    for hooks in found:
         for number in [each for each in hooks or () if isinstance(each, int) and each >= first]:
             del hooks[number]
 
@@ -393,12 +399,39 @@ _PRECISIONS = (
 )
 
 
+def older_precisions_fit() -> bool:
+    """Whether torch lets the older settings of precision be read. It does not if the newer ones contradict them."""
+    try:
+        torch._C._get_float32_matmul_precision()
+        torch._C._get_cublas_allow_tf32()
+        torch._C._get_cudnn_allow_tf32()
+    except RuntimeError:
+        return False
+    return True
+
+
+def fit_older_precisions() -> None:
+    """Set the older settings of precision to what the newer ones say, which stay as they are."""
+    newer = {place: torch._C._get_fp32_precision_getter(*place) for place in _PRECISIONS}
+    older = "medium" if newer["mkldnn", "matmul"] == "bf16" else "high"
+    torch._C._set_float32_matmul_precision(older if newer["cuda", "matmul"] == "tf32" else "highest")
+    torch._C._set_cudnn_allow_tf32(newer["cuda", "conv"] == newer["cuda", "rnn"] == "tf32")
+    for place, precision in newer.items():
+        if torch._C._get_fp32_precision_getter(*place) != precision:
+            torch._C._set_fp32_precision_setter(*place, precision)
+
+
 def _reduced(put: Callable[..., object]) -> Callable[[Any], object]:
     return lambda allowed: put(*(allowed if isinstance(allowed, tuple) else (allowed,)))
 
 
+PARAMETRIZED = vars(parametrize), ("_cache",)
+"""The namespace and the name of the dictionary of ``parametrize.cached()``: tensors that modules compute only once."""
+caches_parametrized: Callable[[], int] = functools.partial(getattr, parametrize, "_cache_enabled")
+"""How many contexts of ``parametrize.cached()`` are active."""
 KERNEL_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
+    (caches_parametrized, functools.partial(setattr, parametrize, "_cache_enabled")),
     (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
     (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
     (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
@@ -427,7 +460,7 @@ KERNEL_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], object]], ...] =
         for place in _PRECISIONS
     ),
 )
-"""Getters and setters of the process's settings that choose kernels: attention, TF32, determinism."""
+"""Getters and setters of the process's settings: kernels of attention, TF32, determinism; cached parametrizations."""
 
 
 # Sharded parameters. See NOTE [ Sharded parameters ].

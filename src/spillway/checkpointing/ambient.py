@@ -2,7 +2,8 @@
 
 ``torch.utils.checkpoint`` restores autocast and random generators. A user may as well set the default dtype, the
 attention kernels (``torch.nn.attention.sdpa_kernel``), TF32 or the default device around a forward. A replay restores
-these, too.
+these, too. Torch has an older and a newer interface for precisions, and refuses to read one that contradicts the other:
+both are set.
 """
 
 from __future__ import annotations
@@ -15,7 +16,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from spillway._torch import KERNEL_SETTINGS, function_mode_stack, function_modes
+from spillway._torch import (
+    KERNEL_SETTINGS,
+    fit_older_precisions,
+    function_mode_stack,
+    function_modes,
+    older_precisions_fit,
+)
 from spillway.checkpointing.tensors import below_modes, tensors_in
 
 _OWN = __name__.partition(".")[0] + "."
@@ -47,8 +54,9 @@ class AmbientState(NamedTuple):
     def in_force(self) -> Iterator[None]:
         """A context with this state. It ends with the state from before, whatever a replay that ends early has left."""
         now = AmbientState.now()
+        fits = now.settings != self.settings and older_precisions_fit()
         try:
-            _set(self.settings, now.settings)
+            _set(self.settings, now.settings, fits=fits)
             with ExitStack() as stack:
                 for place, name in enumerate(_types() if now != self else ()):
                     enabled, dtype = was = self.autocast[2 * place : 2 * place + 2]
@@ -60,11 +68,11 @@ class AmbientState(NamedTuple):
                 yield
         finally:
             left = AmbientState.now()
-            if left != now:
-                now._put_back(left)
+            if left != now or fits:
+                now._put_back(left, fits=fits or (now.settings == self.settings and older_precisions_fit()))
 
-    def _put_back(self, left: AmbientState) -> None:
-        _set(self.settings, left.settings)
+    def _put_back(self, left: AmbientState, *, fits: bool) -> None:
+        _set(self.settings, left.settings, fits=fits)
         if left.autocast != self.autocast or left.caches != self.caches:
             for place, name in enumerate(_types()):
                 torch.set_autocast_enabled(name, self.autocast[2 * place])
@@ -72,10 +80,13 @@ class AmbientState(NamedTuple):
             torch.set_autocast_cache_enabled(self.caches)
 
 
-def _set(settings: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+def _set(settings: tuple[Any, ...], now: tuple[Any, ...], *, fits: bool) -> None:
+    """Set what differs from now; ``fits``: with the older settings of precision, which said the same."""
     for put, value, other in zip(_SETTERS, settings, now, strict=True):
         if value != other:
             put(value)
+    if fits:
+        fit_older_precisions()
 
 
 @cache

@@ -86,13 +86,9 @@ def fingerprint_of(
 ) -> torch.Tensor | None:
     """A hash of 64 bits, on the tensor's device; ``None`` for tensors without strides or content.
 
-    ``None``, too, for tensors that may be workspaces or seeds, which kernels leave unwritten in part.
-
     The hash is a sum of 32-bit words, each times an odd number for its position (multiplicative hashing, Dietzfelbinger
     et al. 1997). ``odd_of`` gives as many of these numbers, on that device.
     """
-    if tensor.dtype is torch.uint8 or may_be_seed(tensor):
-        return None
     if is_strided(tensor) and has_bits(tensor) and not tensor.untyped_storage().nbytes():
         # FSDP has freed a gathered parameter.
         return None
@@ -104,11 +100,16 @@ def fingerprint_of(
     return (odd_of(words.numel(), words.device) * words).sum()
 
 
+def _may_be_unwritten(tensor: torch.Tensor) -> bool:
+    """Whether it may be a workspace or a seed, which a kernel leaves unwritten in part."""
+    return tensor.dtype is torch.uint8 or may_be_seed(tensor)
+
+
 def fingerprints_of(output: Any) -> list[torch.Tensor | None]:
     """Fingerprints of all tensors in a function's output."""
     parts = tensors_in(tree_leaves(output))
     with below_modes(next((part for part in parts if type(part) not in PLAIN), None)):
-        return [fingerprint_of(part) for part in parts]
+        return [None if _may_be_unwritten(part) else fingerprint_of(part) for part in parts]
 
 
 class Fingerprints:
@@ -132,7 +133,7 @@ class Fingerprints:
         """Compute the fingerprints of tensors that operators before this node have saved; ``None``: of all."""
         while self._pending and (node is None or self._pending[0][2] < node):
             number, tensor, saved_by = self._pending.pop(0)
-            found = fingerprint_of(tensor, self._odd_of)
+            found = None if _may_be_unwritten(tensor) else fingerprint_of(tensor, self._odd_of)
             if found is not None:
                 self.found[number], self._nodes[number] = found, saved_by
 

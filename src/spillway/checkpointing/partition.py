@@ -169,7 +169,7 @@ def _contents(split: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
     for tensor in split:
         # At an odd offset, sums take narrower words. Ranks may have the input at other offsets.
         bits = fingerprint_of(tensor.clone() if tensor.storage_offset() else tensor)
-        # Only integers have none, and they need no gradient.
+        # A plain tensor that needs a gradient has one.
         assert bits is not None
         total = total * 31 + bits
     return total

@@ -7,10 +7,12 @@ A recomputed function runs more often than in plain training. Its Python state m
 the state from before the replay is put back.
 
 ``docs/replays.md`` lists what is copied, and which functions are not recomputed (:meth:`PythonState.why_kept`).
-Attributes, buffers, submodules and parameters of modules are copied by identity, and so is the memory of parameters and
-buffers. Hooks are left out, and parameters that FSDP exchanges. Objects of torch's own classes are never opened: they
-hold the state of hooks, streams and process groups. State that is not seen (of C extensions) is left to the checks of
-the replay: equal values, or a :class:`~spillway.errors.RecomputeError`.
+Attributes, buffers, submodules, parameters and forward hooks of modules are copied by identity, and so is the memory of
+parameters and buffers. Parameters that FSDP exchanges are left out, and attributes of tensors that the function's code
+does not name: wrappers count there. A hook or an attribute that came after forward began is taken away for the replay.
+Objects and hooks of torch's own are never opened: they hold the state of streams, process groups and wrappers. State
+that is not seen (of C extensions) is left to the checks of the replay: equal values, or a
+:class:`~spillway.errors.RecomputeError`.
 
 Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
 Nothing is held between calls. The names and values of all containers are one sequence, whose identities are compared at
@@ -31,6 +33,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import copy
 from functools import partial
 from itertools import chain, islice, repeat
 from operator import attrgetter, is_, methodcaller
@@ -39,10 +42,10 @@ from typing import Any
 import torch
 from torch.nn import Module
 
-from spillway._torch import disable_function
+from spillway._torch import PARAMETRIZED, caches_parametrized, disable_function, hooks_of, next_hook
 from spillway.checkpointing.python_generators import global_generators
 from spillway.checkpointing.python_walk import INTERNAL, MISSING, Walk, are_plain, value_of_cell, values_of_slots
-from spillway.checkpointing.tensors import below_modes, is_strided
+from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.saved_tensors.identity import is_streamed
 
 _values_of, _requires_grad, _data_of = methodcaller("values"), attrgetter("requires_grad"), attrgetter("data")
@@ -58,11 +61,28 @@ class PythonState:
 
     def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
         # Function modes must not see this.
+        self._first_hook = next_hook()
         with disable_function():
-            walk = Walk((*_roots_of(function), *objects))
+            walk = Walk((*_roots_of(function), *objects), [PARAMETRIZED] if caches_parametrized() else ())
             walk.generators = [*walk.generators, *global_generators()]
             parts = [*walk.found_classes], *([each] for each in walk.found_objects)
             self._copies = [_Copy(walk), *[_part_of(each) for each in parts if each]]
+            tensors = chain.from_iterable([each.walk.tensors for each in self._copies])
+            self._spaces = [each.__dict__ for each in tensors if type(each) in PLAIN]
+            """Attributes of all plain tensors."""
+            self._names = self._names_in_use()
+            if self._names:
+                names = tuple(self._names)
+                self._copies.append(_Copy(Walk((), [(each, names) for each in self._spaces])))
+
+    def _names_in_use(self) -> set[str]:
+        """Names of attributes of tensors that the function's code has. Wrappers and optimizers have others there."""
+        if not any(self._spaces):
+            return set()
+        code = [*chain.from_iterable([each.walk.code for each in self._copies])]
+        # A gradient's buffer is written in backward.
+        names = set().union(*self._spaces)
+        return {name for name in names if "grad" not in name and any(name in each for each in code)}
 
     def why_kept(self) -> str | None:
         """Why the function cannot be replayed, if it cannot."""
@@ -117,12 +137,32 @@ class PythonState:
                     each.put_back()
                 else:
                     put_back.append(each.put_back)
+            hidden = self._hide_hooks() if next_hook() != self._first_hook else []
+            if new := self._names_in_use() - self._names:
+                hidden += [_hide(each, new.intersection(each)) for each in self._spaces]
         try:
             yield
         finally:
+            for space, now in reversed(hidden):
+                space.clear()
+                space.update(now)
             with disable_function():
-                for function in put_back:
+                # Two copies may share an object. The first one has seen its present content.
+                for function in reversed(put_back):
                     function()
+
+    def _hide_hooks(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
+        """Take hooks from modules that got them since forward began."""
+        spaces = chain.from_iterable(map(hooks_of, self.modules()))
+        return [_hide(each, [number for number in each if number >= self._first_hook]) for each in spaces if each]
+
+
+def _hide(space: dict[Any, Any], names: Iterable[Any]) -> tuple[dict[Any, Any], dict[Any, Any]]:
+    """Delete names from a namespace. Returns it with its present content."""
+    now = dict(space)
+    for name in names:
+        del space[name]
+    return space, now
 
 
 class _Copy:
@@ -284,8 +324,12 @@ class _Items(_Container):
 
     def put_back(self, then: Any) -> None:
         if not _are_identical(self._thing, then):
-            self._thing.clear()
-            (self._thing.update if isinstance(self._thing, set) else self._thing.extend)(then)
+            if isinstance(self._thing, (list, bytearray)):
+                # Not cleared before: a view forbids that.
+                self._thing[:] = then
+            else:
+                self._thing.clear()
+                (self._thing.update if isinstance(self._thing, set) else self._thing.extend)(then)
 
 
 def _are_identical(a: Any, b: Any) -> bool:
@@ -345,12 +389,12 @@ class _Rest:
     def __init__(self, walk: Walk) -> None:
         self._walk = walk
         with below_modes():
-            self._flags = [*map(_requires_grad, walk.parameters)]
+            self._flags = [*map(_requires_grad, walk.tensors)]
             holders = [each for each in (*walk.parameters, *walk.buffers) if is_strided(each)]
             # A streamed parameter has other memory in each use.
             self._holders = [each for each in holders if not is_streamed(each)]
             self._aliases = [*map(_data_of, self._holders)]
-        self._arrays = [(array, array.copy()) for array in walk.arrays]
+        self._arrays = [(array, copy(array)) for array in walk.arrays]
         self.generators = [(generator, generator.get()) for generator in walk.generators]
         self._is_empty = not (self._flags or self._holders or self._arrays or self.generators)
 
@@ -358,8 +402,8 @@ class _Rest:
         found: list[str] = []
         if self._is_empty:
             return found
-        if [*map(_requires_grad, self._walk.parameters)] != self._flags:
-            found.append("whether a parameter requires grad")
+        if self._flipped():
+            found.append("whether a tensor requires grad")
         if any(array.tobytes() != content.tobytes() for array, content in self._arrays):
             found.append("an array")
         with below_modes():
@@ -370,14 +414,24 @@ class _Rest:
             found.append("the state of a Python or NumPy random generator")
         return found
 
+    def _flipped(self) -> list[tuple[torch.Tensor, bool]]:
+        """Leaves that require grad now and did not, or the other way round, with their flags then."""
+        tensors, flags = self._walk.tensors, self._flags
+        if [*map(_requires_grad, tensors)] == flags:
+            return []
+        return [
+            pair
+            for pair in zip(tensors, flags, strict=True)
+            if pair[0].requires_grad is not pair[1] and pair[0].is_leaf
+        ]
+
     def put_back(self) -> None:
-        for tensor, flag in zip(self._walk.parameters, self._flags, strict=True):
-            if tensor.requires_grad is not flag:
-                tensor.requires_grad_(flag)
+        for tensor, flag in self._flipped():
+            tensor.requires_grad_(flag)
         for array, content in self._arrays:
             # Not a read-only one, which has not changed.
             if array.tobytes() != content.tobytes():
-                array[...] = content
+                array[... if hasattr(array, "shape") else slice(None)] = content
         with below_modes():
             for each, alias in zip(self._holders, self._aliases, strict=True):
                 # FSDP frees the memory of a parameter: there is none to put back.

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import dis
 import functools
+import gc
+import inspect
 import random
 import sys
+import threading
 import types
 import weakref
+from array import array
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from itertools import chain, repeat
-from operator import itemgetter, methodcaller
+from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -25,6 +30,9 @@ MISSING: Any = object()
 """Stands for the value of a name that has none."""
 INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
 """Attributes of modules that belong to torch, and ``forward``, in whose place an attached block puts its own."""
+_FORWARD_HOOKS = tuple(name for name in vars(Module()) if name.startswith("_forward_"))
+_PARTS = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"
+"""Attributes of a module: its parts, and its hooks around forward."""
 _PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
 _DEPTH = 6
@@ -40,8 +48,17 @@ _DICTS = frozenset((dict, OrderedDict, defaultdict, Counter))
 _SIMPLE: frozenset[type] = frozenset(
     (int, float, bool, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 )
-_CODE = _SIMPLE | {types.FunctionType, classmethod, staticmethod, property, type}
+_METHODS = frozenset((types.FunctionType, classmethod, staticmethod, property))
+_CODE = _SIMPLE | _METHODS | {type}
 """Classes of most attributes of a class."""
+_INSIDE: dict[type, Callable[[Any], Any]] = {
+    ContextVar: lambda variable: variable.get(MISSING),
+    memoryview: attrgetter("obj"),
+    types.MappingProxyType: lambda proxy: gc.get_referents(proxy)[0],
+    weakref.WeakKeyDictionary: attrgetter("data"),
+    weakref.WeakValueDictionary: attrgetter("data"),
+}
+"""For objects that hide a container, or another object: how to get it."""
 _NAMES: dict[type, str] = {
     **dict.fromkeys(_SIMPLE, "simple"),
     **dict.fromkeys(_DICTS, "dict"),
@@ -49,25 +66,45 @@ _NAMES: dict[type, str] = {
     **dict.fromkeys((tuple, frozenset), "fixed"),
     **dict.fromkeys((types.MethodType, functools.partial), "bound"),
     types.FunctionType: "function",
+    array: "numbers",
+    **dict.fromkeys(_INSIDE, "inside"),
 }
 """How objects of these classes are read."""
 _NAMES_OF_BASES: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (torch.Tensor, "tensor"),
     (Module, "module"),
+    (threading.local, "local"),
     ((type, types.ModuleType), "simple"),
     ((tuple, frozenset), "fixed"),
 )
 """How objects of classes that are derived from these are read."""
-_CODE_OBJECTS = (types.ModuleType, types.BuiltinFunctionType, type)
 _OPAQUE_ROOTS = frozenset(
     ("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools", "triton", "numba")
-)
-_SHARED = frozenset(("dict", "items", "fixed", "array", "generator"))
-"""Objects that are read in classes. Classes also have registries of functions and other objects."""
+) | {"numpy"}
+_SHARED = frozenset(("dict", "items", "fixed", "array", "numbers", "inside", "generator"))
+"""Objects that are read in classes and hooks, which also have registries of functions, models, and other objects."""
 _values_of, _items_of = methodcaller("values"), methodcaller("items")
 _ITERATOR = "has an iterator, or a file, whose state cannot be copied for a second run"
 _LAZY = "has a lazy layer, which makes its parameters in this call"
+_GRADIENT = "reads the gradient of a tensor (.grad), which may change before backward"
 _WRITES = "has an embedding with max_norm, whose forward writes its weight"
+
+
+Space = tuple[dict[str, Any], tuple[str, ...]]
+"""A namespace, and names in it."""
+
+
+class _OfThread:
+    """The attributes of a thread-local object, as the calling thread has them."""
+
+    __slots__ = ("local",)
+
+    def __init__(self, local: threading.local) -> None:
+        self.local = local
+
+    @property
+    def __dict__(self) -> dict[str, Any]:  # type: ignore[override]
+        return vars(self.local)
 
 
 class Walk:
@@ -75,10 +112,11 @@ class Walk:
 
     Args:
         roots: the function, or the module that it is a method of, and objects among its arguments.
+        spaces: namespaces, with the names in them that are state.
         opens: whether to read classes and objects. Otherwise they are only found: many modules share them.
     """
 
-    def __init__(self, roots: Sequence[Any], *, opens: bool = False) -> None:
+    def __init__(self, roots: Sequence[Any], spaces: Sequence[Space] = (), *, opens: bool = False) -> None:
         self._opens = opens
         self.roots = roots
         """Held, since a part is known by their identities."""
@@ -104,8 +142,10 @@ class Walk:
         """Classes whose attributes are state."""
         self.items: list[Any] = []
         """Lists, sets and others whose values have no names."""
-        self.globals: list[tuple[dict[str, Any], tuple[str, ...]]] = []
+        self.globals: list[Space] = []
         """Namespaces with the names that a function's code uses."""
+        self.code: list[frozenset[str]] = []
+        """Attributes and globals that the code of each function names."""
         self.slots: list[tuple[Any, tuple[str, ...]]] = []
         """Objects with the names of their slots."""
         self.cells: list[tuple[str, types.CellType]] = []
@@ -119,12 +159,15 @@ class Walk:
         self.arrays: list[Any] = []
         self.generators: list[Generator] = []
         self._todo: list[tuple[Any, str, int, bool]] = []
-        """Objects to be read: how, their depth, and whether a class has them."""
+        """Objects to be read: how, their depth, and whether a class or a hook has them."""
         self._seen: set[int] = set()
         for each in roots if opens else ():
             if isinstance(each, type):
                 self._read_class(each)
         self._meet(zip(repeat(""), roots), 0)
+        self.globals += spaces
+        for space, names in spaces:
+            self._meet([(name, space[name]) for name in names if name in space], 1)
         # The list grows during the loop.
         for value, what, depth, is_shared in self._todo:
             if what == "module":
@@ -140,7 +183,7 @@ class Walk:
         vars(self).update({name: () for name, value in vars(self).items() if type(value) is list and not value})
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
-        """Take values with their names, and queue containers among them; ``is_shared``: a class has them."""
+        """Take values with their names, and queue containers among them; ``is_shared``: a class or a hook has them."""
         simple, seen = _CODE if is_shared else _SIMPLE, self._seen
         for name, value in pairs:
             if type(value) in simple:
@@ -182,26 +225,29 @@ class Walk:
         elif what == "generator":
             if (generator := generator_of(value)) is not None:
                 self.generators.append(generator)
-        elif what == "array":
-            if value.nbytes <= _MOST_BYTES:
+        elif what in ("array", "numbers"):
+            if (value.nbytes if what == "array" else len(value) * value.itemsize) <= _MOST_BYTES:
                 self.arrays.append(value)
+        elif what == "local":
+            self.owners.append(_OfThread(value))
+            self._meet(vars(value).items(), depth)
+        elif what == "inside":
+            self._meet((("", _INSIDE[type(value)](value)),), depth, is_shared)
         else:
             self.why_kept = _ITERATOR
 
     # Modules.
 
     def _read_module(self, module: Module) -> None:
-        kind = type(module)
-        if self._opens:
-            self._read_class(kind)
-        else:
-            self.found_classes[kind] = None
+        self._meet_class(type(module))
         attributes: Any = module.__dict__
         names, getter = _names_of(tuple(attributes))
         self.modules.append(module)
         self.names.append(names)
         self.getters.append(getter)
-        parameters, buffers, children = map(attributes.get, ("_parameters", "_buffers", "_modules"))
+        parameters, buffers, children, hooks, more_hooks = map(attributes.get, _PARTS)
+        if hooks or more_hooks:
+            self._read_hooks(attributes)
         if type(parameters) in _DICTS:
             self.own_parameters.append(parameters)
             (self.own_buffers if buffers else self.empty).append(buffers)
@@ -225,6 +271,23 @@ class Walk:
         if "max_norm" in attributes and isinstance(module, (Embedding, EmbeddingBag)) and module.max_norm is not None:
             self.why_kept = self.why_kept or _WRITES
 
+    def _read_hooks(self, attributes: dict[str, Any]) -> None:
+        """Read a module's hooks around its forward, and their variables. A hook may be removed before backward."""
+        own = [hooks for name in _FORWARD_HOOKS if (hooks := attributes.get(name))]
+        self.dictionaries += own
+        for hook in chain.from_iterable(map(_values_of, own)):
+            function = getattr(hook, "__func__", getattr(hook, "func", hook))
+            if _root_of(function) in _OPAQUE_ROOTS:
+                continue
+            if type(function) is types.FunctionType:
+                self._read_function(function, 1, opens=False, is_shared=True)
+            owner = getattr(hook, "__self__", hook)
+            if isinstance(hook, functools.partial):
+                self._meet(zip(repeat("an argument of a hook"), (*hook.args, *hook.keywords.values())), 1, True)
+            elif _facts_of(type(owner))[0] == "object" and type(values := getattr(owner, "__dict__", None)) is dict:
+                self.owners.append(owner)
+                self._meet(values.items(), 1, is_shared=True)
+
     def _read_tensors(self) -> None:
         """Read parameters and buffers of all modules."""
         own = self.own_parameters
@@ -245,6 +308,12 @@ class Walk:
                 self.tensor_names.append(name)
                 if type(buffer) in (torch.Tensor, Parameter):
                     self.buffers.append(buffer)
+
+    def _meet_class(self, kind: type) -> None:
+        if self._opens:
+            self._read_class(kind)
+        else:
+            self.found_classes[kind] = None
 
     def _read_class(self, kind: type) -> None:
         """Read containers that all objects of a class share, and the state of its ``forward`` and what that calls."""
@@ -276,42 +345,54 @@ class Walk:
             self.slots.append((value, names))
             self._meet(zip(names, values_of_slots(value, names), strict=True), depth)
 
-    def _read_function(self, function: types.FunctionType, depth: int, *, opens: bool) -> None:
-        self._read_cells(function, depth)
+    def _read_function(self, function: types.FunctionType, depth: int, *, opens: bool, is_shared: bool = False) -> None:
+        self._read_cells(function, depth, is_shared)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
-        self._meet(zip(repeat("a default of an argument"), defaults), depth)
-        self._add_globals(function, opens=opens)
+        self._meet(zip(repeat("a default of an argument"), defaults), depth, is_shared)
+        self._add_globals(function, opens=opens, is_shared=is_shared)
         self.owners.append(function)
-        self._meet(vars(function).items(), depth)
+        self._meet(vars(function).items(), depth, is_shared)
 
-    def _read_cells(self, function: types.FunctionType, depth: int) -> None:
+    def _read_cells(self, function: types.FunctionType, depth: int, is_shared: bool = False) -> None:
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self.cells.append((name, cell))
-            self._meet(((name, value_of_cell(cell)),), depth)
+            self._meet(((name, value_of_cell(cell)),), depth, is_shared)
 
-    def _add_globals(self, function: types.FunctionType, *, opens: bool) -> None:
+    def _add_globals(self, function: types.FunctionType, *, opens: bool, is_shared: bool = False) -> None:
         """Read globals that a function's code names: its state and, if it ``opens``, functions with their own state."""
         if _root_of(function) in _OPAQUE_ROOTS:
             return
-        state: dict[str, Any] = {}
-        helpers: dict[str, types.FunctionType] = {}
-        now = function.__globals__
-        for name, is_written in _globals_in(function.__code__).items():
-            value = now.get(name, MISSING)
-            if value is MISSING:
-                if is_written:
+        self.code.append(_names_in(function.__code__))
+        if _reads_gradients(function.__code__):
+            self.why_kept = self.why_kept or _GRADIENT
+        spaces = [(function.__globals__, _globals_in(function.__code__))]
+        # The list grows during the loop.
+        for now, names in spaces:
+            state: dict[str, Any] = {}
+            helpers: dict[str, types.FunctionType] = {}
+            for name, is_written in names.items():
+                value = now.get(name, MISSING)
+                if value is MISSING:
+                    if is_written:
+                        state[name] = value
+                elif type(value) is types.FunctionType:
+                    if opens and now is function.__globals__ and _root_of(value) not in _OPAQUE_ROOTS:
+                        helpers[name] = value
+                elif isinstance(value, types.ModuleType):
+                    own = vars(value)
+                    if _is_open(value.__name__.partition(".")[0]) and all(own is not each for each, _ in spaces):
+                        spaces.append((own, dict.fromkeys(_names_in(function.__code__), False)))
+                elif isinstance(value, type):
+                    if _reads_attributes(function.__code__, value):
+                        self._meet_class(value)
+                elif not isinstance(value, types.BuiltinFunctionType):
                     state[name] = value
-            elif type(value) is types.FunctionType:
-                if opens and _root_of(value) not in _OPAQUE_ROOTS:
-                    helpers[name] = value
-            elif not isinstance(value, _CODE_OBJECTS):
-                state[name] = value
-        self._meet(state.items(), 1)
-        new = [each for each in helpers.values() if id(each) not in self._seen]
-        self._seen.update(map(id, new))
-        self._todo += [(each, "helper", 1, False) for each in new]
-        if state or helpers:
-            self.globals.append((now, (*state, *helpers)))
+            self._meet(state.items(), 1, is_shared)
+            new = [each for each in helpers.values() if id(each) not in self._seen]
+            self._seen.update(map(id, new))
+            self._todo += [(each, "helper", 1, False) for each in new]
+            if state or helpers:
+                self.globals.append((now, (*state, *helpers)))
 
 
 def values_of_slots(thing: Any, names: Iterable[str]) -> list[Any]:
@@ -364,8 +445,7 @@ def _facts_of(kind: type) -> tuple[str, tuple[str, ...], bool, weakref.ref[type]
         members = types.MemberDescriptorType
         slots = [name for base in kind.__mro__ for name, value in vars(base).items() if isinstance(value, members)]
         root = _root_of(kind)
-        is_open = root not in _OPAQUE_ROOTS and root not in sys.stdlib_module_names
-        facts = _name_of(kind, root, has_slots=bool(slots)), tuple(slots), is_open
+        facts = _name_of(kind, root, has_slots=bool(slots)), tuple(slots), _is_open(root)
         known = _known[key] = (*facts, weakref.ref(kind, lambda _: _known.pop(key, None)))
     return known
 
@@ -383,6 +463,11 @@ def _name_of(kind: type, root: str, *, has_slots: bool) -> str:
     if hasattr(kind, "__next__"):
         return "file" if root in ("io", "_io") else "iterator"
     return "object" if root not in _OPAQUE_ROOTS and (kind.__dictoffset__ or has_slots) else "simple"
+
+
+def _is_open(root: str) -> bool:
+    """Whether attributes of the classes and modules of a package are copied."""
+    return root not in _OPAQUE_ROOTS and root not in sys.stdlib_module_names
 
 
 def _root_of(value: Any) -> str:
@@ -428,6 +513,22 @@ def _names_in(code: types.CodeType) -> frozenset[str]:
     """Attributes and globals that a function's code names, also in inner functions."""
     inner = [_names_in(each) for each in code.co_consts if isinstance(each, types.CodeType)]
     return frozenset(code.co_names).union(*inner)
+
+
+def _reads_attributes(code: types.CodeType, kind: type) -> bool:
+    """Whether a function's code may read attributes of a class, and not only call it."""
+    names = {name for base in kind.__mro__ if _facts_of(base)[2] for name in _names_in(code).intersection(vars(base))}
+    return any(type(inspect.getattr_static(kind, name)) not in _METHODS for name in names)
+
+
+@functools.lru_cache(maxsize=1024)
+def _reads_gradients(code: types.CodeType) -> bool:
+    """Whether a function's code reads an attribute ``grad``, also in inner functions. It may call such a function."""
+    # Python calls a method of an object by the same instruction, with a mark.
+    return any(
+        each.opname == "LOAD_ATTR" and each.argval == "grad" and "NULL" not in each.argrepr
+        for each in dis.get_instructions(code)
+    ) or any(_reads_gradients(each) for each in code.co_consts if isinstance(each, types.CodeType))
 
 
 @functools.lru_cache(maxsize=1024)

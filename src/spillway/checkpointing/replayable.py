@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import copy_context
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -111,6 +112,8 @@ class ReplayedFunction:
         self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
         """Name of the function in errors."""
         self._function, self._arguments = function, arguments
+        self._variables = copy_context()
+        """The context variables of forward. A replay reads these, in any thread, and leaves no trace in them."""
         self.keeps_state = False
         """Whether replays run on the current Python state."""
 
@@ -125,7 +128,7 @@ class ReplayedFunction:
             with within:
                 return self._function(*args, **kwargs)
         with self.state.in_force(), within:
-            return self._function(*args, **kwargs)
+            return self._variables.copy().run(self._function, *args, **kwargs)
 
 
 def module_of(function: Callable[..., Any]) -> torch.nn.Module | None:
