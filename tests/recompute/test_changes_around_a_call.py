@@ -707,8 +707,9 @@ PRECISIONS: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
         lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", False),
     ),
     "cudnn": (
-        lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
-        lambda: setattr(torch.backends.cudnn, "allow_tf32", True),
+        # Torch's own test utilities forbid to set it by its name.
+        lambda: torch._C._set_cudnn_allow_tf32(False),
+        lambda: torch._C._set_cudnn_allow_tf32(True),
     ),
     "newer": (
         lambda: setattr(torch.backends.cuda.matmul, "fp32_precision", "tf32"),
