@@ -268,6 +268,19 @@ def test_weights_that_move_to_the_device_and_back(tmp_path: Path) -> None:
         assert not _is_private(layer.data_ptr()) and _is_private(model.layers[2].first.base.weight.data_ptr())  # type: ignore[union-attr, operator]
 
 
+def test_weights_that_are_cast_while_they_are_on_the_device(tmp_path: Path) -> None:
+    plain, model = freeze(Model()), freeze(on_meta())
+    with on_disk(model, saved(plain, tmp_path)) as session, streamed(model, session) as attached:
+        streams = attached._root.streams
+        assert streams is not None
+        streams.place([f"layers.{number}" for number in range(BLOCKS)])
+        for each in (model, plain):
+            each.double()
+        streams.place(())
+        assert len(attached.streamed) == BLOCKS
+        assert torch.equal(loss_of(model, 1), loss_of(plain, 1))
+
+
 def _is_private(address: int) -> bool:
     """Whether a page is a private one of this process, and none of a file."""
     with open("/proc/self/pagemap", "rb") as pages:

@@ -79,8 +79,11 @@ _NAMES_OF_BASES: tuple[tuple[type | tuple[type, ...], str], ...] = (
 )
 """How objects of classes that are derived from these are read."""
 _OPAQUE_ROOTS = frozenset(
-    ("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools", "triton", "numba")
-) | {"numpy"}
+    (
+        *("torch", "spillway", "builtins", "_thread", "threading", "weakref", "logging", "functools"),
+        *("triton", "numba", "numpy"),
+    )
+)
 _SHARED = frozenset(("dict", "items", "fixed", "array", "numbers", "inside", "generator"))
 """Objects that are read in classes and hooks, which also have registries of functions, models, and other objects."""
 _values_of, _items_of = methodcaller("values"), methodcaller("items")

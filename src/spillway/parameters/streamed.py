@@ -352,7 +352,8 @@ class StreamedModel:
             if parameter is None or is_streamed(parameter):
                 continue
             home: Home | None = block.files.get(owned.path) or home_of(parameter, arena)
-            if home is None:
+            # It may have been cast while it was on the device.
+            if home is None or home.nbytes != parameter.nbytes:
                 home = Pinned(arena, parameter.nbytes)
                 home.synchronize()
             if isinstance(home, FileHome):
