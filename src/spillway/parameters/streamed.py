@@ -115,6 +115,12 @@ class StreamedBlock:
     def sizes(self) -> list[int]:
         return [each.home.nbytes for each in self.parameters if each.is_alive]
 
+    @property
+    def read_seconds(self) -> float:
+        """Time to read its parameters that are in files, as in the last pass."""
+        nbytes = sum(home.nbytes for home in self.files.values())
+        return nbytes * self._model.read_seconds_per_byte
+
     def in_replay(self) -> AbstractContextManager[None]:
         """:meth:`in_use` around a replay of the block's checkpointed forward."""
         return self.in_use(is_replay=True)
@@ -237,10 +243,11 @@ class StreamedModel:
         self.identity = session.of(SavedState).identity
         self.lock = threading.RLock()
         out, back = self.mover.streams
-        self._tiers = [kind(runtime.backend, runtime.arena, out=out, back=back) for kind in (HomeTier, FileTier)]
+        self._memory = HomeTier(runtime.backend, runtime.arena, out=out, back=back)
+        self._files = FileTier(runtime.backend, runtime.arena, out=out, back=back)
         # Weak: entries of dropped models hold the tiers until they are forgotten.
         me = weakref.ref(self)
-        for tier in self._tiers:
+        for tier in (self._memory, self._files):
             tier.at_end = lambda: _settle(me)
         self.passes = 0
         """Calls of the model that are under way."""
@@ -270,6 +277,7 @@ class StreamedModel:
         """A call of the model. See NOTE [ Fetched ahead ] and NOTE [ Writes at rest ]."""
         with self.lock:
             self._ahead.drop()
+            self._files.measure()
             self.passes += 1
         try:
             yield
@@ -282,8 +290,13 @@ class StreamedModel:
         """Nothing is fetched ahead, and what compute does next comes after all copies of homes."""
         with self.lock:
             self._ahead.drop()
-            for tier in self._tiers:
+            for tier in (self._memory, self._files):
                 tier.settle()
+
+    @property
+    def read_seconds_per_byte(self) -> float:
+        """Of reads of files, as measured in the latest call of the model and its backward; 0: there were none."""
+        return self._files.seconds_per_byte
 
     @property
     def resident_bytes(self) -> int:
@@ -465,7 +478,7 @@ class StreamedModel:
         return entry
 
     def _made(self, parameter: StreamedParameter, ledger: ByteCounters) -> StreamedEntry:
-        tier = self._tiers[isinstance(parameter.home, FileHome)]
+        tier = self._files if isinstance(parameter.home, FileHome) else self._memory
         entry = StreamedEntry(parameter, self.runtime, tier, ledger)
         parameter.latest = entry.reference
         return entry
