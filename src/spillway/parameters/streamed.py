@@ -359,7 +359,7 @@ class StreamedModel:
 
     def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter | None]) -> None:
         """Move the parameters of a block to pinned memory, unless they are there or in a file."""
-        optimizer, arena, backend = self._optimizer(), self.runtime.arena, self.runtime.backend
+        optimizer, arena = self._optimizer(), self.runtime.arena
         for owned in block.own:
             parameter = owned.reference()
             if parameter is None or is_streamed(parameter):
@@ -371,10 +371,14 @@ class StreamedModel:
                 home.synchronize()
             if isinstance(home, FileHome):
                 block.files[owned.path] = home
-            block.parameters.append(StreamedParameter(owned.path, parameter, home, backend, owned.device))
-            set_streamed(parameter, None)
+            self._take(block, owned, parameter, home)
             if optimizer is not None and optimizer.holds(parameter) and isinstance(home, Pinned):
                 streamed[parameter] = block.parameters[-1]
+
+    def _take(self, block: StreamedBlock, owned: Owned, parameter: Parameter, home: Home) -> None:
+        backend = self.runtime.backend
+        block.parameters.append(StreamedParameter(owned.path, parameter, home, backend, owned.device))
+        set_streamed(parameter, None)
 
     @contextmanager
     def _moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter | None]]:
@@ -406,9 +410,14 @@ class StreamedModel:
                 block.parameters.pop(0)
 
     def _leave(self) -> None:
-        for owned in (owned for block in self.blocks for owned in block.own):
+        for block, owned in ((block, owned) for block in self.blocks for owned in block.own):
             parameter = owned.reference()
-            if parameter is not None and not is_streamed(parameter):
+            if parameter is None or is_streamed(parameter):
+                continue
+            home = block.files.get(owned.path)
+            if home is not None and home.nbytes == parameter.nbytes and not parameter.requires_grad:
+                self._take(block, owned, parameter, home)
+            else:
                 self._moved.append(owned[1:])
         self._let_go(self.blocks)
         self.blocks = []
