@@ -269,13 +269,11 @@ def test_weights_that_move_to_the_device_and_back(tmp_path: Path) -> None:
         # Pages of the first block were not written.
         layer = model.layers[1].first.base.weight  # type: ignore[union-attr]
         assert not _is_private(layer.data_ptr()) and _is_private(model.layers[2].first.base.weight.data_ptr())  # type: ignore[union-attr, operator]
-        # Those that are on the device in the end, and one that is trained since.
+        # Those that are on the device in the end.
         streams.place(("layers.0", "layers.1"))
-        trained = model.layers[1].second.base.weight.requires_grad_()  # type: ignore[union-attr, operator]
         for each in (model, plain):
             each.layers[0].first.base.weight.data.neg_()  # type: ignore[union-attr]
-    del before["layers.1.second.base.weight"]
-    assert addresses(model) | before == addresses(model) and trained.device.type == "cpu"
+    assert addresses(model) == before
     assert torch.equal(loss_of(model, 3), loss_of(plain, 3))
 
 

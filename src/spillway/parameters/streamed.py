@@ -410,15 +410,16 @@ class StreamedModel:
                 block.parameters.pop(0)
 
     def _leave(self) -> None:
-        for block, owned in ((block, owned) for block in self.blocks for owned in block.own):
-            parameter = owned.reference()
-            if parameter is None or is_streamed(parameter):
-                continue
-            home = block.files.get(owned.path)
-            if home is not None and home.nbytes == parameter.nbytes and not parameter.requires_grad:
-                self._take(block, owned, parameter, home)
-            else:
-                self._moved.append(owned[1:])
+        for block in self.blocks:
+            for owned in block.own:
+                parameter = owned.reference()
+                if parameter is None or is_streamed(parameter):
+                    continue
+                home = block.files.get(owned.path)
+                if home is not None and home.nbytes == parameter.nbytes:
+                    self._take(block, owned, parameter, home)
+                else:
+                    self._moved.append(owned[1:])
         self._let_go(self.blocks)
         self.blocks = []
         for reference, device in self._moved:
