@@ -354,7 +354,7 @@ class _Walk:
         self._note_level()
 
     def _seconds(self, copied: Sent | Weights) -> float:
-        """Of a copy to the GPU."""
+        """Time of a copy to the GPU."""
         return max(copied.nbytes / self._rates.back, copied.read_seconds)
 
     def _send(self, ready: float, task: str) -> None:
