@@ -295,7 +295,7 @@ class StreamedModel:
 
     @property
     def read_seconds_per_byte(self) -> float:
-        """Time to read a byte of the files, measured in the latest call of the model and its backward; 0: none was read."""
+        """Time to read a byte of the files, as measured in the latest pass; 0: none was read."""
         return self._files.seconds_per_byte
 
     @property
