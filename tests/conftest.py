@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from integrations.ranks import World
+from latest_states import compare_with_walks
 from support import FAILED, Way
 
 
@@ -131,3 +132,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """Two ranks, which all tests of several processes share."""
     with World(tmp_path_factory.mktemp("world")) as world:
         yield world
+
+
+@pytest.fixture(autouse=True)
+def _compare_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each state of a block that is used again is what a walk would find."""
+    compare_with_walks(monkeypatch)

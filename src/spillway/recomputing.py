@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from spillway.checkpointing.partition import Partition
+    from spillway.checkpointing.python_state import LatestState
     from spillway.saved_tensors.hooks import ForwardScope
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -233,10 +234,11 @@ def _call_checkpointed(
     session: Session | None,
     profiled: Callable[..., CheckpointedCall] | None = None,
     around: Callable[[], AbstractContextManager[None]] | None = None,
+    latest: LatestState | None = None,
 ) -> Any:
     """:func:`recompute` with its options as a value, and with a context ``around`` each replay.
 
-    ``profiled`` makes a call that a profiler listens to.
+    ``latest`` is the state of the function's latest call. ``profiled`` makes a call that a profiler listens to.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
@@ -252,7 +254,7 @@ def _call_checkpointed(
     session = session if session is not None else Session.default()
     if in_replay():
         # The checks of the outer function cover it.
-        replayed = ReplayedFunction(function, arguments, around)
+        replayed = ReplayedFunction(function, arguments, around, latest)
         if replayed.state.why_kept() is not None:
             return forward()
         scope, inputs = current_scope(session), None if how.choices.inputs is None else Decision.KEEP
@@ -279,7 +281,7 @@ def _call_checkpointed(
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
             return PreservingCall(order, scope, learned).run(forward)
-    replayed = ReplayedFunction(function, arguments, around)
+    replayed = ReplayedFunction(function, arguments, around, latest)
     why_kept = replayed.state.why_kept()
     if why_kept is None and learned.takes_gradients:
         why_kept = "takes a gradient of what it computes"

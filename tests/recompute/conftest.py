@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import spillway
+from latest_states import keep_all_states
 from recompute.regions import PLACES, Place, Regions
 from spillway.testing import AdversaryBackend
 from support import FAILED, assert_nothing_left
@@ -37,3 +38,8 @@ def regions(request: pytest.FixtureRequest, place: Place, tmp_path: Path) -> Ite
 def _no_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which later call is compared depends on how many functions there were before: tests of samples say so."""
     monkeypatch.setattr("spillway.checkpointing.learned._EVERY", 1 << 40)
+
+
+@pytest.fixture(autouse=True)
+def _keep_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_all_states(monkeypatch)

@@ -24,6 +24,7 @@ from spillway._torch import global_pre_hooks, has_global_hook, hooks_of, own_cal
 from spillway.attaching.call import ModuleCall, is_attached
 from spillway.attaching.validation import cache_error
 from spillway.checkpointing.blocks import Named
+from spillway.checkpointing.python_state import LatestState
 from spillway.errors import RecomputeError
 from spillway.recomputing import Recompute, call_checkpointed_untraced
 from spillway.saved_tensors.handles import in_replay
@@ -101,6 +102,8 @@ class BlockCall(ModuleCall):
 
     def __init__(self, named: Named, how: Recompute, session: Session | None, others: Iterable[Named]) -> None:
         super().__init__(named)
+        self._latest = LatestState()
+        self.module = weakref.ref(named.module, self._latest.forget)
         self.how: Recompute | None = how
         """``None``: for now, it is not checkpointed."""
         self.tracing: BlockTracing | None = None
@@ -115,6 +118,10 @@ class BlockCall(ModuleCall):
         self._alone = PassthroughBlock()
         self._is_lazy = _has_lazy(named.module)
         self._forward = BlockForward(self.module, self.checkpointed)
+
+    def uninstall(self) -> bool:
+        self._latest.forget()
+        return super().uninstall()
 
     def run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # The first call of a lazy module makes its parameters, which a replay would find made.
@@ -158,7 +165,7 @@ class BlockCall(ModuleCall):
         run = _Run(self, module, forward, how, self._traced.now)
         around = None if self.streamed is None else self.streamed.in_replay
         profiled = None if self.listener is None else self.listener.call
-        return call_checkpointed_untraced(how, run, args, kwargs, self._session, profiled, around)
+        return call_checkpointed_untraced(how, run, args, kwargs, self._session, profiled, around, self._latest)
 
 
 class _Run:

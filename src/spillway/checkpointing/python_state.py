@@ -14,9 +14,20 @@ Objects and hooks of torch's own are never opened: they hold the state of stream
 that is not seen (of C extensions) is left to the checks of the replay: equal values, or a
 :class:`~spillway.errors.RecomputeError`.
 
-Each call takes a copy of its own. The copy lives as long as the call's graph, and holds all that the function had.
-Nothing is held between calls. The names and values of all containers are one sequence, whose identities are compared at
-once: values need not have a truth value. Only if they differ, containers are compared one by one.
+Each call has a copy, which lives as long as the call's graph, and holds all that the function had. The names and values
+of all containers are one sequence, whose identities are compared at once: values need not have a truth value. Only if
+they differ, containers are compared one by one.
+
+NOTE [ States that stay the same ]
+
+Mostly a block's state is the same in each step, and comparing it takes less time than finding it again. So once a
+replay has seen that nothing changed, a :class:`LatestState` keeps what the walk found. The block's next call compares
+all contents, and all else that the walk went by (:meth:`Walk.frame`). If anything differs, or if a module has hooks
+around its forward, the call walks.
+
+The block owns its :class:`LatestState`, which is emptied when the block's module dies or is detached. It keeps no state
+that leads back to that module, or that has tensors besides parameters and buffers. One of these that the user replaces
+is held until the block's next call.
 
 NOTE [ Parts of a state ]
 
@@ -43,12 +54,22 @@ import torch
 from torch.nn import Module
 
 from spillway._torch import PARAMETRIZED, caches_parametrized, disable_function, hooks_of, next_hook
+from spillway.checkpointing.identities import have_same_items
 from spillway.checkpointing.python_generators import global_generators
-from spillway.checkpointing.python_walk import INTERNAL, MISSING, Walk, are_plain, value_of_cell, values_of_slots
+from spillway.checkpointing.python_walk import (
+    MISSING,
+    OF_BLOCK,
+    OF_TORCH,
+    Walk,
+    are_plain,
+    value_of_cell,
+    values_of_slots,
+)
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.saved_tensors.identity import is_streamed
 
 _values_of, _requires_grad, _data_of = methodcaller("values"), attrgetter("requires_grad"), attrgetter("data")
+_is_leaf = attrgetter("is_leaf")
 # Without an object's own ``__getattribute__``.
 _attribute_of, _DICT = object.__getattribute__, repeat("__dict__")
 
@@ -59,21 +80,30 @@ class PythonState:
     ``objects`` are those among its arguments.
     """
 
-    def __init__(self, function: Any, objects: Sequence[Any] = ()) -> None:
+    def __init__(self, function: Any, objects: Sequence[Any] = (), latest: LatestState | None = None) -> None:
         # Function modes must not see this.
         self._first_hook = next_hook()
+        roots = _roots_of(function)
+        self._module = roots[0] if isinstance(roots[0], Module) else None
+        self._latest = None if objects else latest
         with disable_function():
-            walk = Walk((*_roots_of(function), *objects), [PARAMETRIZED] if caches_parametrized() else ())
-            walk.generators = [*walk.generators, *global_generators()]
-            parts = [*walk.found_classes], *([each] for each in walk.found_objects)
-            self._copies = [_Copy(walk), *[_part_of(each) for each in parts if each]]
+            self._kept = None if self._latest is None else self._latest.of_now(self._module)
+            if self._kept is not None:
+                self._copies = [_Copy(self._kept.walk, self._kept.content)]
+            else:
+                walk = Walk((*roots, *objects), [PARAMETRIZED] if caches_parametrized() else ())
+                walk.generators = [*walk.generators, *global_generators()]
+                shared = [*walk.found_classes], *([each] for each in walk.found_objects)
+                self._copies = [_Copy(walk), *[_part_of(each) for each in shared if each]]
+                if self._latest is not None:
+                    self._kept = self._latest.found(self._module, self._copies)
             tensors = chain.from_iterable([each.walk.tensors for each in self._copies])
             self._spaces = [each.__dict__ for each in tensors if type(each) in PLAIN]
             """Attributes of all plain tensors."""
             self._names = self._names_in_use()
             if self._names:
                 names = tuple(self._names)
-                self._copies.append(_Copy(Walk((), [(each, names) for each in self._spaces])))
+                self._copies = [*self._copies, _Copy(Walk((), [(each, names) for each in self._spaces]))]
 
     def _names_in_use(self) -> set[str]:
         """Names of attributes of tensors that the function's code has. Wrappers and optimizers have others there."""
@@ -93,14 +123,20 @@ class PythonState:
 
         Inference tensors are left out: they have no versions. The names are the same in every call, and not unique.
         """
+        if self._kept is not None and self._kept.reachable is not None and not self._names:
+            return self._kept.reachable
         walks = [each.walk for each in self._copies]
         named = [*chain.from_iterable([zip(each.tensor_names, each.tensors, strict=True) for each in walks])]
         found = {id(pair[1]): pair for pair in reversed(named)}
-        return [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
+        reachable = [pair for pair in reversed(found.values()) if not pair[1].is_inference()]
+        if self._kept is not None and not self._names:
+            self._kept.reachable = reachable
+        return reachable
 
     def modules(self) -> list[Module]:
         """The modules that the function can reach."""
-        return [*chain.from_iterable([each.walk.modules for each in self._copies])]
+        own = [] if self._module is None else [self._module]
+        return [*own, *chain.from_iterable([each.walk.modules for each in self._copies])]
 
     def forward_ended(self) -> None:
         """Let go of the states of generators that forward did not advance: its replay needs none of them.
@@ -130,9 +166,11 @@ class PythonState:
         """
         # Function modes must not see this.
         with disable_function():
-            put_back: list[Callable[[], None]] = []
+            put_back: list[Callable[[], object]] = []
+            changed = False
             for each in self._copies:
                 if not each.is_current():
+                    changed = True
                     put_back.append(each.taken_now())
                     each.put_back()
                 else:
@@ -149,7 +187,9 @@ class PythonState:
             with disable_function():
                 # Two copies may share an object. The first one has seen its present content.
                 for function in reversed(put_back):
-                    function()
+                    changed = bool(function()) or changed
+                if self._latest is not None:
+                    self._latest.keep(None if changed or hidden else self._kept)
 
     def _hide_hooks(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Take hooks from modules that got them since forward began."""
@@ -168,22 +208,25 @@ def _hide(space: dict[Any, Any], names: Iterable[Any]) -> tuple[dict[Any, Any], 
 class _Copy:
     """The content of all that a walk found, at that time."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Walk, content: _Content | None = None) -> None:
         self.walk = walk
-        self._content = _content_of(walk)
+        self.content = _content_of(walk) if content is None else content
         self._rest = _Rest(walk)
 
     def is_current(self) -> bool:
-        return self._has_same_contents() and not self._rest.changes()
+        return _is_content_of(self.content, self.walk) and not self._rest.changes()
 
     def changed(self) -> list[str]:
         """Names of what has changed."""
-        copies = () if self._has_same_contents() else self._contents()
+        copies = () if _is_content_of(self.content, self.walk) else self._contents()
         return [*(str(name) for each, then in copies for name in each.changes(then)), *self._rest.changes()]
 
-    def put_back(self) -> None:
-        if not self.is_current():
+    def put_back(self) -> bool:
+        """Put the content back; whether it had changed."""
+        changed = not self.is_current()
+        if changed:
             _put_back(self._contents(), self._rest)
+        return changed
 
     def taken_now(self) -> Callable[[], None]:
         """A function that puts the present content back."""
@@ -195,19 +238,9 @@ class _Copy:
     def let_go_of_unused_generators(self) -> None:
         self._rest.generators = [(each, state) for each, state in self._rest.generators if each.get() != state]
 
-    def _has_same_contents(self) -> bool:
-        """Whether all containers have the same names and values, in the same order."""
-        try:
-            now_lengths, now_names, now_values = _content_of(self.walk)
-        except KeyError:
-            # A module has lost an attribute.
-            return False
-        lengths, names, values = self._content
-        return now_lengths == lengths and all(map(is_, now_values, values)) and all(map(is_, now_names, names))
-
     def _contents(self) -> Iterator[tuple[_Container, Any]]:
-        lengths, names, values = self._content
-        all_names, all_values, count = iter(names), iter(values), len(self.walk.modules)
+        lengths, names, values = self.content
+        all_names, all_values, count = iter(names), iter(values), len(self.walk.attributes)
         for each, length in zip(_containers_of(self.walk), lengths[count:], strict=True):
             if isinstance(each, _Items):
                 yield each, [*islice(all_values, length)]
@@ -220,6 +253,71 @@ def _put_back(contents: Iterable[tuple[_Container, Any]], rest: _Rest) -> None:
     for each, then in contents:
         each.put_back(then)
     rest.put_back()
+
+
+class _Kept:
+    """What a walk has found, with the contents at that time. See NOTE [ States that stay the same ]."""
+
+    def __init__(self, module: Module, walks: Sequence[Walk]) -> None:
+        self.walk = Walk.joined(walks)
+        self.content = _content_of(self.walk)
+        self.reachable: list[tuple[str, torch.Tensor]] | None = None
+        """That of :meth:`PythonState.reachable`, if it was asked for."""
+        self._kind = type(module)
+        self._frame = self.walk.frame()
+        self._generators = global_generators()
+
+    def is_of_now(self, module: Module) -> bool:
+        """Whether another walk would find the same."""
+        return (
+            type(module) is self._kind
+            and module.__dict__ is self.walk.attributes[0]
+            and not any(self.walk.hooks)
+            and global_generators() == self._generators
+            and _is_content_of(self.content, self.walk)
+            and have_same_items(self.walk.frame(), self._frame)
+        )
+
+
+_MOST_MISSES = 16
+"""States in a row that were not the latest one: then a block's states are no longer kept."""
+
+
+class LatestState:
+    """A block's state, if replays have seen no change. See NOTE [ States that stay the same ]."""
+
+    def __init__(self) -> None:
+        self._kept: _Kept | None = None
+        self._misses = 0
+
+    def of_now(self, module: Module | None) -> _Kept | None:
+        """The state that is kept, if the block's state is the same."""
+        kept = self._kept
+        if kept is None or module is None or caches_parametrized():
+            return None
+        if kept.is_of_now(module):
+            self._misses = 0
+            return kept
+        self._kept = None
+        self._misses += 1
+        return None
+
+    def found(self, module: Module | None, copies: Sequence[_Copy]) -> _Kept | None:
+        """A state that may be kept."""
+        walks = [each.walk for each in copies]
+        if module is None or self._misses >= _MOST_MISSES or not all(each.is_repeatable for each in walks):
+            return None
+        # A part may lead back to the module. Other tensors may be dropped, and those with a history hold graphs.
+        if any(each.has_other_tensors for each in walks) or any(each.modules for each in walks[1:]):
+            return None
+        return _Kept(module, walks) if all(map(_is_leaf, walks[0].tensors)) else None
+
+    def keep(self, kept: _Kept | None) -> None:
+        self._kept = kept
+
+    def forget(self, module: object = None) -> None:
+        """Hold nothing, since the module has died or is detached."""
+        self._kept = None
 
 
 _parts: weakref.WeakValueDictionary[tuple[int, ...], _Copy] = weakref.WeakValueDictionary()
@@ -241,7 +339,7 @@ values of each container; names in containers other than those whose names the w
 
 
 def _content_of(walk: Walk) -> _Content:
-    modules = [each.__dict__ for each in walk.modules]
+    modules = walk.attributes
     maps = [*map(_attribute_of, walk.owners, _DICT), *walk.maps]
     parts: list[Any] = [get(own) for get, own in zip(walk.getters, modules, strict=True)]
     parts += [
@@ -253,6 +351,17 @@ def _content_of(walk: Walk) -> _Content:
     ]
     lengths = [*map(len, modules), *map(len, parts), *map(len, walk.empty)]
     return lengths, tuple(chain(*maps)), tuple(chain(*parts))
+
+
+def _is_content_of(content: _Content, walk: Walk) -> bool:
+    """Whether all containers have the same names and values, in the same order."""
+    try:
+        now_lengths, now_names, now_values = _content_of(walk)
+    except KeyError:
+        # A module has lost an attribute.
+        return False
+    lengths, names, values = content
+    return now_lengths == lengths and have_same_items(now_values, values) and have_same_items(now_names, names)
 
 
 class _Container:
@@ -338,8 +447,9 @@ def _are_identical(a: Any, b: Any) -> bool:
 
 def _containers_of(walk: Walk) -> Iterator[_Container]:
     """All containers, in the order of their contents."""
-    for module, names in zip(walk.modules, walk.names, strict=True):
-        yield _attributes(module.__dict__, names, INTERNAL.__contains__)
+    for place, (attributes, names) in enumerate(zip(walk.attributes, walk.names, strict=True)):
+        left_out = OF_BLOCK if place == 0 and walk.has_own_module else OF_TORCH
+        yield _attributes(attributes, names, left_out.__contains__)
     for each in walk.owners:
         yield _attributes(_attribute_of(each, "__dict__"))
     yield from map(_Dictionary, (*walk.dictionaries, *walk.own_buffers))

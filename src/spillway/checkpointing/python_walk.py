@@ -28,11 +28,15 @@ from spillway.checkpointing.python_generators import Generator, generator_of
 
 MISSING: Any = object()
 """Stands for the value of a name that has none."""
-INTERNAL = frozenset((*vars(Module()), "_compiled_call_impl", "forward", "__compiled_call_impl")) - {"training"}
-"""Attributes of modules that belong to torch, and ``forward``, in whose place an attached block puts its own."""
-_FORWARD_HOOKS = tuple(name for name in vars(Module()) if name.startswith("_forward_"))
+OF_TORCH = frozenset((*vars(Module()), "_compiled_call_impl", "__compiled_call_impl")) - {"training"}
+"""Attributes of modules that belong to torch."""
+OF_BLOCK = OF_TORCH | {"forward"}
+"""Those of the function's own module, whose ``forward`` an attached block exchanges."""
 _PARTS = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks"
 """Attributes of a module: its parts, and its hooks around forward."""
+_own_parts = itemgetter(*_PARTS)
+_dict_of, _form_of = attrgetter("__dict__"), attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_FORWARD_HOOKS = tuple(name for name in vars(Module()) if name.startswith("_forward_"))
 _PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
 _DEPTH = 6
@@ -121,14 +125,23 @@ class Walk:
 
     def __init__(self, roots: Sequence[Any], spaces: Sequence[Space] = (), *, opens: bool = False) -> None:
         self._opens = opens
-        self.roots = roots
+        self.root = next((each for each in roots[:1] if isinstance(each, Module) and not opens), None)
+        """The module that the function belongs to, during the walk."""
+        self.has_own_module = self.root is not None
+        """Whether the first module is the one that the function belongs to."""
+        self.roots = roots if opens else ()
         """Held, since a part is known by their identities."""
+        self.is_repeatable = not spaces
+        """Whether equal contents and an equal :meth:`frame` say that another walk would find the same."""
         self.found_classes: dict[type, None] = {}
         """Classes of modules that were found, and not read."""
         self.found_objects: list[Any] = []
         self.why_kept: str | None = None
         """Why the function cannot be replayed, if it cannot."""
         self.modules: list[Module] = []
+        """Without the one that the function belongs to, which is not held."""
+        self.attributes: list[dict[str, Any]] = []
+        """Attributes of each module, also of that one."""
         self.names: list[tuple[str, ...]] = []
         """For each module, the names of its attributes that are state."""
         self.getters: list[Callable[[Any], tuple[Any, ...]]] = []
@@ -147,6 +160,12 @@ class Walk:
         """Lists, sets and others whose values have no names."""
         self.globals: list[Space] = []
         """Namespaces with the names that a function's code uses."""
+        self.hooks: list[dict[int, Any]] = []
+        """Hooks of modules around their forwards, which are empty if the walk is repeatable."""
+        self.functions: list[types.FunctionType] = []
+        """Functions that were read."""
+        self.other_globals: list[Space] = []
+        """Namespaces with names that this code uses for no state: for classes, modules, built-in functions."""
         self.code: list[frozenset[str]] = []
         """Attributes and globals that the code of each function names."""
         self.slots: list[tuple[Any, tuple[str, ...]]] = []
@@ -155,6 +174,8 @@ class Walk:
         """Closures' cells, with their names."""
         self.tensors: list[torch.Tensor] = []
         """All tensors."""
+        self.has_other_tensors = False
+        """Whether some are no parameters and no buffers."""
         self.tensor_names: list[str] = []
         self.parameters: list[torch.Tensor] = []
         """Plain parameters of modules."""
@@ -178,12 +199,34 @@ class Walk:
             else:
                 self._read(value, what, depth, is_shared)
         self._read_tensors()
-        # Views of the classes' attributes: they change with these.
-        self.maps = *self.dictionaries, *self.own_buffers, *self.own_parameters, *map(vars, self.classes)
+        self._set_maps()
         self._seen.clear()
         self._todo.clear()
+        self.root = None
         # A collection of garbage would go through the empty lists of all calls.
         vars(self).update({name: () for name, value in vars(self).items() if type(value) is list and not value})
+
+    @classmethod
+    def joined(cls, walks: Sequence[Walk]) -> Walk:
+        """Some walks as one."""
+        joined = cls.__new__(cls)
+        first, *others = map(vars, walks)
+        lists = {name: value for name, value in first.items() if isinstance(value, (list, tuple))}
+        vars(joined).update(first)
+        vars(joined).update({name: [*value, *chain(*[each[name] for each in others])] for name, value in lists.items()})
+        joined._set_maps()
+        return joined
+
+    def _set_maps(self) -> None:
+        # Views of the classes' attributes: they change with these.
+        self.maps = *self.dictionaries, *self.own_buffers, *self.own_parameters, *map(vars, self.classes)
+
+    def frame(self) -> tuple[Any, ...]:
+        """What the walk went by besides contents: its identities tell whether another walk would find the same."""
+        others = [[*map(now.get, names, repeat(MISSING))] for now, names in self.other_globals]
+        forwards = [each.get("forward") for each in self.attributes[: self.has_own_module]]
+        own = map(type, self.modules), map(_dict_of, self.modules), forwards
+        return tuple(chain(*own, *map(_own_parts, self.attributes), *map(_form_of, self.functions), *others))
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
         """Take values with their names, and queue containers among them; ``is_shared``: a class or a hook has them."""
@@ -196,6 +239,9 @@ class Walk:
                 self.tensors.append(value)
                 self.tensor_names.append(str(name))
             elif what == "simple" or id(value) in seen or (is_shared and what not in _SHARED):
+                if value is self.root:
+                    # Held, it would hold itself.
+                    self.is_repeatable = False
                 continue
             elif what == "object" and not self._opens:
                 seen.add(id(value))
@@ -209,8 +255,12 @@ class Walk:
             if len(value) <= _MOST_ITEMS:
                 self.dictionaries.append(value)
                 self._meet(value.items(), depth, is_shared)
+            else:
+                self.is_repeatable = False
         elif what in ("items", "fixed"):
-            if len(value) <= _MOST_ITEMS:
+            if len(value) > _MOST_ITEMS:
+                self.is_repeatable = False
+            else:
                 if what == "items":
                     self.items.append(value)
                 if type(value) is not bytearray:
@@ -231,10 +281,14 @@ class Walk:
         elif what in ("array", "numbers"):
             if (value.nbytes if what == "array" else len(value) * value.itemsize) <= _MOST_BYTES:
                 self.arrays.append(value)
+            else:
+                self.is_repeatable = False
         elif what == "local":
+            self.is_repeatable = False
             self.owners.append(_OfThread(value))
             self._meet(vars(value).items(), depth)
         elif what == "inside":
+            self.is_repeatable = False
             self._meet((("", _INSIDE[type(value)](value)),), depth, is_shared)
         else:
             self.why_kept = _ITERATOR
@@ -244,13 +298,17 @@ class Walk:
     def _read_module(self, module: Module) -> None:
         self._meet_class(type(module))
         attributes: Any = module.__dict__
-        names, getter = _names_of(tuple(attributes))
-        self.modules.append(module)
+        names, getter = _names_of(tuple(attributes), is_own=module is self.root)
+        if module is not self.root:
+            self.modules.append(module)
+        self.attributes.append(attributes)
         self.names.append(names)
         self.getters.append(getter)
         parameters, buffers, children, hooks, more_hooks = map(attributes.get, _PARTS)
         if hooks or more_hooks:
+            self.is_repeatable = False
             self._read_hooks(attributes)
+        self.hooks += (hooks, more_hooks)
         if type(parameters) in _DICTS:
             self.own_parameters.append(parameters)
             (self.own_buffers if buffers else self.empty).append(buffers)
@@ -262,10 +320,11 @@ class Walk:
             else:
                 self.empty.append(children)
         else:
+            self.is_repeatable = False
             # A scripted module has other containers. A traced one has none, but a scripted one in an attribute.
             for each in (parameters, buffers, children) if parameters is not None else ():
                 self._meet(each.items(), 0)
-        if "forward" in attributes:
+        if module is self.root and "forward" in attributes:
             # A user has put another one in the place of the class's.
             self._meet((("forward", attributes["forward"]),), 1)
         values = getter(attributes)
@@ -293,11 +352,15 @@ class Walk:
 
     def _read_tensors(self) -> None:
         """Read parameters and buffers of all modules."""
+        self.has_other_tensors = bool(self.tensors)
         own = self.own_parameters
         if not _PLAIN_PARAMETERS.issuperset(map(type, chain.from_iterable(map(_values_of, own)))):
             if any(map(is_lazy, chain.from_iterable(map(_values_of, own)))):
                 self.why_kept = self.why_kept or _LAZY
-            self.own_parameters = own = [each for each in own if are_plain(each.values())]
+            self.own_parameters = plain = [each for each in own if are_plain(each.values())]
+            # A wrapper exchanges the others.
+            self.is_repeatable &= len(plain) == len(own)
+            own = plain
         for name, each in chain.from_iterable(map(_items_of, own)):
             if each is not None:
                 self.tensor_names.append(name)
@@ -365,6 +428,7 @@ class Walk:
         """Read globals that a function's code names: its state and, if it ``opens``, functions with their own state."""
         if _root_of(function) in _OPAQUE_ROOTS:
             return
+        self.functions.append(function)
         self.code.append(_names_in(function.__code__))
         if _reads_gradients(function.__code__):
             self.why_kept = self.why_kept or _GRADIENT
@@ -396,6 +460,8 @@ class Walk:
             self._todo += [(each, "helper", 1, False) for each in new]
             if state or helpers:
                 self.globals.append((now, (*state, *helpers)))
+            if others := names.keys() - state.keys() - helpers.keys():
+                self.other_globals.append((now, tuple(others)))
 
 
 def values_of_slots(thing: Any, names: Iterable[str]) -> list[Any]:
@@ -430,9 +496,10 @@ def are_plain(parameters: Iterable[Any]) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_of(attributes: tuple[str, ...]) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
+def _names_of(attributes: tuple[str, ...], *, is_own: bool) -> tuple[tuple[str, ...], Callable[[Any], tuple[Any, ...]]]:
     """Names of a module's attributes without those that belong to torch, and a function that gets their values."""
-    names = tuple([name for name in attributes if name not in INTERNAL])
+    left_out = OF_BLOCK if is_own else OF_TORCH
+    names = tuple([name for name in attributes if name not in left_out])
     # For less than two names, an `itemgetter` would return no tuple.
     return names, itemgetter(*names) if len(names) > 1 else lambda own: tuple([own[name] for name in names])
 

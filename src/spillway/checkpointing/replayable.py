@@ -15,7 +15,7 @@ from spillway._torch import top_hooks, tree_flatten, tree_unflatten, version_of
 from spillway.checkpointing.ambient import AmbientState, generators_of, put_states, replay_lock, states_of
 from spillway.checkpointing.checks import difference_error, fingerprints_of, has_content_of
 from spillway.checkpointing.learned import LearnedCalls
-from spillway.checkpointing.python_state import PythonState
+from spillway.checkpointing.python_state import LatestState, PythonState
 from spillway.checkpointing.reached import ReachedTensors, ReadMode, copy_of, overlap
 from spillway.checkpointing.tensors import PLAIN, below_modes, is_strided
 from spillway.errors import RecomputeError
@@ -104,10 +104,11 @@ class ReplayedFunction:
         function: Callable[..., Any],
         arguments: Arguments,
         around: Callable[[], AbstractContextManager[None]] | None = None,
+        latest: LatestState | None = None,
     ) -> None:
         self.around = nullcontext if around is None else around
         """A context for each replay: the function's parameters are on the device inside."""
-        self.state = PythonState(function, arguments.objects())
+        self.state = PythonState(function, arguments.objects(), latest)
         self.module = module = module_of(function)
         self.label = getattr(function, "__qualname__", repr(function)) if module is None else type(module).__name__
         """Name of the function in errors."""
