@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextvars
+import copy
 import gc
 import random
 import sys
 import threading
 import types
 import weakref
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -54,9 +56,14 @@ class Inner(nn.Module):
         return torch.tanh(y) * getattr(self, "more", 1.0) * random.Random(len(self.factors)).random()
 
 
-class Other(Inner):
+class Half(Inner):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.factors[0]
+        return super().forward(x) * 0.5
+
+
+class Double(Inner):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
 
 
 def scaled(x: Tensor, by: float = 1.0) -> Tensor:
@@ -68,9 +75,20 @@ class Block(nn.Module):
         super().__init__()
         self.inner = Inner()
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, scale: Scale | None = None) -> Tensor:
         y: Tensor = x + self.inner(x)
-        return y
+        y = y * getattr(self, "more", 1.0)
+        return y if scale is None else y * scale.factor
+
+
+class HalfBlock(Block):
+    def forward(self, x: Tensor, scale: Scale | None = None) -> Tensor:
+        return super().forward(x, scale) * 0.5
+
+
+class DoubleBlock(Block):
+    def forward(self, x: Tensor, scale: Scale | None = None) -> Tensor:
+        return super().forward(x, scale) * 2
 
 
 # Changes of a state, which give another result for each number.
@@ -135,8 +153,15 @@ def hook_before(inner: Any, number: float) -> None:
 
 
 def class_of_a_module(inner: Any, number: float) -> None:
-    inner.__class__ = Other
-    inner.factors[0] = number
+    inner.__class__ = Half if number == 0.5 else Double
+
+
+def class_of_the_block(block: Any, number: float) -> None:
+    block.__class__ = HalfBlock if number == 0.5 else DoubleBlock
+
+
+def attributes_of_the_block(block: Any, number: float) -> None:
+    block.__dict__ = {**block.__dict__, "more": number}
 
 
 def default_of_a_function(inner: Any, number: float) -> None:
@@ -153,12 +178,10 @@ def attributes_of_a_module(inner: Any, number: float) -> None:
 
 def variable_of_a_context(inner: Any, number: float) -> None:
     variable.set([number])
-    inner.extra = Read(variable)
 
 
 def attribute_of_a_thread(inner: Any, number: float) -> None:
     local.number = number
-    inner.extra = Read(local)
 
 
 class Read:
@@ -187,6 +210,8 @@ CHANGES: list[Callable[[Any, float], None]] = [
     hook,
     hook_before,
     class_of_a_module,
+    class_of_the_block,
+    attributes_of_the_block,
     default_of_a_function,
     global_that_was_a_class,
     attributes_of_a_module,
@@ -234,25 +259,33 @@ def gradients(model: nn.Module, between: Callable[[], object] = lambda: None) ->
     return [x.grad, *(each.grad for each in parameters if each.grad is not None)]  # type: ignore[list-item]
 
 
+_NOT_COPIED = (parts_of_a_module, default_of_a_function, class_of_a_module, class_of_the_block, attributes_of_the_block)
+"""Changes that no copy has: they are seen by the next call only."""
+
+
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_ends_it(change: Callable[[Any, float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     results = []
+    is_kept = change not in (variable_of_a_context, attribute_of_a_thread)
     for is_attached in (False, True):
         monkeypatch.setattr(sys.modules[__name__], "factor", float)
         monkeypatch.setattr(Scale, "factor", 1.0)
         scaled.__defaults__ = (1.0,)
         trained: Any = model()
+        changed = trained[0] if "block" in change.__name__ else trained[0].inner
+        if not is_kept:
+            change(changed, 1.0)
+            trained[0].inner.extra = Read(variable if change is variable_of_a_context else local)
         attached = spillway.attach(trained, policy=spillway.Recompute(), blocks=Block) if is_attached else None
         with counted(monkeypatch) as found:
             for _ in range(3):
                 gradients(trained)
-            inner = trained[0].inner
             if is_attached:
-                assert found == [False, False, True, True, True, True]
-            change(inner, 0.5)
-            # And the same again after forward, unless no copy has it.
-            is_copied = change not in (parts_of_a_module, default_of_a_function)
-            got = gradients(trained, between=partial(change, inner, 2.0 if is_copied else 0.5))
+                assert found == [False, False, is_kept, True, is_kept, True]
+            change(changed, 0.5)
+            # And the same again after forward.
+            again = 0.5 if change in _NOT_COPIED else 2.0
+            got = gradients(trained, between=partial(change, changed, again))
             if is_attached and change is not memory_of_a_parameter:
                 assert not found[6]
             results.append([*got, *gradients(trained), *gradients(trained)])
@@ -260,6 +293,45 @@ def test_a_change_ends_it(change: Callable[[Any, float], None], monkeypatch: pyt
             attached.remove()
     plain, ours = results
     assert len(plain) == len(ours) and all(map(torch.equal, plain, ours))
+
+
+def test_objects_among_the_arguments_are_read_in_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: Any = Block()
+    x = torch.randn(3, 4, requires_grad=True)
+    with (
+        counted(monkeypatch) as found,
+        spillway.attach(nn.Sequential(trained), policy=spillway.Recompute(), blocks=Block),
+    ):
+        for _ in range(3):
+            scale = Scale()
+            scale.factor = 3.0
+            loss = trained(x, scale).sum()
+            scale.factor = 5.0
+            (got,) = torch.autograd.grad(loss, x)
+            scale.factor = 3.0
+            (wanted,) = torch.autograd.grad(Block.forward(trained, x, scale).sum(), x)
+            assert torch.equal(got, wanted)
+    assert found == []
+
+
+def test_parameters_that_a_wrapper_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A class of its own, as FSDP's are, and plain ones in a later call."""
+
+    class Sharded(nn.Parameter):
+        pass
+
+    trained: Any = model()
+    linear = trained[0].inner.linear
+    plain: Any = copy.deepcopy(trained)
+    plain[0].inner.linear.weight = nn.Parameter(torch.full((4, 4), 0.25))
+    linear._parameters["weight"] = Sharded(torch.full((4, 4), 0.5))
+    with counted(monkeypatch) as found, spillway.attach(trained, policy=spillway.Recompute(), blocks=Block):
+        for _ in range(2):
+            gradients(trained)
+        linear._parameters["weight"] = nn.Parameter(torch.full((4, 4), 0.25))
+        between = partial(linear._parameters.__setitem__, "weight", nn.Parameter(torch.zeros(4, 4)))
+        assert all(map(torch.equal, gradients(trained, between), gradients(plain)))
+    assert found == [False, False, False, True, False, True]
 
 
 def test_global_generators_are_those_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,22 +355,28 @@ def test_cached_parametrizations_are_read_in_each_call(monkeypatch: pytest.Monke
         with parametrize.cached():
             gradients(trained)
         gradients(trained)
-    assert found == [False] * 6
+    assert found == [False] * 4 + [True] * 2
 
 
 def test_a_state_that_changes_in_each_call_is_no_longer_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    trained: Any = model()
-    kept = []
-    keep = LatestState.keep
-    monkeypatch.setattr(LatestState, "keep", lambda self, each: (kept.append(each is not None), keep(self, each)))
-    with spillway.attach(trained, policy=spillway.Recompute(), blocks=Block):
+    trained: Any = Block()
+    kept: list[bool] = []
+    found = LatestState.found
+
+    def noted(self: LatestState, module: nn.Module | None, copies: Any) -> Any:
+        result = found(self, module, copies)
+        kept.append(result is not None)
+        return result
+
+    monkeypatch.setattr(LatestState, "found", noted)
+    with spillway.attach(nn.Sequential(trained), policy=spillway.Recompute(), blocks=Block):
         for number in range(20):
-            trained[0].inner.more = trained[1].inner.more = float(number)
+            trained.inner.more = float(number)
             gradients(trained)
-    assert kept == [True] * 32 + [False] * 8
+    assert kept == [True] * 16 + [False] * 4
 
 
-@pytest.mark.parametrize("what", ["tensor", "graph", "module", "method", "many items"])
+@pytest.mark.parametrize("what", ["tensor", "graph", "module", "method", "items", "names", "numbers"])
 def test_what_is_not_held(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: Any = model()
     for block in trained:
@@ -306,14 +384,17 @@ def test_what_is_not_held(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
         if what == "tensor":
             inner.factors.append(torch.ones(2))
         elif what == "graph":
-            del inner.linear.weight
-            inner.linear.weight = nn.Parameter(torch.ones(4, 4)) * 2
+            inner.shift = nn.Parameter(torch.ones(4)) * 2
         elif what == "module":
             inner.scale.owner = block
         elif what == "method":
             inner.factors.append(types.MethodType(Block.forward, block))
-        else:
+        elif what == "items":
             inner.factors += [1.0] * 5000
+        elif what == "names":
+            inner.names = dict.fromkeys(range(5000))
+        else:
+            inner.numbers = array("d", [0.0] * 20000)
     with counted(monkeypatch) as found, spillway.attach(trained, policy=spillway.Recompute(), blocks=Block):
         for _ in range(3):
             x = torch.randn(3, 4, requires_grad=True)

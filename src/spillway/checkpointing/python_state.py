@@ -20,10 +20,9 @@ they differ, containers are compared one by one.
 
 NOTE [ States that stay the same ]
 
-Mostly a block's state is the same in each step, and comparing it takes less time than finding it again. So once a
-replay has seen that nothing changed, a :class:`LatestState` keeps what the walk found. The block's next call compares
-all contents, and all else that the walk went by (:meth:`Walk.frame`). If anything differs, or if a module has hooks
-around its forward, the call walks.
+Mostly a block's state is the same in each step, and comparing it takes less time than finding it again. So a
+:class:`LatestState` keeps what the walk found. The block's next call compares all contents, and all else that the walk
+went by (:meth:`Walk.frame`). If anything differs, or if a module has hooks around its forward, the call walks.
 
 The block owns its :class:`LatestState`, which is emptied when the block's module dies or is detached. It keeps no state
 that leads back to that module, or that has tensors besides parameters and buffers. One of these that the user replaces
@@ -85,9 +84,9 @@ class PythonState:
         self._first_hook = next_hook()
         roots = _roots_of(function)
         self._module = roots[0] if isinstance(roots[0], Module) else None
-        self._latest = None if objects else latest
+        latest = None if objects else latest
         with disable_function():
-            self._kept = None if self._latest is None else self._latest.of_now(self._module)
+            self._kept = None if latest is None else latest.of_now(self._module)
             if self._kept is not None:
                 self._copies = [_Copy(self._kept.walk, self._kept.content)]
             else:
@@ -95,8 +94,8 @@ class PythonState:
                 walk.generators = [*walk.generators, *global_generators()]
                 shared = [*walk.found_classes], *([each] for each in walk.found_objects)
                 self._copies = [_Copy(walk), *[_part_of(each) for each in shared if each]]
-                if self._latest is not None:
-                    self._kept = self._latest.found(self._module, self._copies)
+                if latest is not None:
+                    self._kept = latest.found(self._module, self._copies)
             tensors = chain.from_iterable([each.walk.tensors for each in self._copies])
             self._spaces = [each.__dict__ for each in tensors if type(each) in PLAIN]
             """Attributes of all plain tensors."""
@@ -166,11 +165,9 @@ class PythonState:
         """
         # Function modes must not see this.
         with disable_function():
-            put_back: list[Callable[[], object]] = []
-            changed = False
+            put_back: list[Callable[[], None]] = []
             for each in self._copies:
                 if not each.is_current():
-                    changed = True
                     put_back.append(each.taken_now())
                     each.put_back()
                 else:
@@ -187,9 +184,7 @@ class PythonState:
             with disable_function():
                 # Two copies may share an object. The first one has seen its present content.
                 for function in reversed(put_back):
-                    changed = bool(function()) or changed
-                if self._latest is not None:
-                    self._latest.keep(None if changed or hidden else self._kept)
+                    function()
 
     def _hide_hooks(self) -> list[tuple[dict[Any, Any], dict[Any, Any]]]:
         """Take hooks from modules that got them since forward began."""
@@ -221,12 +216,9 @@ class _Copy:
         copies = () if _is_content_of(self.content, self.walk) else self._contents()
         return [*(str(name) for each, then in copies for name in each.changes(then)), *self._rest.changes()]
 
-    def put_back(self) -> bool:
-        """Put the content back; whether it had changed."""
-        changed = not self.is_current()
-        if changed:
+    def put_back(self) -> None:
+        if not self.is_current():
             _put_back(self._contents(), self._rest)
-        return changed
 
     def taken_now(self) -> Callable[[], None]:
         """A function that puts the present content back."""
@@ -284,7 +276,7 @@ _MOST_MISSES = 16
 
 
 class LatestState:
-    """A block's state, if replays have seen no change. See NOTE [ States that stay the same ]."""
+    """A block's latest state. See NOTE [ States that stay the same ]."""
 
     def __init__(self) -> None:
         self._kept: _Kept | None = None
@@ -303,17 +295,16 @@ class LatestState:
         return None
 
     def found(self, module: Module | None, copies: Sequence[_Copy]) -> _Kept | None:
-        """A state that may be kept."""
+        """Keep a state, if that is possible."""
         walks = [each.walk for each in copies]
         if module is None or self._misses >= _MOST_MISSES or not all(each.is_repeatable for each in walks):
             return None
         # A part may lead back to the module. Other tensors may be dropped, and those with a history hold graphs.
         if any(each.has_other_tensors for each in walks) or any(each.modules for each in walks[1:]):
             return None
-        return _Kept(module, walks) if all(map(_is_leaf, walks[0].tensors)) else None
-
-    def keep(self, kept: _Kept | None) -> None:
-        self._kept = kept
+        if all(map(_is_leaf, walks[0].tensors)):
+            self._kept = _Kept(module, walks)
+        return self._kept
 
     def forget(self, module: object = None) -> None:
         """Hold nothing, since the module has died or is detached."""

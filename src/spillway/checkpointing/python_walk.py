@@ -161,7 +161,7 @@ class Walk:
         self.globals: list[Space] = []
         """Namespaces with the names that a function's code uses."""
         self.hooks: list[dict[int, Any]] = []
-        """Hooks of modules around their forwards, which are empty if the walk is repeatable."""
+        """Hooks of modules around their forwards."""
         self.functions: list[types.FunctionType] = []
         """Functions that were read."""
         self.other_globals: list[Space] = []
@@ -306,7 +306,6 @@ class Walk:
         self.getters.append(getter)
         parameters, buffers, children, hooks, more_hooks = map(attributes.get, _PARTS)
         if hooks or more_hooks:
-            self.is_repeatable = False
             self._read_hooks(attributes)
         self.hooks += (hooks, more_hooks)
         if type(parameters) in _DICTS:
