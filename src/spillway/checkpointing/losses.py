@@ -201,9 +201,11 @@ class _CrossEntropy(torch.autograd.Function):
             # This gradient is to have a gradient itself; or vmap cannot write a batch of gradients into one buffer.
             keeps_graph = torch.is_grad_enabled()
             with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-                logarithms = functional.log_softmax(logits.to(dtypes.logarithms), 1).to(dtypes.losses)
+                # Not of the logits themselves, whose hooks would be called once more.
+                alias = logits.view_as(logits)
+                logarithms = functional.log_softmax(alias.to(dtypes.logarithms), 1).to(dtypes.losses)
                 loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
-                (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=keeps_graph)
+                (found,) = torch.autograd.grad(loss, alias, gradient, create_graph=keeps_graph)
             return found, None, None, None, None
 
         first = _as_one_class(target, ignore_index)
