@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import spillway
-from spillway.saved_tensors.groups import _nonsense
+from spillway.saved_tensors.groups import Group, _nonsense
 from spillway.saved_tensors.order import PastGroup
 from spillway.testing import AdversaryBackend
 from spillway.types import EventKind, EventList
@@ -410,6 +410,24 @@ def test_a_delayed_group_that_is_not_flushed_loses_nothing(session: spillway.Ses
     del y
     session.flush_groups()
     assert context.stats().offloaded_bytes == 0
+
+
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_delayed_groups_that_are_never_flushed_do_not_add_up(session: spillway.Session, by_hand: bool) -> None:
+    x = torch.randn(8, WIDTH, requires_grad=True)
+    delayed = spillway.group("late", delay=True)
+    groups = weakref.WeakSet[Group]()
+    for _ in range(5):
+        with grouped(session):
+            with delayed:
+                y = x.exp()
+            groups.add(delayed._local.last[1])
+            if by_hand:
+                delayed.offload()
+        y.sum().backward()
+        del y
+        gc.collect()
+        assert len(groups) <= 2
 
 
 def test_what_is_released_is_free_and_shows_that_it_is_gone(session: spillway.Session) -> None:

@@ -368,7 +368,7 @@ class group(ContextDecorator):  # noqa: N801  (read aloud: with group("core_attn
         current.groups.end(started, release=release, later=self._delay)
         self._local.last = current, started
         if self._delay:
-            current.session.delay(lambda: current.groups.send(started))
+            current.session.delay(lambda: current.groups.send(started), started.has_nothing_to_send)
 
     def offload(self) -> None:
         """Offload the last delayed group that the calling thread ended with this object.

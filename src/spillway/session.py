@@ -106,7 +106,7 @@ class Session:
         self._recorder = recorder
         self._make_backend = backend or functools.partial(backend_for, streams=streams)
         self._state: dict[type[Any], Any] = {}
-        self._delayed: deque[Callable[[], None]] = deque()
+        self._delayed: deque[tuple[Callable[[], None], Callable[[], bool]]] = deque()
         self._users: weakref.WeakSet[Any] = weakref.WeakSet()
         self._runtimes: dict[torch.device, DeviceRuntime] = {}
         self._lock = threading.RLock()
@@ -218,9 +218,12 @@ class Session:
             groups=groups,
         )
 
-    def delay(self, send: Callable[[], None]) -> None:
-        """Call this at the next :meth:`flush_groups`."""
-        self._delayed.append(send)
+    def delay(self, send: Callable[[], None], is_done: Callable[[], bool]) -> None:
+        """Call ``send`` at the next :meth:`flush_groups`, which may never come. If ``is_done``, it is dropped."""
+        with self._lock:
+            while self._delayed and self._delayed[0][1]():
+                self._delayed.popleft()
+            self._delayed.append((send, is_done))
 
     def finish_at_close(self, user: Any) -> None:
         """:meth:`close` lets an object, if it still lives, finish what it has queued, by its ``synchronize()``."""
@@ -234,11 +237,10 @@ class Session:
     def flush_groups(self) -> None:
         """Offload the delayed groups now, the oldest first."""
         while True:
-            try:
-                send = self._delayed.popleft()
-            except IndexError:
-                # Another thread may have taken the last one.
-                return
+            with self._lock:
+                if not self._delayed:
+                    return
+                send, _ = self._delayed.popleft()
             send()
 
     def forget_groups(self) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -96,7 +98,8 @@ def test_an_accumulator_passes_however_it_is_used() -> None:
         assert 0 < split_equals_whole(step, BATCH, model=model, optimizer=optimizer) < 1e-14
 
 
-def test_every_step_begins_from_where_everything_was() -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_every_step_begins_from_where_everything_was(replaced: bool) -> None:
     model: Any = nn.Sequential(nn.Linear(3, 3))
     model.register_buffer("count", torch.zeros(()))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -108,7 +111,10 @@ def test_every_step_begins_from_where_everything_was() -> None:
         drawn.add(torch.rand(1).item())
         for batch in micro_batches:
             (model(batch).square().sum() * 2**model.count).backward()
-        model.count.add_(1)
+        if replaced:
+            model.count = model.count + 1
+        else:
+            model.count.add_(1)
         optimizer.step()
         with torch.no_grad():
             model[0].weight.zero_()
@@ -270,3 +276,12 @@ def test_batches_of_many_forms_are_cut_by_rows() -> None:
     assert torch.equal(one["x"], x[:2]) and torch.equal(other["x"], x[2:])
     assert torch.equal(other["more"][0], x[2:, 0]) and other["more"][1][1] == "name"
     assert isinstance(one["named"], Named) and one["named"].y == 3 and torch.equal(one["named"].x, x[:2])
+
+
+@pytest.mark.parametrize("kind", [partial(defaultdict, list), OrderedDict, UserDict])
+def test_dictionaries_of_any_class_are_cut(kind: Callable[[dict[str, Any]], Any]) -> None:
+    batch = kind({"x": torch.arange(5), "name": "batch"})
+    one, other = cut(batch, (2, 3))
+    assert type(one) is type(batch) and one["name"] == "batch"
+    assert torch.equal(one["x"], torch.arange(2)) and torch.equal(other["x"], torch.arange(2, 5))
+    assert torch.equal(batch["x"], torch.arange(5))

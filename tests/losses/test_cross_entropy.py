@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -157,6 +158,27 @@ def test_a_gradient_of_a_gradient(calls: list[int]) -> None:
 
     assert same(second(spillway.cross_entropy), second(functional.cross_entropy))
     assert calls
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_hooks_of_the_logits_run_once(batched: bool) -> None:
+    def gradients(loss: Callable[..., torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        leaf = logits_of(torch.float64)
+        logits = leaf * 2
+        logits.retain_grad()
+        logits.register_hook(lambda gradient: gradient * 3)
+        found = loss(logits, targets_of())
+        if batched:
+            return torch.autograd.grad(found, leaf, torch.tensor([1.0, 0.5], dtype=leaf.dtype), is_grads_batched=True)
+        found.backward(create_graph=True)
+        assert leaf.grad is not None
+        assert logits.grad is not None
+        (second,) = torch.autograd.grad(leaf.grad.square().sum(), leaf)
+        return leaf.grad.detach(), logits.grad.detach(), second
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Using backward.. with create_graph")
+        assert same(gradients(spillway.cross_entropy), gradients(functional.cross_entropy))
 
 
 def test_twice_through_one_graph() -> None:

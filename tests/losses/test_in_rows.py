@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from torch.nn import functional
 
 import spillway
 from allocations import count_exactly
+from spillway._torch import disable_function
 from spillway.attaching.call import PLACE
 from spillway.checkpointing import losses as room
 from spillway.checkpointing.losses import loss_in_rows, own_losses
@@ -123,12 +125,20 @@ def written(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
+def fixed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    return functional.cross_entropy(logits, labels)
+
+
+def helped(logits: Tensor, labels: Tensor) -> Tensor:
+    return fixed_cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+
+
 def failing(logits: Tensor, labels: Tensor) -> Tensor:
     logits.float().flatten()
     raise KeyError("mine")
 
 
-IN_ROWS: list[Callable[..., Any]] = [shifted, as_they_are]
+IN_ROWS: list[Callable[..., Any]] = [shifted, as_they_are, helped]
 OTHERS: list[Callable[..., Any]] = [
     sliced,
     regularised,
@@ -181,6 +191,31 @@ def test_its_cross_entropy_is_in_rows(
     assert same(run(loss, dtype), expected)
     assert loss.is_used
     assert not full
+
+
+KERNEL = """
+def kernel(logits, labels):
+    with disable_function():  # as code in C++, which no mode sees
+        return functional.nll_loss(logits.log_softmax(1), labels)
+def around(logits, labels):
+    return kernel(logits.float().flatten(0, 1), labels.flatten())
+"""
+
+
+@pytest.mark.parametrize("place", ["cross_entropy", "fixed_cross_entropy", "itself"])
+def test_a_kernel_of_another_library_gets_cast_logits(place: str, small: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    other: dict[str, Any] = {"disable_function": disable_function, "functional": functional}
+    exec(KERNEL, other)
+    function: Callable[..., Any] = helped
+    if place == "itself":
+        function = functools.wraps(helped)(other["around"])
+    elif place == "cross_entropy":
+        monkeypatch.setattr(functional, "cross_entropy", other["kernel"])
+    else:
+        monkeypatch.setitem(globals(), place, other["kernel"])
+    loss = InRows(function, 0)
+    assert same(run(loss, torch.bfloat16), run(function, torch.bfloat16))
+    assert not loss.is_used
 
 
 def test_arguments_are_handed_on(small: None, full: list[Tensor]) -> None:

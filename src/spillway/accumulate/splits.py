@@ -6,7 +6,7 @@ import copy
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from fractions import Fraction
 from operator import itemgetter
 from typing import Any
@@ -45,8 +45,8 @@ def split_equals_whole(
     """Check a training step: a batch cut into micro-batches gives the gradients of the whole batch.
 
     ``step`` is called with a list of micro-batches: with the whole batch as the only one, and once for each split.
-    Before each call weights, buffers, optimizer state, gradients and torch's seed are restored. The gradients that the
-    optimizer steps with are compared, or those that the model is left with.
+    Around each call, gradients are cleared, and weights, buffers, optimizer state and torch's seed are restored. The
+    gradients that the optimizer steps with are compared, or those that the model is left with.
 
     Dropout and batch norm mix rows, so their gradients differ between splits. Switch them off.
 
@@ -154,8 +154,12 @@ def _rows_of(batch: Any) -> int:
 def _mapped(function: Callable[[Tensor], Any], batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
-    if isinstance(batch, dict):
-        return type(batch)({key: _mapped(function, value) for key, value in batch.items()})
+    if isinstance(batch, MutableMapping):
+        # A copy, since not every class is made from a dictionary (`defaultdict`).
+        made = copy.copy(batch)
+        for key, value in batch.items():
+            made[key] = _mapped(function, value)
+        return made
     if isinstance(batch, (tuple, list)):
         values = [_mapped(function, value) for value in batch]
         return type(batch)(*values) if hasattr(batch, "_fields") else type(batch)(values)
@@ -167,6 +171,11 @@ def _runner(
 ) -> Callable[[Split], Gradients]:
     """A function that runs a step from the state of now with a split of the batch, and returns its gradients."""
     tensors = [*model.parameters(), *model.buffers()]
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+    ]
     before = [tensor.detach().clone() for tensor in tensors]
     state = None if optimizer is None else copy.deepcopy(optimizer.state_dict())
     taken: list[Gradients] = []
@@ -191,6 +200,9 @@ def _runner(
             with torch.no_grad():
                 for tensor, value in zip(tensors, before, strict=True):
                     tensor.copy_(value)
+            for module, name, buffer in buffers:
+                # `step` may have put another tensor in its place.
+                setattr(module, name, buffer)
             model.zero_grad(set_to_none=True)
             if optimizer is not None and state is not None:
                 optimizer.load_state_dict(copy.deepcopy(state))

@@ -25,7 +25,8 @@ logits themselves, with the same bits, since the cast would have cast it back.
 
 If the cast logits have another use, its gradient would be added before it is cast back. Then, or if they are returned,
 the function is called once more without the mode. A scripted function or another library's kernel would see the
-stand-in. So the mode is only for functions that are known, by name, to call only torch's functions.
+stand-in. So the mode is only for functions that are known, by name, to call only torch's functions. If what they call
+was replaced (``functional.cross_entropy = mine``), they run unchanged.
 
 NOTE [ Only during a call ]
 
@@ -36,6 +37,7 @@ only while the model is called in training. So copies and saved models do not ha
 from __future__ import annotations
 
 import inspect
+import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -201,9 +203,11 @@ class _CrossEntropy(torch.autograd.Function):
             # This gradient is to have a gradient itself; or vmap cannot write a batch of gradients into one buffer.
             keeps_graph = torch.is_grad_enabled()
             with torch.enable_grad(), torch.autocast(logits.device.type, enabled=False):
-                logarithms = functional.log_softmax(logits.to(dtypes.logarithms), 1).to(dtypes.losses)
+                # Not of the logits themselves, whose hooks would be called once more.
+                alias = logits.view_as(logits)
+                logarithms = functional.log_softmax(alias.to(dtypes.logarithms), 1).to(dtypes.losses)
                 loss = functional.nll_loss(logarithms, target, ignore_index=ignore_index, reduction=reduction)
-                (found,) = torch.autograd.grad(loss, logits, gradient, create_graph=keeps_graph)
+                (found,) = torch.autograd.grad(loss, alias, gradient, create_graph=keeps_graph)
             return found, None, None, None, None
 
         first = _as_one_class(target, ignore_index)
@@ -310,6 +314,8 @@ def loss_in_rows(function: Callable[..., Any], spare: int, *args: Any, **kwargs:
     name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
     if name not in _KNOWN or not torch.is_grad_enabled() or has_function_modes() or torch.compiler.is_compiling():
         return function(*args, **kwargs), False
+    if _is_replaced(function):
+        return function(*args, **kwargs), False
     try:
         with _DeferredCast(spare) as deferred:
             loss = function(*args, **kwargs)
@@ -318,6 +324,14 @@ def loss_in_rows(function: Callable[..., Any], spare: int, *args: Any, **kwargs:
     except _OtherUse:
         return function(*args, **kwargs), False
     return loss, deferred.is_used
+
+
+def _is_replaced(function: Any) -> bool:
+    """Whether it only has the library's name, or calls what was put in the place of the library's or torch's."""
+    library, torchs = vars(sys.modules[function.__module__]), vars(functional)
+    helper = library.get("fixed_cross_entropy", function)
+    expected = ((function, library), (helper, library), (functional.cross_entropy, torchs))
+    return any(getattr(each, "__globals__", None) is not home for each, home in expected)
 
 
 class _OtherUse(BaseException):

@@ -208,6 +208,10 @@ class Group:
         with label(f"leave {self.name}"):
             self.waiting.send()
 
+    def has_nothing_to_send(self) -> bool:
+        """Whether it was offloaded, or its graph is gone."""
+        return all(saved.handles == 0 for saved in self.waiting.members())
+
     def settle(self) -> None:
         """Compute waits for its copies under way, and its bytes are released."""
         for mover, entries in self._by_mover():

@@ -120,7 +120,7 @@ class ChunkOffloadHandler:
             return
         groups.end(group, release=release, later=delay)
         if delay:
-            self._session.delay(lambda: groups.send(group))
+            self._session.delay(lambda: groups.send(group), group.has_nothing_to_send)
 
     def _fail(self, group: Group) -> None:
         """An exception was raised in the group: its tensors are kept, and nothing is learned of the chunk."""
