@@ -376,7 +376,7 @@ def test_a_state_that_changes_in_each_call_is_no_longer_kept(monkeypatch: pytest
     assert kept == [True] * 16 + [False] * 4
 
 
-@pytest.mark.parametrize("what", ["tensor", "graph", "module", "method", "items", "names", "numbers"])
+@pytest.mark.parametrize("what", ["tensor", "graph", "module", "method", "items", "names", "numbers", "iterator"])
 def test_what_is_not_held(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: Any = model()
     for block in trained:
@@ -389,6 +389,8 @@ def test_what_is_not_held(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
             inner.scale.owner = block
         elif what == "method":
             inner.factors.append(types.MethodType(Block.forward, block))
+        elif what == "iterator":
+            inner.scale.iterator = iter([1.0])
         elif what == "items":
             inner.factors += [1.0] * 5000
         elif what == "names":

@@ -297,7 +297,9 @@ class LatestState:
     def found(self, module: Module | None, copies: Sequence[_Copy]) -> _Kept | None:
         """Keep a state, if that is possible."""
         walks = [each.walk for each in copies]
-        if module is None or self._misses >= _MOST_MISSES or not all(each.is_repeatable for each in walks):
+        if module is None or self._misses >= _MOST_MISSES:
+            return None
+        if not all(each.is_repeatable and each.why_kept is None for each in walks):
             return None
         # A part may lead back to the module. Other tensors may be dropped, and those with a history hold graphs.
         if any(each.has_other_tensors for each in walks) or any(each.modules for each in walks[1:]):
