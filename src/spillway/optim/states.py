@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spillway._torch import distributed_with
+from spillway._torch import distributed_with, version_of
 from spillway.errors import UsageError
 from spillway.optim.chunks import Slot
 from spillway.optim.host_parameter import HostParameter
@@ -51,6 +51,12 @@ class StateView(dict[Any, Any]):
         self.update(state)
         self._shown = dict(state)
         self._fetch = fetch
+
+    def shown(self, name: Any) -> Any:
+        return self._shown.get(name)
+
+    def shown_tensors(self) -> list[torch.Tensor]:
+        return [value for value in self._shown.values() if isinstance(value, torch.Tensor)]
 
     def is_unedited(self) -> bool:
         """Whether the user put no value in the place of another."""
@@ -99,13 +105,20 @@ class StateView(dict[Any, Any]):
 class StateViews:
     """``optimizer.state``: a view for every parameter that has a state. ``open_state`` loads all of a state."""
 
-    def __init__(self, state_of: Callable[[torch.Tensor], State], open_state: Callable[[torch.Tensor], State]) -> None:
+    def __init__(
+        self,
+        state_of: Callable[[torch.Tensor], State],
+        open_state: Callable[[torch.Tensor], State],
+        *,
+        notes_writes: bool,
+    ) -> None:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         """As the user sees and edits it."""
         self.is_stale = False
         """Whether a step failed, so that all views have to be made again."""
         self._state_of = state_of
         self._open_state = open_state
+        self._notes_writes = notes_writes
         self._views: dict[torch.Tensor, StateView] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -119,6 +132,8 @@ class StateViews:
             self.state.pop(parameter, None)
             return
         view = self._views.setdefault(parameter, StateView())
+        if self._notes_writes:
+            state = {name: _of_own_version(value, view.shown(name)) for name, value in state.items()}
         # Weak: a view that the user keeps keeps no optimizer.
         me, mine = weakref.ref(self), weakref.ref(view)
 
@@ -148,6 +163,11 @@ class StateViews:
             return None
         return dict(now or {})
 
+    def versions(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that the user may have, with their versions, which only the user's writes change."""
+        values = (local_of(one) for view in self._views.values() for one in view.shown_tensors())
+        return [(value, version_of(value)) for value in values]
+
     def with_states(self, states: Mapping[torch.Tensor, State]) -> defaultdict[torch.Tensor, Any]:
         """``optimizer.state`` with these states in place of the views, for a state dict."""
         state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in self._views})
@@ -157,6 +177,21 @@ class StateViews:
     def clear(self) -> None:
         self._views.clear()
         self.state.clear()
+
+
+def _of_own_version(value: Any, before: Any) -> Any:
+    """A tensor that shares a state's memory, but not its version: the same one as before, if the memory is the same."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(before, torch.Tensor):
+        before = local_of(before)
+        if _memory_of(before) == _memory_of(value):
+            return before
+    return value.data
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _copyable(state: State, parameter: torch.Tensor) -> State:

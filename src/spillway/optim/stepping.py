@@ -6,7 +6,7 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +53,8 @@ class StepQueue:
         self._covered: set[Tensor] = set()
         """The parameters that a hook waits for."""
         self.lent = LentGradients()
+        self._versions: list[tuple[Tensor, int]] = []
+        """The tensors of states that users may have, with their versions before the first step in backward."""
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -115,6 +117,7 @@ class StepQueue:
         """Before a step: wait for the last one, and take the user's edits of groups and states."""
         if self.early.stepped:
             self.follow_groups()
+            self._check_states()
         else:
             self.synchronize()
             self.take_edits()
@@ -163,6 +166,17 @@ class StepQueue:
                 self._views.show(parameter)
                 if parameter in self._placement.held:
                     self._show_stored_with([self._placement.held[parameter]])
+
+    def _check_states(self) -> None:
+        """Raise if the user has edited states since parameters were stepped in backward."""
+        parameters = [parameter for _, parameter in self._placement.parameters()]
+        was_written = any(version_of(one) != version for one, version in self._versions)
+        if was_written or any(self._views.edited(one) is not None for one in parameters):
+            raise UsageError(
+                "optimizer.state was edited between backward and step(), but step_in_backward=True has stepped "
+                "parameters with the states before. Edit it after step()."
+            )
+        self._versions = []
 
     def forget_costs(self) -> None:
         """Parameters have moved: earlier steps say nothing about later ones."""
@@ -242,6 +256,8 @@ class StepQueue:
         """Step parameters during backward, and note those that were queued, also on an error."""
         self._check_usable()
         stepped = self.early.stepped
+        if not stepped:
+            self._versions = self._views.versions()
         with torch.no_grad(), label("optimizer step"):
             # Parameters of the last step that the forward has not waited for.
             self._arrive(self.pending - stepped)
@@ -338,9 +354,15 @@ class StepQueue:
                 stack.callback(self.lent.take_back, one)
             for (event, context), of_event in reversed(waits.items()):
                 stack.callback(self._wait_once, event, context, of_event)
-        for one in arriving:
+        # An edit of a step that is under way is for the next one.
+        shown = [
+            one
+            for one in arriving
+            if one not in self.early.stepped and self._views.edited(one.parameter) is None
+        ]
+        for one in shown:
             self._views.show(one.parameter)
-        self._show_stored_with(arriving)
+        self._show_stored_with(shown)
         if arriving and not self.pending:
             for index, written in self.now.written.items():
                 # The user may have replaced the groups since.
@@ -492,7 +514,7 @@ class BackwardSteps:
         self.reset()
         return stepped
 
-    def check_dropped(self, pending: set[HostParameter], what: str) -> None:
+    def check_dropped(self, what: str, pending: Collection[HostParameter] = ()) -> None:
         """Raise if a step is still to come, or if parameters were written while stepped values were on their way."""
         if any(held.parameter.grad is not None for held in self.stepped):
             self.check_none(what)
