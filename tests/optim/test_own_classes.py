@@ -197,3 +197,45 @@ def test_entries_that_a_class_writes_to_groups_which_are_then_reordered(session:
     assert_same_values(ours, plain)
     assert [group["count"] for group in optimizer.param_groups] == [4, 3, 3]
     optimizer.close()
+
+
+class Failing(Optimizer):
+    """A class whose step fails until it is told otherwise."""
+
+    fails = True
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if Failing.fails:
+            raise ArithmeticError("no")
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.sub_(one.grad, alpha=group["lr"])
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_an_error_of_both_parts_of_a_step_is_raised_once(
+    overlaps: bool, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, plain = wide(), wide()
+    optimizer = OffloadedOptimizer(model.parameters(), Failing, session=cpu_session, fraction=0.5)
+    assert 0 < optimizer.fraction < 1
+    if overlaps:
+        optimizer.overlap_forward(model)
+    for batch in batches(2):
+        loss_of(model, batch).backward()
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        optimizer.zero_grad()
+    monkeypatch.setattr(Failing, "fails", False)
+    for one, its in ((model, optimizer), (plain, Failing(plain.parameters()))):
+        for batch in batches(2):
+            loss_of(one, batch).backward()
+            its.step()
+            its.zero_grad()
+    optimizer.synchronize()
+    assert_same_values(model, plain)
+    optimizer.close()

@@ -125,7 +125,7 @@ class StepQueue:
     def run(self) -> None:
         """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
         self._stepped_groups = list(self._groups())
-        with torch.no_grad(), label("optimizer step"), on_error(self._mark_stale):
+        with torch.no_grad(), label("optimizer step"), on_error(self._end_failed_step):
             steps = self._queue()
             self._placement.device.step()
             for parameter in self._placement.device:
@@ -141,9 +141,7 @@ class StepQueue:
     def synchronize(self) -> None:
         """Let compute wait for all parameters, and wait until all state is in its place."""
         self._placement.settle(self.now)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._finish)
-            self._arrive(self.pending)
+        self._end()
 
     def finish(self) -> None:
         """Wait until all that was queued is done."""
@@ -386,12 +384,14 @@ class StepQueue:
         self.pending.difference_update(held)
 
     def _end_failed_step(self) -> None:
-        """If one parameter has failed, the others of its step end, too: the error is raised once."""
-        self._mark_stale()
-        self._arrive(self.pending)
-
-    def _mark_stale(self) -> None:
+        """If a part of a step has failed, the rest of it ends, too: its errors are raised now, and not again."""
         self._views.is_stale = True
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._finish)
+            self._arrive(self.pending)
 
     def _finish(self) -> None:
         with contextlib.ExitStack() as stack:
