@@ -75,6 +75,9 @@ class HostParameter:
     streamed: StreamedParameter | None = None
     """If it is streamed: see NOTE [ Steps of streamed parameters ]."""
 
+    own: torch.nn.Parameter | None = None
+    """The parameter that a class of the user's own steps in its place: the class may know it again."""
+
     store: StateStore
     """It has the master weight and the state, and steps the parameter."""
     cut: bool
@@ -203,6 +206,7 @@ class HostParameter:
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
+        self.own = None
         # A chunk that others share keeps this object.
         self.streamed = None
 

@@ -17,7 +17,7 @@ from spillway.optim.moves import Moves
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, MasterDtype, Options, check_fraction
 from spillway.optim.placement import IN_CAPTURE, Placement
-from spillway.optim.states import StateViews, check_shapes, of_this_torch
+from spillway.optim.states import StateViews, check_shapes, loaded_copies, of_this_torch
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of
 from spillway.runtime.backend import on_error
@@ -457,6 +457,9 @@ class OffloadedOptimizer(Optimizer):
             loaded.extend(states.get(one, {}) for group in state_dict["param_groups"] for one in group["params"])
             if self._placement.traits.steps_alone:
                 loaded[:] = map(of_this_torch, loaded)
+            else:
+                types = map(self._placement.options.work_dtype, parameters)
+                loaded[:] = loaded_copies(zip(parameters, types, loaded, strict=False))
             for parameter, state in zip(parameters, loaded, strict=False):
                 check_shapes(state, parameter, fused=bool(self._placement.traits.fused))
             return {**state_dict, "state": {}}

@@ -6,11 +6,12 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from spillway._torch import distributed_with, version_of
+from spillway._torch import distributed_with, tree_leaves, tree_map_only, version_of
 from spillway.errors import UsageError
 from spillway.optim.chunks import Slot
 from spillway.optim.host_parameter import HostParameter
@@ -247,6 +248,34 @@ def part_of(value: Any, held: HostParameter, start: int, numel: int) -> Any:
     if not isinstance(value, torch.Tensor) or numel == held.numel:
         return value
     return flat(value, start, numel) if value.numel() == held.numel else value.clone()
+
+
+def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value of a state, which may be anything, with its tensors elsewhere; itself if all are there."""
+    tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return value if all(put(one) is one for one in tensors) else tree_map_only(torch.Tensor, put, value)
+
+
+def loaded_copies(states: Iterable[tuple[torch.Tensor, torch.dtype, State]]) -> list[State]:
+    """Copies of saved states, with their parameters and the types of their steps. What they share stays shared.
+
+    As in the plain class, tensors of elements get the type of the step, also those in lists and dictionaries.
+    """
+    copies: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def copied(key: Any, parameter: torch.Tensor, dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+        into = dtype if _has_elements(key, value, parameter) else value.dtype
+        if (id(value), into) not in copies:
+            copies[id(value), into] = value.detach().to(into, copy=True)
+        return copies[id(value), into]
+
+    return [
+        {
+            key: tree_map_only(torch.Tensor, partial(copied, key, parameter, dtype), value)
+            for key, value in state.items()
+        }
+        for parameter, dtype, state in states
+    ]
 
 
 def host_copy(key: Any, value: Any, held: HostParameter) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -15,14 +14,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from spillway._torch import tree_map_only, version_of
+from spillway._torch import version_of
 from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UsageError
 from spillway.optim.forward_waits import wait_in_forward
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.offloaded_gradient import LentGradients, OffloadedGradient, put_gradient
-from spillway.optim.optimizer_class import is_plain
+from spillway.optim.optimizer_class import stamp_of
 from spillway.optim.placement import Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
@@ -353,18 +352,14 @@ class StepQueue:
             for (event, context), of_event in reversed(waits.items()):
                 stack.callback(self._wait_once, event, context, of_event)
         # An edit of a step that is under way is for the next one.
-        shown = [
-            one
-            for one in arriving
-            if one not in self.early.stepped and self._views.edited(one.parameter) is None
-        ]
+        shown = [one for one in arriving if one not in self.early.stepped and self._views.edited(one.parameter) is None]
         for one in shown:
             self._views.show(one.parameter)
         self._show_stored_with(shown)
         if arriving and not self.pending:
             for index, written in self.now.written.items():
                 # The user may have replaced the groups since.
-                self._stepped_groups[index].update(written)
+                written.apply_to(self._stepped_groups[index])
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
@@ -532,10 +527,7 @@ class BackwardSteps:
     def _check_settings(self, index: int, group: dict[str, Any]) -> None:
         # A scheduler adds "initial_lr" when it is made.
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
-        now = {
-            name: value if is_plain(value) else copy.deepcopy(tree_map_only(Tensor, _stamp, value))
-            for name, value in settings.items()
-        }
+        now = {name: stamp_of(value) for name, value in settings.items()}
         # With the tensors, so that no other one gets the number of one that is gone.
         before, _ = self._settings.setdefault(index, (now, settings))
         changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -544,10 +536,3 @@ class BackwardSteps:
                 f"Settings of group {index} were changed between backward and step(): {', '.join(changed)}. "
                 f"step_in_backward=True has stepped parameters with the old ones. Change them after step()."
             )
-
-
-def _stamp(setting: Tensor) -> object:
-    """Changes when a setting does. It reads no value on the GPU, which would wait for all that is queued there."""
-    if setting.device.type == "cpu":
-        return setting.tolist()
-    return id(setting), None if setting.is_inference() else version_of(setting)
