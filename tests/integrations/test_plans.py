@@ -251,7 +251,9 @@ def joined_case(planned: bool) -> bool:
             train(module, 70 if planned else 0)
         with modules[1].join():
             train(modules[1], 2 + dist.get_rank())
-        with contextlib.nullcontext() if planned else pytest.raises(UsageError, match=r"join\(\) while its ranks search"):
+        with (
+            contextlib.nullcontext() if planned else pytest.raises(UsageError, match=r"join\(\) while its ranks search")
+        ):
             with modules[0].join():
                 train(modules[0], 2 + dist.get_rank())
             assert attached.stage == "active"

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from spillway._torch import version_of
+from spillway._torch import at_end_of_backward, graph_task, version_of
 from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UsageError
 from spillway.optim.forward_waits import wait_in_forward
@@ -52,6 +52,7 @@ class StepQueue:
         self._covered: set[Tensor] = set()
         """The parameters that a hook waits for."""
         self.lent = LentGradients()
+        self._backwards = RunningBackwards()
         self._versions: list[tuple[Tensor, int]] = []
         """The tensors of states that users may have, with their versions before the first step in backward."""
 
@@ -70,12 +71,19 @@ class StepQueue:
             if queue is not None and of is not None:
                 queue._gradient_arrived(of)
 
+        def arrives(_: object) -> None:
+            queue, of = me(), mine()
+            if queue is not None and of is not None:
+                queue._backwards.enter(of)
+
         # A frozen parameter may be unfrozen later, and takes a hook only if it is not frozen.
         frozen = not parameter.requires_grad
         hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        held.node = torch.autograd.graph.get_gradient_edge(parameter).node
+        earlier = held.node.register_prehook(arrives)
         parameter.requires_grad_(not frozen)
         # At the latest when the optimizer is gone.
-        held.unhook = weakref.finalize(self, hook.remove)
+        held.unhook = weakref.finalize(self, lambda: (hook.remove(), earlier.remove()))
 
     def overlap(self, model: Module, blocks: Blocks | None) -> None:
         """Let each block of a model wait for its own parameters, from now on."""
@@ -411,6 +419,44 @@ def _offload_gradient(held: HostParameter, gradient: Tensor) -> None:
     home = held.fresh_gradient()
     home.begin(local)
     put_gradient(held, home.stand_in(local))
+
+
+class _Running:
+    """A backward that is running: autograd holds this until it ends."""
+
+    def __call__(self) -> None:
+        pass
+
+
+class RunningBackwards:
+    """Refuses a backward that would add to a gradient while one of another thread may be offloading it.
+
+    Autograd locks a parameter while it adds, and not while a hook replaces ``p.grad``. The backwards of a GPU run in
+    one thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: weakref.WeakValueDictionary[int, _Running] = weakref.WeakValueDictionary()
+
+    def enter(self, held: HostParameter) -> None:
+        """A gradient of the parameter is about to be added."""
+        task, thread = graph_task(), threading.get_ident()
+        with self._lock:
+            mine = self._running.get(task)
+            if mine is None:
+                mine = self._running[task] = _Running()
+                at_end_of_backward(mine)
+            of, its_thread = held.backward
+            if of is not None and of() not in (None, mine) and its_thread != thread:
+                # The user may keep the error, and this frame with it.
+                del mine
+                raise UsageError(
+                    "got backwards of two threads at once that add to the gradient of one parameter, which an "
+                    "OffloadedOptimizer offloads. Run them one after the other, or make the optimizer with "
+                    "offload_gradients=False."
+                )
+            held.backward = weakref.ref(mine), thread
 
 
 class BackwardSteps:
