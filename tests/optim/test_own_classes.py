@@ -446,3 +446,20 @@ def test_a_class_that_counts_on_its_object_is_stepped_from_any_thread(cpu_sessio
             optimizer.zero_grad()
         closed(optimizer)
     assert_same_values(*models)
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.0])
+def test_parameters_are_not_compared_to_find_what_a_step_writes_to_groups(
+    fraction: float, cpu_session: spillway.Session, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are large, and a DTensor has no list."""
+    model = wide()
+    optimizer = OffloadedOptimizer(model.parameters(), Everything, session=cpu_session, fraction=fraction)
+    loss_of(model, batches(1)[0]).backward()
+
+    def tolist(tensor: torch.Tensor) -> None:
+        raise AssertionError("read")
+
+    monkeypatch.setattr(torch.Tensor, "tolist", tolist)
+    optimizer.step()
+    optimizer.close()

@@ -191,7 +191,7 @@ class GroupWrites:
 
     def __init__(self, group: Settings) -> None:
         self._group = group
-        self._before = {name: (value, stamp_of(value)) for name, value in group.items()}
+        self._before = {name: (value, stamp_of(value)) for name, value in group.items() if name != "params"}
 
     def apply_to(self, own: Settings) -> None:
         """Change the same entries of the user's group. A tensor that was written in place stays the user's."""
