@@ -85,7 +85,7 @@ class StepCost:
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
     written: dict[int, GroupWrites] = field(default_factory=dict)
-    """What the class changed in its groups, by their numbers; complete when the step is done."""
+    """Entries that the class changed in its groups, by their numbers; complete when the step is done."""
     given_out: deque[TaskEnd] = field(default_factory=deque)
     """Chunks that workers of the CPU step, and that may not be done: they hold pinned memory."""
     kept: list[object] = field(default_factory=list)

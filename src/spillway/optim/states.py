@@ -257,7 +257,7 @@ def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any
 
 
 def loaded_copies(states: Iterable[tuple[torch.Tensor, torch.dtype, State]]) -> list[State]:
-    """Copies of saved states, with their parameters and the types of their steps. What they share stays shared.
+    """Copies of saved states, given with their parameters and types of steps. Shared tensors stay shared.
 
     As in the plain class, tensors of elements get the type of the step, also those in lists and dictionaries.
     """
