@@ -330,6 +330,16 @@ def test_the_active_ddp_is_the_one_whose_forward_runs() -> None:
 
 
 @pytest.mark.usefixtures("_group")
+def test_a_join_in_which_a_rank_may_end_before_others() -> None:
+    wrapper = nn.parallel.DistributedDataParallel(nn.Linear(2, 2))
+    assert not _torch.may_end_early(wrapper)
+    for how, expected in (({}, True), ({"throw_on_early_termination": True}, False), ({"enable": False}, False)):
+        with wrapper.join(**how):
+            assert _torch.may_end_early(wrapper) is expected
+            wrapper(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.usefixtures("_group")
 def test_a_collective_tells_its_group() -> None:
     from torch.distributed import _functional_collectives as functional_collectives
 

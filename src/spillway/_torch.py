@@ -585,6 +585,12 @@ def check_reduced(module: Any) -> None:
     module.reducer._check_reducer_finalized()
 
 
+def may_end_early(module: Any) -> bool:
+    """Whether a DDP module is in ``join()``, and this rank does not hear of it when another one has no more inputs."""
+    config = module._join_config
+    return bool(config.enable and not config.throw_on_early_termination)
+
+
 def reset_ddp(module: Any) -> None:
     """Let a DDP module run a forward again after a failed backward."""
     module.reducer._reset_state()

@@ -911,6 +911,21 @@ def refused_case() -> None:
         spillway.Accumulator(model, sgd(model), steps=1)
 
 
+def test_a_join_in_which_a_rank_may_end_before_others_is_refused(world: World) -> None:
+    world.run(join_case)
+
+
+def join_case() -> None:
+    module = WAYS["ddp"].build()
+    window = spillway.Accumulator(module, sgd(module), steps=STEPS)
+    with module.join(), pytest.raises(UsageError, match=r"join\(throw_on_early_termination=True\)"):
+        windowed(module, window, mine()[:STEPS])
+    window = spillway.Accumulator(module, sgd(module), steps=STEPS)
+    with module.join(throw_on_early_termination=True):
+        windowed(module, window, mine()[:STEPS])
+    assert window.last is not None
+
+
 def test_other_wrappers_are_refused(world: World) -> None:
     world.run(refused_case)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,7 @@ import spillway
 from allocations import count_exactly
 from integrations.ranks import World
 from integrations.training import TOKENS, WIDTH, Block, Collectives, Model, local
-from spillway import BudgetError, Hardware, UnsupportedError
+from spillway import BudgetError, Hardware, UnsupportedError, UsageError
 from spillway.attaching.ranks import RankGroup, ranks_of
 from support import assert_nothing_left
 
@@ -235,6 +236,47 @@ def uneven_case() -> str:
                 with module.no_sync():
                     call(module if number % 2 else model)
             return attached.plan.to_json()
+
+
+def joined_case(planned: bool) -> bool:
+    """The first rank has fewer inputs than the second one."""
+    count_exactly(pytest.MonkeyPatch(), lambda: 0)
+    torch.manual_seed(0)
+    model, other = Model(), Model()
+    other.load_state_dict(model.state_dict())
+    how: dict[str, Any] = {"budget": BUDGET, "hardware": Hardware.named("h200"), "min_bytes": "4KiB", "blocks": Block}
+    modules = [nn.parallel.DistributedDataParallel(each) for each in (model, other)]
+    with spillway.Session() as session, spillway.attach(model, session=session, **how) as attached:
+        for module in modules:
+            train(module, 70 if planned else 0)
+        with modules[1].join():
+            train(modules[1], 2 + dist.get_rank())
+        with (
+            contextlib.nullcontext() if planned else pytest.raises(UsageError, match=r"join\(\) while its ranks search")
+        ):
+            with modules[0].join():
+                train(modules[0], 2 + dist.get_rank())
+            assert attached.stage == "active"
+        if not planned:
+            # As many inputs for both, and an error on both if not.
+            with modules[0].join(throw_on_early_termination=True):
+                train(modules[0], 9)
+        return all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def train(module: nn.Module, count: int) -> None:
+    generator = torch.Generator().manual_seed(count)
+    for _ in range(count):
+        module(torch.randint(TOKENS, (24, LENGTH), generator=generator)).square().mean().backward()
+        with torch.no_grad():
+            for each in module.parameters():
+                each.sub_(each.grad, alpha=0.1)
+        module.zero_grad()
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_ranks_of_uneven_inputs(planned: bool, world: World) -> None:
+    assert world.run(joined_case, planned) == [planned, planned]
 
 
 def test_ranks_may_call_the_model_as_often_as_they_like_where_they_do_not_reduce(world: World) -> None:

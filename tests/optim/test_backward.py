@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from optim.support import (
     train,
     wide,
 )
-from spillway import OffloadedOptimizer
+from spillway import OffloadedOptimizer, UsageError
 from support import FailsInBackward
 
 SGD = {"lr": 0.1, "momentum": 0.9}
@@ -293,3 +294,69 @@ def test_a_compiled_model(cpu_session: spillway.Session) -> None:
             optimizer.zero_grad()
     assert_same_values(models[1], models[0])
     optimizers[1].close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("options", [{}, {"step_in_backward": True}], ids=str)
+def test_backwards_of_two_threads_at_once_are_refused(options: dict[str, Any], cpu_session: spillway.Session) -> None:
+    """Autograd adds the second gradient while a hook replaces the first: the process may crash."""
+    models = [wide(), wide()]
+    first, second = batches(2)
+    optimizer = offloaded(torch.optim.SGD, cpu_session, lr=0.1, **options)(models[0])
+    inside, goes_on, errors = threading.Event(), threading.Event(), []
+
+    def pause(gradient: Tensor) -> None:
+        inside.set()
+        goes_on.wait(30)
+
+    def fail(gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    def loss_with(model: Module, batch: Tensor, hook: Callable[[Tensor], None] | None = None) -> Tensor:
+        hidden = model.first(batch)
+        if hook is not None:
+            hidden.register_hook(hook)
+        loss = model.last(hidden).square().mean()
+        # A parameter of the second batch alone, whose gradient comes first.
+        return loss if hook is not None else loss * model.blocks[0].up.bias.sum()
+
+    def backward(batch: Tensor, hook: Callable[[Tensor], None] | None = None) -> None:
+        loss = loss_with(models[0], batch, hook)
+        try:
+            loss.backward()
+        except (ArithmeticError, UsageError) as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=backward, args=(first, pause))
+    thread.start()
+    assert inside.wait(30)
+    other = threading.Thread(target=backward, args=(second,))
+    other.start()
+    other.join()
+    (error,) = errors
+    assert "got backwards of two threads at once" in str(error)
+    # Nothing is added, and a gradient that is returned may be taken.
+    (found,) = torch.autograd.grad(models[0].last(models[0].first(second)).square().mean(), models[0].last.weight)
+    goes_on.set()
+    thread.join()
+    models[0].blocks[0].up.bias.grad = None
+    optimizer.step()
+    optimizer.zero_grad()
+    # One that has failed is over, and so is the other.
+    thread = threading.Thread(target=backward, args=(first, fail))
+    thread.start()
+    thread.join()
+    optimizer.step()
+    optimizer.zero_grad()
+    backward(second)
+    optimizer.step()
+    assert len(errors) == 2
+    plain = plainly(torch.optim.SGD, lr=0.1)(models[1])
+    assert found.any()
+    for batch, whole in ((first, True), (first, False), (second, True)):
+        loss_with(models[1], batch, None if batch is second else lambda _: None).backward()
+        if not whole:
+            models[1].first.zero_grad()
+        plain.step()
+        plain.zero_grad()
+    assert_same_values(*models)
+    optimizer.close()

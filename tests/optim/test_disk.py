@@ -156,6 +156,34 @@ def test_what_could_not_be_written_stays_and_is_used_from_there(where: spillway.
     optimizer.close()
 
 
+@pytest.mark.parametrize("fraction", [1.0, 0.5])
+def test_a_write_that_fails_under_the_next_forward_is_raised_once(
+    fraction: float, tmp_path: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small_pieces(monkeypatch)
+    with session(tmp_path, window=4 * KiB) as where:
+        assert where._file is not None
+        where._file.close()
+        where._file = SpillFile(tmp_path, calls=disk, allow_memory_filesystem=True)
+        model = net(BF16)
+        optimizer = OffloadedOptimizer(model.parameters(), AdamW, session=where, fraction=fraction, **SETTINGS)
+        Loop(steps=2, dtype=BF16).run(model, optimizer)
+        optimizer.overlap_forward(model, blocks=nn.Linear)
+        batch = torch.randn(8, 33, dtype=BF16)
+        model(batch).square().mean().backward()
+        disk.write_error = errno.EIO
+        optimizer.step()
+        for context in optimizer._placement.contexts.values():
+            context.last_task().finish()
+        disk.write_error = None
+        with pytest.raises(TransferError):
+            model(batch)
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+        optimizer.close()
+
+
 @pytest.mark.parametrize("working", [0, 3])
 def test_a_write_that_fails_in_a_small_window_ends_the_step(where: spillway.Session, disk: Disk, working: int) -> None:
     model = net(BF16)

@@ -345,6 +345,113 @@ def test_states_between_are_refused(act: str, cpu_session: spillway.Session) -> 
     optimizer.close()
 
 
+def of_state(optimizer: OffloadedOptimizer, model: Module) -> Any:
+    """The state of the last parameter, whose gradient comes first, and of the first one, whose gradient comes last."""
+    return [optimizer.state[one] for one in (model.last.weight, model.first.weight)]  # type: ignore[union-attr]
+
+
+def replace_in_state(states: Any, tensors: Any) -> None:
+    states[0]["momentum_buffer"] = torch.ones_like(tensors[0])
+
+
+def replace_in_state_of_later(states: Any, tensors: Any) -> None:
+    states[1]["momentum_buffer"] = torch.ones_like(tensors[1])
+
+
+def remove_from_state(states: Any, tensors: Any) -> None:
+    del states[0]["momentum_buffer"]
+
+
+def write_state(states: Any, tensors: Any) -> None:
+    tensors[0].mul_(2)
+
+
+def write_state_of_later(states: Any, tensors: Any) -> None:
+    tensors[1][0].zero_()
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [replace_in_state, replace_in_state_of_later, remove_from_state, write_state, write_state_of_later],
+    ids=lambda edit: edit.__name__,
+)
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.5, "hold": "first"}, {"fraction": 0.5}], ids=str)
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.usefixtures("strict")
+def test_an_edit_of_states_between_is_refused(
+    edit: Callable[..., None],
+    options: dict[str, Any],
+    waits: bool,
+    cpu_session: spillway.Session,
+    pieces_of: Callable[[int], None],
+) -> None:
+    pieces_of(64)
+    model = wide()
+    optimizer = make(torch.optim.SGD, cpu_session, **SGD, **options)(model)
+    train(model, optimizer, batches(2))
+    kept, states = optimizer.state, of_state(optimizer, model)
+    tensors = [state["momentum_buffer"] for state in states]
+    train(model, optimizer, batches(2))
+    loss_of(model, batches(1)[0]).backward()
+    assert optimizer._steps.early.stepped
+    with pytest.raises(UsageError, match=r"got a read of optimizer.state between a backward and its step\(\)"):
+        optimizer.state[model.gain]
+    if waits:
+        optimizer.synchronize()
+    edit([kept[model.last.weight], kept[model.first.weight]], tensors)
+    with pytest.raises(UsageError, match=r"optimizer.state was edited between backward and step\(\)"):
+        optimizer.step()
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("strict")
+def test_states_are_not_shown_between(cpu_session: spillway.Session) -> None:
+    """Whoever has them could write to them, and no version would tell."""
+    model = wide()
+    optimizer = make(torch.optim.SGD, cpu_session, **SGD)(model)
+    kept = optimizer.state
+    loss_of(model, batches(1)[0]).backward()
+    optimizer.synchronize()
+    assert optimizer._steps.early.stepped
+    assert not kept
+    optimizer.step()
+    assert kept.keys() == set(model.parameters())
+    optimizer.close()
+
+
+@pytest.mark.usefixtures("strict")
+def test_a_state_that_is_loaded_between_is_refused(adversary: AdversaryBackend) -> None:
+    with spillway.Session(backend=adversary.serve) as session:
+        model = wide()
+        optimizer = make(torch.optim.SGD, session, step_on="gpu", **SGD)(model)
+        train(model, optimizer, batches(1))
+        _, kept = of_state(optimizer, model)
+        loss_of(model, batches(1)[0]).backward()
+        with pytest.raises(UsageError, match=r"got a read of optimizer.state between a backward and its step\(\)"):
+            kept["momentum_buffer"]
+        optimizer.step()
+        assert kept["momentum_buffer"].any()
+        optimizer.close()
+    adversary.check()
+
+
+def test_edits_of_states_after_steps_count(late: spillway.Session, pieces_of: Callable[[int], None]) -> None:
+    pieces_of(64)
+    models = [wide(), wide()]
+    optimizers = [make(torch.optim.SGD, late, **SGD)(models[0]), plainly(torch.optim.SGD, **SGD)(models[1])]
+    optimizers[0].overlap_forward(models[0], blocks=Block)
+    for number, batch in enumerate(batches(6)):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, [batch])
+            if number % 2:
+                first, last = of_state(optimizer, model)
+                first["momentum_buffer"] = torch.ones_like(first["momentum_buffer"])
+                last["momentum_buffer"].mul_(2)
+    optimizers[0].synchronize()
+    assert_same_values(*models)
+    optimizers[0].close()
+
+
 @pytest.mark.parametrize("model_first", [True, False])
 @pytest.mark.usefixtures("strict")
 def test_what_was_saved_begins_anew_after_a_batch_that_was_dropped(model_first: bool, late: spillway.Session) -> None:

@@ -280,3 +280,23 @@ def test_the_adversary_is_told_what_the_host_reads_and_writes(adversary: Adversa
         transfers.give_back(sent)
         optimizer.close()
     assert len(adversary.faults) == 2
+
+
+def test_an_edit_of_a_state_while_its_step_is_under_way() -> None:
+    """A dictionary that was read before the step, so that nothing waits for it."""
+    models = [wide(), wide()]
+    with spillway.Session(backend=SlowBackend("parameters", 0.01).serve) as session:
+        optimizers = [offloaded(torch.optim.SGD, session, lr=0.1, momentum=0.9)(models[0])]
+        optimizers.append(plainly(torch.optim.SGD, lr=0.1, momentum=0.9)(models[1]))
+        optimizers[0].overlap_forward(models[0])
+        for model, optimizer in zip(models, optimizers, strict=True):
+            train(model, optimizer, batches(1))
+            state = optimizer.state[model.last.weight]
+            loss_of(model, batches(1, seed=2)[0]).backward()
+            optimizer.step()
+            state["momentum_buffer"] = torch.ones_like(model.last.weight)
+            optimizer.zero_grad()
+            train(model, optimizer, batches(2, seed=3))
+        optimizers[0].synchronize()
+        assert_same_values(*models)
+        optimizers[0].close()

@@ -122,6 +122,12 @@ class _Replicated:
     completes = reduces
 
     def switch(self, switches: ExitStack, *, last: bool) -> None:
+        if any(map(_torch.may_end_early, self._modules)):
+            raise UsageError(
+                "got an Accumulator within DistributedDataParallel.join(), but its ranks add up weights in each step, "
+                "in which a rank without inputs cannot take part; call join(throw_on_early_termination=True), or give "
+                "each rank as many steps"
+            )
         if not self.reduces(last=last):
             for module in self._modules:
                 switches.enter_context(module.no_sync())

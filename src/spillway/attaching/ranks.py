@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from spillway._torch import active_ddp
+from spillway._torch import active_ddp, may_end_early
 from spillway.checkpointing.blocks import FSDP, is_a
 from spillway.errors import SpillwayError, UnsupportedError, UsageError
 from spillway.planner.profile import Outside, Profile
@@ -78,10 +78,18 @@ class RankGroup:
         Raises:
             SpillwayError: the error of ``make``.
             UnsupportedError: on the other ranks, with the first error's words.
-            UsageError: if ranks share values of different names.
+            UsageError: if ranks share values of different names, or one may have left the others.
         """
         if not self._groups:
             return [make()]
+        wrapper = None if self._wrapper is None else self._wrapper()
+        if wrapper is not None and may_end_early(wrapper):
+            raise UsageError(
+                "got a model within DistributedDataParallel.join() while its ranks search a plan, in which a rank "
+                "without inputs cannot take part. Train without join() until the plan is active "
+                "(attached.stage == 'active'), give each rank the same plan: attach(model, plan=...), or call "
+                "join(throw_on_early_termination=True)."
+            )
         mine: list[tuple[str, str | None, T | None]] = [(what, "an error that is not Spillway's", None)]
         try:
             mine = [(what, None, make())]

@@ -18,9 +18,10 @@ from spillway.errors import SessionError, UnsupportedError
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, ClassTraits, Settings, State, for_cpu, written_by_step
+from spillway.optim.optimizer_class import MASTER, ClassTraits, GroupWrites, Settings, State, for_cpu
 from spillway.optim.state_store import SettingsOf, StateStore, StepCost, in_order
-from spillway.optim.tensors import scratch_of
+from spillway.optim.states import with_tensors
+from spillway.optim.tensors import local_of, scratch_of
 from spillway.optim.transfers import Upload
 from spillway.runtime.arena import Block, Pinned, anonymous_pages, pages
 from spillway.runtime.backend import Backend, Event, Several, on_error
@@ -257,11 +258,14 @@ class CpuStore(StateStore):
         self._traits = ClassTraits.of(optimizer_class)
         self._workers = workers
         self._lock = threading.Lock()
-        self._own: dict[HostParameter, torch.nn.Parameter] = {}
-        """The parameters that a class of the user's own has seen: it may know them again."""
 
     def may_cut(self, held: HostParameter) -> bool:
         return self._traits.is_fused(self._settings(held), held.work_dtype)
+
+    def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
+        if self._traits.steps_alone:
+            return super().converted(key, value, held)
+        return with_tensors(value, lambda one: local_of(one).to("cpu"))
 
     def step(self, steps: Sequence[Snapshot], cost: StepCost, *, overlapped: bool) -> None:
         # The next forward needs the first parameters first.
@@ -279,10 +283,6 @@ class CpuStore(StateStore):
                     ends[step.held].append(end)
             cost.closing.append(context.lane.run(pipeline.settle))
         cost.on_host += self.note_queued(ends)
-
-    def discard(self, held: HostParameter) -> None:
-        super().discard(held)
-        self._own.pop(held, None)
 
     # All below is for the CPU worker thread.
 
@@ -340,20 +340,29 @@ class CpuStore(StateStore):
             self._count(transfers[0], time.perf_counter() - began)
             return transfers[0].chunk.context.transfers.backend.all_of(ends)
 
-    def _step_together(self, parameters: Mapping[ChunkTransfer, dict[int, torch.nn.Parameter]]) -> dict[int, Settings]:
-        """Step parameters of any group and GPU in one call. Gives the group entries that the class changed."""
+    def _step_together(
+        self, parameters: Mapping[ChunkTransfer, dict[int, torch.nn.Parameter]]
+    ) -> dict[int, GroupWrites]:
+        """Step parameters of any group and GPU in one call. Gives what the class changed in the groups."""
         groups: dict[int, Settings] = {}
         places: dict[torch.nn.Parameter, tuple[object, ...]] = {}
         lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
+        new = set()
         for transfer, mine in parameters.items():
+            begun = {}
             for index, made in mine.items():
                 held = transfer.chunk.parts[index].held
-                own = mine[index] = self._own.setdefault(held, made)
+                own = mine[index] = held.own = made if held.own is None else held.own
                 own.data, own.grad = made.data, made.grad
                 places[own] = _place_of(made)
                 groups.setdefault(held.group, {**transfer.settings, "params": []})["params"].append(own)
-            lent.update(self.lend(transfer, mine))
-        before = [dict(group) for group in groups.values()]
+                if transfer.chunk.begun[index]:
+                    begun[index] = own
+                else:
+                    new.add(own)
+            lent.update(self.lend(transfer, begun))
+        lent.update(self._optimizer.begin(list(groups.values()), new))
+        written = {index: GroupWrites(group) for index, group in groups.items()}
         self._optimizer.step(list(groups.values()), lent)
         if any(_place_of(own) != place for own, place in places.items()):
             raise UnsupportedError(
@@ -364,7 +373,7 @@ class CpuStore(StateStore):
             for own in mine.values():
                 own.grad = None
             self.take_back(transfer, mine, lent)
-        return {index: written_by_step(group, old) for (index, group), old in zip(groups.items(), before, strict=True)}
+        return written
 
     def _abandon(self, parameters: Mapping[ChunkTransfer, Mapping[int, torch.nn.Parameter]]) -> None:
         """A step has failed. The frames of its error, which the user may keep, hold these objects."""

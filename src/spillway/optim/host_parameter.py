@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -75,6 +75,9 @@ class HostParameter:
     streamed: StreamedParameter | None = None
     """If it is streamed: see NOTE [ Steps of streamed parameters ]."""
 
+    own: torch.nn.Parameter | None = None
+    """The parameter that a class of the user's own steps in its place: the class may know it again."""
+
     store: StateStore
     """It has the master weight and the state, and steps the parameter."""
     cut: bool
@@ -103,6 +106,10 @@ class HostParameter:
         """Removes the hook on the accumulation of its gradients."""
         self.updated: Event | None = None
         """When the parameter has the last step's values."""
+        self.node: Any = None
+        """Autograd's node that adds its gradients, which has a hook only while it is alive."""
+        self.backward: tuple[weakref.ref[Any] | None, int] = None, 0
+        """The last backward that had a gradient of it, and its thread."""
         self._stamp: tuple[object, ...] | None = None
 
     @property
@@ -203,6 +210,7 @@ class HostParameter:
         self.unhook()
         self.gradient.clear()
         self.gradient.sum = None
+        self.own = None
         # A chunk that others share keeps this object.
         self.streamed = None
 

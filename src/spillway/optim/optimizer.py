@@ -17,7 +17,7 @@ from spillway.optim.moves import Moves
 from spillway.optim.optimizer_class import ClassArguments, ClassTraits, State
 from spillway.optim.options import Fraction, MasterDtype, Options, check_fraction
 from spillway.optim.placement import IN_CAPTURE, Placement
-from spillway.optim.states import StateViews, check_shapes, of_this_torch
+from spillway.optim.states import StateViews, check_shapes, loaded_copies, of_this_torch
 from spillway.optim.stepping import StepQueue
 from spillway.optim.tensors import local_of
 from spillway.runtime.backend import on_error
@@ -27,6 +27,8 @@ from spillway.types import OptimizerStats
 if TYPE_CHECKING:
     from spillway.parameters.homes import StreamedParameter
     from spillway.planner.profile import OptimizerProfile
+
+_READ = "a read of optimizer.state"
 
 
 class OffloadedOptimizer(Optimizer):
@@ -153,7 +155,7 @@ class OffloadedOptimizer(Optimizer):
         self._session = session if session is not None else Session.default()
         groups = lambda: self.param_groups  # noqa: E731
         self._placement = Placement(optimizer_class, device_class, arguments, options, self._session, groups)
-        self._views = StateViews(self._placement.state_of, self._open_state)
+        self._views = StateViews(self._placement.state_of, self._open_state, notes_writes=step_in_backward)
         self._steps = StepQueue(self._placement, self._views, self._check_usable)
         super().__init__(params, arguments.defaults)
         self._steps.follow_groups()
@@ -402,6 +404,7 @@ class OffloadedOptimizer(Optimizer):
         step.
         """
         if self._ready and not self._closed:
+            self._steps.early.check_dropped(_READ)
             self.synchronize()
             self._steps.follow_groups()
             self._views.show_all(parameter for _, parameter in self._placement.parameters())
@@ -412,7 +415,7 @@ class OffloadedOptimizer(Optimizer):
     def state(self, state: defaultdict[torch.Tensor, Any]) -> None:
         if self._ready and not self._closed:
             # The last step shows its states when it ends.
-            self._steps.early.check_dropped(self._steps.pending, "a new optimizer.state")
+            self._steps.early.check_dropped("a new optimizer.state", self._steps.pending)
             self.synchronize()
         self._views.state = state
 
@@ -441,7 +444,7 @@ class OffloadedOptimizer(Optimizer):
         step makes it from the parameter.
         """
         self._check_usable()
-        self._steps.early.check_dropped(self._steps.pending, "load_state_dict()")
+        self._steps.early.check_dropped("load_state_dict()", self._steps.pending)
         self.synchronize()
         self._steps.follow_groups()
         parameters = [parameter for _, parameter in self._placement.parameters()]
@@ -454,6 +457,9 @@ class OffloadedOptimizer(Optimizer):
             loaded.extend(states.get(one, {}) for group in state_dict["param_groups"] for one in group["params"])
             if self._placement.traits.steps_alone:
                 loaded[:] = map(of_this_torch, loaded)
+            else:
+                types = map(self._placement.options.work_dtype, parameters)
+                loaded[:] = loaded_copies(zip(parameters, types, loaded, strict=False))
             for parameter, state in zip(parameters, loaded, strict=False):
                 check_shapes(state, parameter, fused=bool(self._placement.traits.fused))
             return {**state_dict, "state": {}}
@@ -484,6 +490,7 @@ class OffloadedOptimizer(Optimizer):
         )
 
     def _open_state(self, parameter: torch.Tensor) -> dict[Any, Any]:
+        self._steps.early.check_dropped(_READ)
         self.synchronize()
         held = self._placement.held[parameter]
         return held.store.open(held)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from spillway._torch import tree_map_only
+from spillway._torch import tree_map_only, version_of
 from spillway.errors import UnsupportedError, UsageError
 from spillway.runtime.backend import label
 
@@ -174,32 +175,72 @@ def cpu_settings_of(group: dict[str, Any], *, fused: bool) -> dict[str, Any]:
     return settings
 
 
-def written_by_step(group: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
-    """Group entries that a step has changed. Some classes count steps there, or keep results."""
-    return {name: value for name, value in group.items() if name != "params" and before.get(name) is not value}
+def stamp_of(setting: Any) -> Any:
+    """Changes when a setting does, also in place. It reads no value on the GPU, which would wait for the GPU."""
+    return setting if is_plain(setting) else copy.deepcopy(tree_map_only(torch.Tensor, _stamp, setting))
 
 
-class _OfThread(threading.local):
+def _stamp(setting: torch.Tensor) -> object:
+    if setting.device.type == "cpu":
+        return setting.tolist()
+    return id(setting), None if setting.is_inference() else version_of(setting)
+
+
+class GroupWrites:
+    """Finds the group entries that a step changes. Some classes count steps there, or keep results."""
+
+    def __init__(self, group: Settings) -> None:
+        self._group = group
+        self._before = {name: (value, stamp_of(value)) for name, value in group.items() if name != "params"}
+
+    def apply_to(self, own: Settings) -> None:
+        """Change the same entries of the user's group. A tensor that was written in place stays the user's."""
+        for name, value in self._group.items():
+            before, stamp = self._before.get(name, (None, None))
+            if name == "params" or (before is value and stamp_of(value) == stamp):
+                continue
+            mine = own.get(name)
+            if before is value and isinstance(value, torch.Tensor) and isinstance(mine, torch.Tensor):
+                mine.detach().copy_(value)
+            else:
+                own[name] = value
+
+
+class _Made:
     optimizer: Optimizer | None = None
 
 
+class _MadeByThread(threading.local, _Made):
+    pass
+
+
 class BorrowingOptimizer:
-    """Steps parameters and states that the caller lends for each step. Several threads may step at once."""
+    """Steps parameters and states that the caller lends for each step. Several threads may step at once.
+
+    A class of the user's own may keep on its object what it counts, or knows of its parameters. So there is one object
+    for all threads, and it is made of all parameters that the first step has.
+    """
 
     def __init__(self, optimizer_class: type[Optimizer], given: Mapping[str, Any]) -> None:
         self._class = optimizer_class
+        self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
         self._given = dict(given)
         step: Any = optimizer_class.step
         # Without torch's hooks and labels: a step of a piece is not the user's step.
         self._step: Callable[[Optimizer], object] = step.__wrapped__ if getattr(step, "hooked", False) else step
-        self._made = _OfThread()
+        self._made = _MadeByThread() if self._steps_alone else _Made()
         self._others: dict[Any, Any] = {}
         """Entries of the class's state that are no parameter's: a count of steps, or what it knows of all of them."""
 
-    def begin(self, parameters: Sequence[torch.Tensor], settings: Mapping[str, Any]) -> dict[Any, State]:
-        """The states that the class's constructor makes for some parameters. Most classes make none."""
-        optimizer = self._class([{**settings, "params": list(parameters)}], **self._given)
-        states = self._of_parameters(optimizer.state)
+    def begin(self, groups: Sequence[dict[str, Any]], new: Collection[torch.Tensor]) -> dict[Any, State]:
+        """The states that the class's constructor makes for the new parameters of some groups. Most make none."""
+        needs_all = not self._steps_alone and self._made.optimizer is None
+        given = [{**group, "params": [one for one in group["params"] if needs_all or one in new]} for group in groups]
+        given = [group for group in given if group["params"]]
+        if not given:
+            return {}
+        optimizer = self._class(given, **self._given)
+        states = {one: state for one, state in self._of_parameters(optimizer.state).items() if one in new}
         optimizer.state, optimizer.param_groups = defaultdict(dict), []
         self._made.optimizer = self._made.optimizer or optimizer
         return states
@@ -217,6 +258,12 @@ class BorrowingOptimizer:
         try:
             with label("parameter step"):
                 self._step(optimizer)
+            stepped = () if self._steps_alone else (one for group in groups for one in group["params"])
+            if any(MASTER in states.get(one, ()) for one in stepped):
+                raise UnsupportedError(
+                    f"{self._class.__name__} keeps an entry {MASTER!r} in a parameter's state, which is the name of "
+                    f"fp32 master weights here. Rename it. Parameters that it wrote in place may have changed."
+                )
         finally:
             self._others = {key: value for key, value in states.items() if not isinstance(key, torch.Tensor)}
             optimizer.state, optimizer.param_groups = defaultdict(dict), []
@@ -288,7 +335,7 @@ class StatePrediction:
             tiny = torch.nn.Parameter(torch.ones(sizes, dtype=dtype, device="cpu"), requires_grad=False)
             tiny.grad = torch.full(sizes, 1e-3, dtype=dtype, device="cpu")
             plain = cpu_settings_of(dict(settings), fused=False)
-            states = defaultdict(dict, self._optimizer.begin([tiny], plain))
+            states = defaultdict(dict, self._optimizer.begin([{**plain, "params": [tiny]}], {tiny}))
             with torch.no_grad():
                 self._optimizer.step_each([tiny], plain, states)
             self._seen[key] = (sizes, states[tiny])

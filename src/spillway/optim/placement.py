@@ -40,17 +40,17 @@ from spillway.optim.optimizer_class import (
     BorrowingOptimizer,
     ClassArguments,
     ClassTraits,
+    GroupWrites,
     State,
     StatePrediction,
     check_parameters,
     cpu_settings_of,
     for_cpu,
     settings_of,
-    written_by_step,
 )
 from spillway.optim.options import Options, alternating, compute_with, counted, held_beyond, held_of, workers_of
 from spillway.optim.state_store import StateStore, StepCost
-from spillway.optim.states import device_copy
+from spillway.optim.states import device_copy, with_tensors
 from spillway.optim.tensors import follow, local_of
 from spillway.optim.transfers import Transfers
 from spillway.runtime.backend import HostQueue, on_error
@@ -369,6 +369,7 @@ class DeviceStep:
     def __init__(self, optimizer_class: type[Optimizer], arguments: ClassArguments, groups: Groups) -> None:
         self._groups = groups
         self._optimizer = BorrowingOptimizer(optimizer_class, arguments.device)
+        self._steps_alone = ClassTraits.of(optimizer_class).steps_alone
         self._arguments = arguments
         self._states: defaultdict[torch.Tensor, State] = defaultdict(dict)
         self._masters: dict[torch.Tensor, torch.nn.Parameter] = {}
@@ -402,12 +403,11 @@ class DeviceStep:
             return
         indices = sorted(by_group)
         lent = [{**self._settings(index), "params": by_group[index]} for index in indices]
-        for group in lent:
-            self._begin(group["params"], group)
-        before = [dict(group) for group in lent]
+        self._begin(lent)
+        written = [GroupWrites(group) for group in lent]
         self._optimizer.step(lent, self._states)
-        for index, group, old in zip(indices, lent, before, strict=True):
-            self._groups()[index].update(written_by_step(group, old))
+        for index, writes in zip(indices, written, strict=True):
+            writes.apply_to(self._groups()[index])
         with torch.no_grad():
             for parameter, master in self._masters.items():
                 if master.grad is not None:
@@ -423,16 +423,20 @@ class DeviceStep:
         return state
 
     def begin_state(self, parameter: torch.Tensor) -> None:
-        self._begin([self._ready(parameter)], self._groups()[self._work[parameter][0]])
+        self._begin([{**self._groups()[self._work[parameter][0]], "params": [self._ready(parameter)]}])
 
     def put_state(self, parameter: torch.Tensor, state: State) -> None:
-        """Copy a state to the GPU. Without a master weight, one is made from the parameter."""
+        """Put a state on the GPU. Without a master weight, one is made from the parameter."""
         group, dtype = self._work[parameter]
         settings = self._groups()[group]
         on_device = bool(settings.get("capturable") or settings.get("fused"))
-        state = {
-            key: device_copy(key, value, parameter, dtype, step_on_device=on_device) for key, value in state.items()
-        }
+
+        def put(key: Any, value: Any) -> Any:
+            if key == MASTER or self._steps_alone:
+                return device_copy(key, value, parameter, dtype, step_on_device=on_device)
+            return with_tensors(value, lambda one: one.to(parameter.device))
+
+        state = {key: put(key, value) for key, value in state.items()}
         master = state.pop(MASTER, None)
         self._states.pop(self._masters.pop(parameter, parameter), None)
         if master is None or dtype == local_of(parameter).dtype:
@@ -467,8 +471,7 @@ class DeviceStep:
             follow(local_of(master), local_of(parameter).detach())
         return master
 
-    def _begin(self, parameters: Sequence[torch.Tensor], settings: dict[str, Any]) -> None:
+    def _begin(self, groups: Sequence[dict[str, Any]]) -> None:
         """Let the class's constructor make what it makes for new parameters."""
-        new = [one for one in parameters if one not in self._states]
-        if new:
-            self._states.update(self._optimizer.begin(new, settings))
+        new = {one for group in groups for one in group["params"] if one not in self._states}
+        self._states.update(self._optimizer.begin(groups, new))

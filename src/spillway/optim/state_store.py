@@ -34,7 +34,15 @@ from torch.optim import Optimizer
 from spillway.optim.chunks import ChunkPart, ChunkTier, ChunkTransfer, Layout, Slot, StateChunk, TransferPipeline, moves
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
-from spillway.optim.optimizer_class import MASTER, BorrowingOptimizer, Settings, State, StatePrediction, for_cpu
+from spillway.optim.optimizer_class import (
+    MASTER,
+    BorrowingOptimizer,
+    GroupWrites,
+    Settings,
+    State,
+    StatePrediction,
+    for_cpu,
+)
 from spillway.optim.options import StepTimes
 from spillway.optim.states import follow_first, host_copy, part_of
 from spillway.optim.tensors import CHUNK, flat, follow
@@ -76,8 +84,8 @@ class StepCost:
     """Bytes written there."""
     closing: list[Event] = field(default_factory=list)
     """When all state is back in its place."""
-    written: dict[int, Settings] = field(default_factory=dict)
-    """Group entries that the class changed, by group; complete when the step is done."""
+    written: dict[int, GroupWrites] = field(default_factory=dict)
+    """Entries that the class changed in its groups, by their numbers; complete when the step is done."""
     given_out: deque[TaskEnd] = field(default_factory=deque)
     """Chunks that workers of the CPU step, and that may not be done: they hold pinned memory."""
     kept: list[object] = field(default_factory=list)
@@ -96,6 +104,7 @@ class StepCost:
         """The compute streams wait for all that was queued: the step ends."""
         self._seconds = time.perf_counter() - self._began
         self.kept.clear()
+        self.written.clear()
         # All are done. They may hold an error.
         self.given_out.clear()
         for context in contexts:
@@ -156,7 +165,7 @@ class StateStore(ABC):
         return list(waiting) if sum(one.numel for one in waiting) >= _TOGETHER else []
 
     def converted(self, key: Any, value: Any, held: HostParameter) -> Any:
-        """A copy of a value of a state that is loaded: for the step, with tensors of elements on the CPU."""
+        """A value of a state that is put: for the step, with tensors of elements on the CPU."""
         return host_copy(key, value, held)
 
     def add(self, held: HostParameter) -> None:
@@ -257,7 +266,8 @@ class StateStore(ABC):
             like = torch.nn.Parameter(
                 torch.empty_strided(*one.form, dtype=one.work_dtype, device="cpu"), requires_grad=False
             )
-            self.put([(one, self._optimizer.begin([like], self._settings(one)).get(like, {}))])
+            group = {**self._settings(one), "params": [like]}
+            self.put([(one, self._optimizer.begin([group], {like}).get(like, {}))])
 
     def forget_master(self, held: HostParameter) -> None:
         """The next step takes a parameter's master weight from the parameter."""
@@ -345,7 +355,7 @@ class StateStore(ABC):
         lent: defaultdict[torch.Tensor, State] = defaultdict(dict)
         new = [parameter for index, parameter in parameters.items() if not chunk.begun[index]]
         if new:
-            lent.update(self._optimizer.begin(new, transfer.settings))
+            lent.update(self._optimizer.begin([{**transfer.settings, "params": new}], set(new)))
         for index, parameter in parameters.items():
             if chunk.begun[index]:
                 lent[parameter] = {name: value for name, value in transfer.states[index].items() if name != MASTER}

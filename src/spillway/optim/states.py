@@ -6,11 +6,12 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from spillway._torch import distributed_with
+from spillway._torch import distributed_with, tree_leaves, tree_map_only, version_of
 from spillway.errors import UsageError
 from spillway.optim.chunks import Slot
 from spillway.optim.host_parameter import HostParameter
@@ -51,6 +52,12 @@ class StateView(dict[Any, Any]):
         self.update(state)
         self._shown = dict(state)
         self._fetch = fetch
+
+    def shown(self, name: Any) -> Any:
+        return self._shown.get(name)
+
+    def shown_tensors(self) -> list[torch.Tensor]:
+        return [value for value in self._shown.values() if isinstance(value, torch.Tensor)]
 
     def is_unedited(self) -> bool:
         """Whether the user put no value in the place of another."""
@@ -99,13 +106,20 @@ class StateView(dict[Any, Any]):
 class StateViews:
     """``optimizer.state``: a view for every parameter that has a state. ``open_state`` loads all of a state."""
 
-    def __init__(self, state_of: Callable[[torch.Tensor], State], open_state: Callable[[torch.Tensor], State]) -> None:
+    def __init__(
+        self,
+        state_of: Callable[[torch.Tensor], State],
+        open_state: Callable[[torch.Tensor], State],
+        *,
+        notes_writes: bool,
+    ) -> None:
         self.state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         """As the user sees and edits it."""
         self.is_stale = False
         """Whether a step failed, so that all views have to be made again."""
         self._state_of = state_of
         self._open_state = open_state
+        self._notes_writes = notes_writes
         self._views: dict[torch.Tensor, StateView] = {}
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
@@ -119,6 +133,8 @@ class StateViews:
             self.state.pop(parameter, None)
             return
         view = self._views.setdefault(parameter, StateView())
+        if self._notes_writes:
+            state = {name: _of_own_version(value, view.shown(name)) for name, value in state.items()}
         # Weak: a view that the user keeps keeps no optimizer.
         me, mine = weakref.ref(self), weakref.ref(view)
 
@@ -148,6 +164,11 @@ class StateViews:
             return None
         return dict(now or {})
 
+    def versions(self) -> list[tuple[torch.Tensor, int]]:
+        """The tensors that the user may have, with their versions, which only the user's writes change."""
+        values = (local_of(one) for view in self._views.values() for one in view.shown_tensors())
+        return [(value, version_of(value)) for value in values]
+
     def with_states(self, states: Mapping[torch.Tensor, State]) -> defaultdict[torch.Tensor, Any]:
         """``optimizer.state`` with these states in place of the views, for a state dict."""
         state = defaultdict(dict, {key: value for key, value in self.state.items() if key not in self._views})
@@ -157,6 +178,21 @@ class StateViews:
     def clear(self) -> None:
         self._views.clear()
         self.state.clear()
+
+
+def _of_own_version(value: Any, before: Any) -> Any:
+    """A tensor that shares a state's memory, but not its version: the same one as before, if the memory is the same."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if isinstance(before, torch.Tensor):
+        before = local_of(before)
+        if _memory_of(before) == _memory_of(value):
+            return before
+    return value.data
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _copyable(state: State, parameter: torch.Tensor) -> State:
@@ -212,6 +248,34 @@ def part_of(value: Any, held: HostParameter, start: int, numel: int) -> Any:
     if not isinstance(value, torch.Tensor) or numel == held.numel:
         return value
     return flat(value, start, numel) if value.numel() == held.numel else value.clone()
+
+
+def with_tensors(value: Any, put: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """A value of a state, which may be anything, with its tensors elsewhere; itself if all are there."""
+    tensors = [one for one in tree_leaves(value) if isinstance(one, torch.Tensor)]
+    return value if all(put(one) is one for one in tensors) else tree_map_only(torch.Tensor, put, value)
+
+
+def loaded_copies(states: Iterable[tuple[torch.Tensor, torch.dtype, State]]) -> list[State]:
+    """Copies of saved states, given with their parameters and types of steps. Shared tensors stay shared.
+
+    As in the plain class, tensors of elements get the type of the step, also those in lists and dictionaries.
+    """
+    copies: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def copied(key: Any, parameter: torch.Tensor, dtype: torch.dtype, value: torch.Tensor) -> torch.Tensor:
+        into = dtype if _has_elements(key, value, parameter) else value.dtype
+        if (id(value), into) not in copies:
+            copies[id(value), into] = value.detach().to(into, copy=True)
+        return copies[id(value), into]
+
+    return [
+        {
+            key: tree_map_only(torch.Tensor, partial(copied, key, parameter, dtype), value)
+            for key, value in state.items()
+        }
+        for parameter, dtype, state in states
+    ]
 
 
 def host_copy(key: Any, value: Any, held: HostParameter) -> Any:

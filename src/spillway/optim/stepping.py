@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,14 +14,14 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils.hooks import RemovableHandle
 
-from spillway._torch import tree_map_only, version_of
+from spillway._torch import at_end_of_backward, graph_task, version_of
 from spillway.checkpointing.blocks import Blocks
 from spillway.errors import UsageError
 from spillway.optim.forward_waits import wait_in_forward
 from spillway.optim.gradient import DeviceContext, Snapshot
 from spillway.optim.host_parameter import HostParameter
 from spillway.optim.offloaded_gradient import LentGradients, OffloadedGradient, put_gradient
-from spillway.optim.optimizer_class import is_plain
+from spillway.optim.optimizer_class import stamp_of
 from spillway.optim.placement import Placement
 from spillway.optim.state_store import StepCost
 from spillway.optim.states import StateViews, check_shapes
@@ -53,6 +52,9 @@ class StepQueue:
         self._covered: set[Tensor] = set()
         """The parameters that a hook waits for."""
         self.lent = LentGradients()
+        self._backwards = RunningBackwards()
+        self._versions: list[tuple[Tensor, int]] = []
+        """The tensors of states that users may have, with their versions before the first step in backward."""
 
     def watch(self, held: HostParameter) -> None:
         """Offload a parameter's gradients as they are accumulated."""
@@ -69,12 +71,19 @@ class StepQueue:
             if queue is not None and of is not None:
                 queue._gradient_arrived(of)
 
+        def arrives(_: object) -> None:
+            queue, of = me(), mine()
+            if queue is not None and of is not None:
+                queue._backwards.enter(of)
+
         # A frozen parameter may be unfrozen later, and takes a hook only if it is not frozen.
         frozen = not parameter.requires_grad
         hook = parameter.requires_grad_(True).register_post_accumulate_grad_hook(arrived)  # type: ignore[no-untyped-call]
+        held.node = torch.autograd.graph.get_gradient_edge(parameter).node
+        earlier = held.node.register_prehook(arrives)
         parameter.requires_grad_(not frozen)
         # At the latest when the optimizer is gone.
-        held.unhook = weakref.finalize(self, hook.remove)
+        held.unhook = weakref.finalize(self, lambda: (hook.remove(), earlier.remove()))
 
     def overlap(self, model: Module, blocks: Blocks | None) -> None:
         """Let each block of a model wait for its own parameters, from now on."""
@@ -115,6 +124,7 @@ class StepQueue:
         """Before a step: wait for the last one, and take the user's edits of groups and states."""
         if self.early.stepped:
             self.follow_groups()
+            self._check_states()
         else:
             self.synchronize()
             self.take_edits()
@@ -122,7 +132,7 @@ class StepQueue:
     def run(self) -> None:
         """Step all parameters that have a gradient, and let compute wait for those that no block waits for."""
         self._stepped_groups = list(self._groups())
-        with torch.no_grad(), label("optimizer step"), on_error(self._mark_stale):
+        with torch.no_grad(), label("optimizer step"), on_error(self._end_failed_step):
             steps = self._queue()
             self._placement.device.step()
             for parameter in self._placement.device:
@@ -138,9 +148,7 @@ class StepQueue:
     def synchronize(self) -> None:
         """Let compute wait for all parameters, and wait until all state is in its place."""
         self._placement.settle(self.now)
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._finish)
-            self._arrive(self.pending)
+        self._end()
 
     def finish(self) -> None:
         """Wait until all that was queued is done."""
@@ -163,6 +171,17 @@ class StepQueue:
                 self._views.show(parameter)
                 if parameter in self._placement.held:
                     self._show_stored_with([self._placement.held[parameter]])
+
+    def _check_states(self) -> None:
+        """Raise if the user has edited states since parameters were stepped in backward."""
+        parameters = [parameter for _, parameter in self._placement.parameters()]
+        was_written = any(version_of(one) != version for one, version in self._versions)
+        if was_written or any(self._views.edited(one) is not None for one in parameters):
+            raise UsageError(
+                "optimizer.state was edited between backward and step(), but step_in_backward=True has stepped "
+                "parameters with the states before. Edit it after step()."
+            )
+        self._versions = []
 
     def forget_costs(self) -> None:
         """Parameters have moved: earlier steps say nothing about later ones."""
@@ -242,6 +261,8 @@ class StepQueue:
         """Step parameters during backward, and note those that were queued, also on an error."""
         self._check_usable()
         stepped = self.early.stepped
+        if not stepped:
+            self._versions = self._views.versions()
         with torch.no_grad(), label("optimizer step"):
             # Parameters of the last step that the forward has not waited for.
             self._arrive(self.pending - stepped)
@@ -338,13 +359,15 @@ class StepQueue:
                 stack.callback(self.lent.take_back, one)
             for (event, context), of_event in reversed(waits.items()):
                 stack.callback(self._wait_once, event, context, of_event)
-        for one in arriving:
+        # An edit of a step that is under way is for the next one.
+        shown = [one for one in arriving if one not in self.early.stepped and self._views.edited(one.parameter) is None]
+        for one in shown:
             self._views.show(one.parameter)
-        self._show_stored_with(arriving)
+        self._show_stored_with(shown)
         if arriving and not self.pending:
             for index, written in self.now.written.items():
                 # The user may have replaced the groups since.
-                self._stepped_groups[index].update(written)
+                written.apply_to(self._stepped_groups[index])
             self.now.end(self._placement.contexts.values())
             self.older, self.last, self.now = self.last, self.now, StepCost()
 
@@ -364,12 +387,14 @@ class StepQueue:
         self.pending.difference_update(held)
 
     def _end_failed_step(self) -> None:
-        """If one parameter has failed, the others of its step end, too: the error is raised once."""
-        self._mark_stale()
-        self._arrive(self.pending)
-
-    def _mark_stale(self) -> None:
+        """If a part of a step has failed, the rest of it ends, too: its errors are raised now, and not again."""
         self._views.is_stale = True
+        self._end()
+
+    def _end(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._finish)
+            self._arrive(self.pending)
 
     def _finish(self) -> None:
         with contextlib.ExitStack() as stack:
@@ -394,6 +419,44 @@ def _offload_gradient(held: HostParameter, gradient: Tensor) -> None:
     home = held.fresh_gradient()
     home.begin(local)
     put_gradient(held, home.stand_in(local))
+
+
+class _Running:
+    """A backward that is running: autograd holds this until it ends."""
+
+    def __call__(self) -> None:
+        pass
+
+
+class RunningBackwards:
+    """Refuses a backward that would add to a gradient while one of another thread may be offloading it.
+
+    Autograd locks a parameter while it adds, and not while a hook replaces ``p.grad``. The backwards of a GPU run in
+    one thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running: weakref.WeakValueDictionary[int, _Running] = weakref.WeakValueDictionary()
+
+    def enter(self, held: HostParameter) -> None:
+        """A gradient of the parameter is about to be added."""
+        task, thread = graph_task(), threading.get_ident()
+        with self._lock:
+            mine = self._running.get(task)
+            if mine is None:
+                mine = self._running[task] = _Running()
+                at_end_of_backward(mine)
+            of, its_thread = held.backward
+            if of is not None and of() not in (None, mine) and its_thread != thread:
+                # The user may keep the error, and this frame with it.
+                del mine
+                raise UsageError(
+                    "got backwards of two threads at once that add to the gradient of one parameter, which an "
+                    "OffloadedOptimizer offloads. Run them one after the other, or make the optimizer with "
+                    "offload_gradients=False."
+                )
+            held.backward = weakref.ref(mine), thread
 
 
 class BackwardSteps:
@@ -492,7 +555,7 @@ class BackwardSteps:
         self.reset()
         return stepped
 
-    def check_dropped(self, pending: set[HostParameter], what: str) -> None:
+    def check_dropped(self, what: str, pending: Collection[HostParameter] = ()) -> None:
         """Raise if a step is still to come, or if parameters were written while stepped values were on their way."""
         if any(held.parameter.grad is not None for held in self.stepped):
             self.check_none(what)
@@ -510,10 +573,7 @@ class BackwardSteps:
     def _check_settings(self, index: int, group: dict[str, Any]) -> None:
         # A scheduler adds "initial_lr" when it is made.
         settings = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
-        now = {
-            name: value if is_plain(value) else copy.deepcopy(tree_map_only(Tensor, _stamp, value))
-            for name, value in settings.items()
-        }
+        now = {name: stamp_of(value) for name, value in settings.items()}
         # With the tensors, so that no other one gets the number of one that is gone.
         before, _ = self._settings.setdefault(index, (now, settings))
         changed = sorted(name for name in before.keys() | now.keys() if before.get(name) != now.get(name))
@@ -522,10 +582,3 @@ class BackwardSteps:
                 f"Settings of group {index} were changed between backward and step(): {', '.join(changed)}. "
                 f"step_in_backward=True has stepped parameters with the old ones. Change them after step()."
             )
-
-
-def _stamp(setting: Tensor) -> object:
-    """Changes when a setting does. It reads no value on the GPU, which would wait for all that is queued there."""
-    if setting.device.type == "cpu":
-        return setting.tolist()
-    return id(setting), None if setting.is_inference() else version_of(setting)
