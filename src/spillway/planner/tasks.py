@@ -300,6 +300,8 @@ class Problem:
     """For each block, the rise of the level in its backward, beyond that of its options."""
     streamed: tuple[tuple[int, ...], ...]
     """For each block, bytes of its streamed parameters."""
+    spare: int | None = None
+    """Bytes of the user's budget beyond this one, which stay free; ``None``: all may be used."""
     host_budget: int | None = None
     disk_budget: int | None = None
     late: float = 1.0
