@@ -61,6 +61,9 @@ class FileRecord(Record):
         try:
             # The version comes first: a file of another version has other keys.
             version = _Version.model_validate_json(text).version
+            other = next((kind for kind in FileRecord.__subclasses__() if kind._is_in(text)), None)
+            if other is not None and not cls._is_in(text):
+                raise UsageError(f"{source} has a {other.__name__}, expected a {cls.__name__}. Give another file.")
             if version != cls._schema():
                 raise UsageError(
                     f"{source} has a {cls.__name__} of version {version}, and this Spillway reads version "
@@ -100,12 +103,18 @@ class FileRecord(Record):
         return iter(())
 
     @classmethod
+    def _is_in(cls, text: str | bytes) -> bool:
+        """Whether a text has just the keys of this record."""
+        return json.loads(text).keys() == cls.__dataclass_fields__.keys()  # type: ignore[attr-defined, no-any-return]
+
+    @classmethod
     def _schema(cls) -> int:
         return int(cls.__dataclass_fields__["schema"].default)  # type: ignore[attr-defined]
 
 
 def read_file(path: str | os.PathLike[str], what: str) -> bytes:
     """The content of a regular file. Other files may block for ever, as a FIFO that no process writes to."""
+    _check_path("path", path)
     why: object = None
     try:
         if stat.S_ISREG(os.stat(path).st_mode):
@@ -133,6 +142,7 @@ def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
     """
     if path is None:
         return
+    _check_path(what, path)
     real = os.path.realpath(path)
     try:
         mode = os.stat(real).st_mode
@@ -147,6 +157,11 @@ def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
         raise _unwritable(what, path, _kind_of(path))
     if not os.access(real, os.W_OK):
         raise _unwritable(what, path, "it is read-only")
+
+
+def _check_path(what: str, path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{what}: got {path!r:.200}, expected the path of a file")
 
 
 def _unwritable(what: str, path: str | os.PathLike[str], why: object) -> UsageError:
