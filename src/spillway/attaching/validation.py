@@ -149,6 +149,8 @@ def check_arguments(model: object, session: object, *, every: object, first: obj
         raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
     if session is not None and not isinstance(session, Session):
         raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
+    if session is not None:
+        session.check_open()
     for name, number, least in (("every", every, 1), ("first", first, 0), ("keep_last", keep_last, 0)):
         if (number is None and name == "first") or (type(number) is int and number >= least):
             continue
