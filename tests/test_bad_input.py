@@ -26,6 +26,7 @@ from spillway import (
     UsageError,
     offload,
 )
+from spillway.integrations import AttachOptions
 from spillway.policies import Keep, MinBytes, Offload, Ratio
 from spillway.runtime.device import backend_for
 from spillway.runtime.spill_file import SpillFile, SystemCalls
@@ -166,6 +167,20 @@ ARGUMENTS = [
         UsageError,
         f"no mtia device was found (torch {torch.__version__})",
         "Give '",
+    ),
+    *(
+        Case(f"a trainer's {name}", lambda options=options: AttachOptions(options), UsageError, got, expected)
+        for name, options, got, expected in (
+            ("budget", {"budget": "x"}, "budget: got 'x'", "bytes"),
+            ("host budget", {"budget": "1GiB", "host_budget": "x"}, "host_budget: got 'x'", "bytes"),
+            ("least size", {"min_bytes": "x"}, "min_bytes: got 'x'", "bytes"),
+            ("decisions", {"budget": "1GiB", "allow": {"x"}}, "allow: got {'x'}", "at least one of"),
+            ("hardware", {"budget": "1GiB", "hardware": "v100"}, "hardware: got 'v100'", "one of h200"),
+            ("distance", {"every": 0}, "every: got 0", "an integer of at least 1"),
+            ("session", {"session": 5}, "session: got 5", "a spillway.Session"),
+            ("groups", {"groups": 5}, "groups: got 5", "a mapping"),
+            ("device", {"device": "cuda"}, "device: got 'cuda' without stream=", "both"),
+        )
     ),
     Case("plan no plan", lambda: spillway.Plan.load(5), UsageError, "path: got 5", "the path of a file"),  # type: ignore[arg-type]
     Case("hardware a number", lambda: spillway.Hardware.named(5), UsageError, "hardware: 5 is", "one of h200"),  # type: ignore[arg-type]

@@ -25,11 +25,11 @@ from torch.nn import Module
 from spillway._torch import own_call, tree_leaves
 from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
+from spillway.attaching.validation import groups_of
 from spillway.checkpointing.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.integrations import AttachOptions, FirstCall
 from spillway.profiler.machine import known_hardware
-from spillway.saved_tensors.groups import Groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -222,13 +222,11 @@ def _is_step(root: Module, own: object) -> bool:
 
 def _find_parts(module: Module, options: AttachOptions) -> None:
     """Raise :class:`UsageError` if a module does not have the blocks or groups of the options."""
-    groups, blocks = options.options.get("groups"), options.options.get("blocks")
     if options.recomputes or options.options.get("keep_last"):
-        find_blocks(module, blocks)
-    elif groups is not None:
-        named = groups.patterns if isinstance(groups, Groups) else groups
-        for patterns in named.values():
-            find_blocks(module, [patterns] if isinstance(patterns, str) else list(patterns))
+        find_blocks(module, options.options.get("blocks"))
+    elif (groups := groups_of(options.options.get("groups"))) is not None:
+        for patterns in groups.patterns.values():
+            find_blocks(module, [patterns] if isinstance(patterns, str) else list(patterns), what="groups")
 
 
 def _has_parameters(module: Module) -> bool:
