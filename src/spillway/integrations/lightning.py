@@ -101,7 +101,10 @@ class SpillwayCallback(Callback):
         self._kind, self._forward = type(pl_module).__name__, pl_module.__dict__.get("forward")
         modules = [each for each in (Named("", pl_module), *walk(pl_module)) if is_called(each.module)]
         name = self._model
-        wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
+        if name is None:
+            wanted = [each for each in modules if next(each.module.parameters(), None) is not None]
+        else:
+            wanted = [each for each in modules if each.name == name]
         if name is not None and not wanted:
             known = ", ".join(repr(each.name) for each in modules[1 : _SHOWN + 1])
             raise UsageError(f"model: got {name!r}, expected the name of a module of {self._kind}: {known}, ...")
@@ -227,10 +230,6 @@ def _find_parts(module: Module, options: AttachOptions) -> None:
     elif (groups := groups_of(options.options.get("groups"))) is not None:
         for patterns in groups.patterns.values():
             find_blocks(module, [patterns] if isinstance(patterns, str) else list(patterns), what="groups")
-
-
-def _has_parameters(module: Module) -> bool:
-    return next(module.parameters(), None) is not None
 
 
 def _refuse_others(callback: SpillwayCallback, trainer: Trainer) -> None:
