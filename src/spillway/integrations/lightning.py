@@ -60,7 +60,7 @@ class SpillwayCallback(Callback):
             are streamed if ``configure_optimizers`` gives their :class:`~spillway.OffloadedOptimizer`.
 
     Raises:
-        UsageError: here, for an unknown option. In a fit: for what ``attach`` refuses, in the first step; after the
+        UsageError: here, for an invalid option. In a fit: for what ``attach`` refuses, in the first step; after the
             first batch, if it called nothing to attach to; after the first epoch, if ``model`` was not called; if a
             budget or a plan would apply to two models; for several of these callbacks, unless each has a ``model`` and
             only one has a budget.
