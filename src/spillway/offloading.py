@@ -116,6 +116,7 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             )
         if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
+        # A Recompute is called with a function.
         if isinstance(policy, type) or not (policy is None or callable(policy)) or hasattr(policy, "use_reentrant"):
             raise UsageError(
                 f"policy: got {policy!r:.200}, expected a callable from SavedTensor to Decision. To recompute, use "

@@ -369,9 +369,9 @@ class _SizeSearch:
 
     def _made(self, size: int) -> tuple[Module, Any]:
         made = self.step(size)
-        if not isinstance(made, tuple) or len(made) != 2:
+        if not isinstance(made, tuple | list) or len(made) != 2:
             raise UsageError(f"step: got {made!r:.200} from it, expected a tuple of a model and a batch")
-        return made
+        return made[0], made[1]
 
     def plan(self, profile: Profile, budget: int) -> Plan:
         return plan(profile, budget=budget, hardware=self.target["hardware"], **self._limits(profile))

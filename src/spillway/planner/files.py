@@ -14,6 +14,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -61,16 +62,20 @@ class FileRecord(Record):
         try:
             # The version comes first: a file of another version has other keys.
             version = _Version.model_validate_json(text).version
-            other = next((kind for kind in FileRecord.__subclasses__() if kind._is_in(text)), None)
-            if other is not None and not cls._is_in(text):
-                raise UsageError(f"{source} has a {other.__name__}, expected a {cls.__name__}. Give another file.")
+            given = json.loads(text)
+            # Each kind of record has other keys.
+            records: Any = FileRecord.__subclasses__()
+            kinds = {frozenset(each.name for each in fields(record)): record.__name__ for record in records}
+            kind = kinds.get(frozenset(given), cls.__name__)
+            if kind != cls.__name__:
+                raise UsageError(f"{source} has a {kind}, expected a {cls.__name__}. Give another file.")
             if version != cls._schema():
                 raise UsageError(
                     f"{source} has a {cls.__name__} of version {version}, and this Spillway reads version "
                     f"{cls._schema()}. {cls._remedy}"
                 )
             found: Self = adapter.validate_json(text)
-            missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
+            missing = _missing(adapter.dump_python(found, mode="json"), given)
             fault = next(found._faults(), None) if missing is None else (missing, "Field required")
             if fault is None:
                 return found
@@ -101,11 +106,6 @@ class FileRecord(Record):
     def _faults(self) -> Iterator[tuple[str, str]]:
         """Fields that contradict each other: where, and why."""
         return iter(())
-
-    @classmethod
-    def _is_in(cls, text: str | bytes) -> bool:
-        """Whether a text has just the keys of this record."""
-        return json.loads(text).keys() == cls.__dataclass_fields__.keys()  # type: ignore[attr-defined, no-any-return]
 
     @classmethod
     def _schema(cls) -> int:
