@@ -113,11 +113,12 @@ def test_what_is_too_small_is_told_with_the_least_that_is_enough() -> None:
 def test_an_attached_model_is_told_a_budget_of_which_a_little_may_stay_free() -> None:
     """The numbers are those of the user: the budget as it was given, and one that is enough when it is given."""
     profile, budget = replace(LLAMA, calls=LLAMA.calls[:4]), 13 << 30
+    limits = {"window": WINDOW, "allow": {"keep", "recompute"}}
     with pytest.raises(BudgetError, match=r"No plan fits 13\.0 GiB\. .* that stay free, ") as caught:
-        make_plan(profile, H200, budget=budget, aim=aim_at(budget), window=WINDOW)
+        make_plan(profile, H200, budget=budget, aim=aim_at(budget), host_budget=1 << 40, **limits)
     least = caught.value.least
     assert caught.value.budget == budget and "of CPU memory" not in str(caught.value)
-    plan = make_plan(profile, H200, budget=least, aim=aim_at(least), window=WINDOW)
+    plan = make_plan(profile, H200, budget=least, aim=aim_at(least), **limits)
     assert plan.budget == least and plan.predicted_peak <= aim_at(least)
 
 
