@@ -3,11 +3,13 @@
     python benchmarks/streams.py --json streams.json                       # on a GPU
     python benchmarks/streams.py --device cpu --shape tiny --layers 3 --seq 64 --runs 1
 
-For each number of tokens, three ways take steps in turn: ``resident`` keeps all on the GPU, ``streamed`` streams the
-frozen weights of all layers, and both recompute their layers; ``streamed, kept`` keeps saved tensors. *bound* is the
+For each number of tokens, four ways take steps: ``resident`` keeps all on the GPU, ``streamed`` streams the frozen
+weights of all layers, and both recompute their layers; ``streamed, kept`` keeps saved tensors; ``from files`` is
+``streamed`` with the weights in safetensors files (``--files``: a folder that they are written to). *bound* is the
 longer of the resident step and of the copies: the bytes that a streamed step copied, at the measured bandwidth of one
-copy of a layer's weights. *peak* is ``max_memory_allocated`` over one step. Losses must be those of ``resident``, bit
-for bit.
+copy of a layer's weights. *peak* is ``max_memory_allocated`` over one step. *first* is the first step's time: the files
+were dropped from the system's cache before it, if the system allows that. Losses must be those of ``resident``, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import copy
 import gc
 import json
+import os
 import statistics
 import time
 from datetime import UTC, datetime
@@ -30,10 +33,12 @@ from _llama import SHAPES, Layer
 from _table import describe_hardware, describe_versions, gib
 from spillway.profiler.meter import meter_of
 
+DTYPE = torch.bfloat16
 WAYS: dict[str, dict[str, Any]] = {
     "resident": {"policy": spillway.Recompute()},
     "streamed": {"policy": spillway.Recompute(), "stream": Layer},
     "streamed, kept": {"policy": spillway.policies.Keep(), "stream": Layer},
+    "from files": {"policy": spillway.Recompute(), "stream": Layer},
 }
 
 
@@ -74,16 +79,32 @@ class Stack(nn.Module):
         return x.float().square().mean()
 
 
+def mapped(options: argparse.Namespace, session: spillway.Session) -> Stack:
+    """The model with its weights in a file, in ``options.files``, which is no longer in the system's cache."""
+    from safetensors.torch import save_file
+
+    path = options.files / "model.safetensors"
+    if not path.exists():
+        save_file(Stack(options.shape, options.layers, DTYPE).state_dict(), path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    with torch.device("meta"):
+        model = Stack(options.shape, options.layers, DTYPE)
+    spillway.load_weights(model, path, device=options.device, session=session, on_disk=True)
+    return model
+
+
 class Steps:
     """Steps of one way."""
 
     def __init__(self, way: str, seq: int, options: argparse.Namespace) -> None:
         self.device = torch.device(options.device)
-        model = Stack(options.shape, options.layers, torch.bfloat16)
-        if way == "resident":
-            model.to(self.device)
         self.events = spillway.EventList()
         self.session = spillway.Session(recorder=self.events)
+        model = mapped(options, self.session) if way == "from files" else Stack(options.shape, options.layers, DTYPE)
+        if way == "resident":
+            model.to(self.device)
         more = dict(WAYS[way])
         if "stream" in more:
             more |= {"device": self.device, "min_bytes": options.min_bytes}
@@ -93,6 +114,7 @@ class Steps:
         self.model = model
         self.optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-4)
         hidden, head = SHAPES[options.shape].hidden, SHAPES[options.shape].head
+        torch.manual_seed(1)
         self.x = torch.randn(1, seq, hidden, device=self.device, dtype=torch.bfloat16)
         angles = torch.rand(seq, head, device=self.device)
         self.rotation = angles.cos().bfloat16(), angles.sin().bfloat16()
@@ -106,13 +128,10 @@ class Steps:
         return loss.detach()
 
     def compared(self) -> list[Tensor]:
-        """Losses of three steps with deterministic kernels, and the gradients of the third."""
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+        """Losses of three steps, and the gradients of the third."""
         found = [self.step(zero_grad=False) if number == 2 else self.step() for number in range(3)]
         found += [each.grad.cpu() for each in self.model.parameters() if each.grad is not None]
         self.optimizer.zero_grad()
-        torch.use_deterministic_algorithms(False)
         return found
 
     def seconds(self) -> float:
@@ -164,13 +183,16 @@ def bandwidth(nbytes: int, device: torch.device) -> float:
 
 def measure(seq: int, options: argparse.Namespace) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    layer = sum(each.nbytes for each in Stack(options.shape, 1, torch.bfloat16).parameters() if not each.requires_grad)
+    layer = sum(each.nbytes for each in Stack(options.shape, 1, DTYPE).parameters() if not each.requires_grad)
     rate = bandwidth(layer, torch.device(options.device))
     plain: list[Tensor] = []
-    for way in WAYS:
-        torch.manual_seed(1)
+    for way in WAYS if options.files is not None else [*WAYS][:-1]:
         steps = Steps(way, seq, options)
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+        first = steps.seconds()
         found = steps.compared()
+        torch.use_deterministic_algorithms(False)
         plain = plain or found
         steps.step()
         seconds = [steps.seconds() for _ in range(options.runs)]
@@ -179,6 +201,7 @@ def measure(seq: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         row = {
             "way": way,
             "tokens": seq,
+            "first_seconds": first,
             "step_seconds": statistics.median(seconds),
             "step_min": min(seconds),
             "step_max": max(seconds),
@@ -190,9 +213,10 @@ def measure(seq: int, options: argparse.Namespace) -> list[dict[str, Any]]:
         }
         rows.append(row)
         print(
-            f"{seq} tokens, {way}: {row['step_seconds'] * 1e3:.0f} ms ({row['step_min'] * 1e3:.0f} to "
-            f"{row['step_max'] * 1e3:.0f}), {row['step_seconds'] / row['bound_seconds']:.3f} of the bound, peak "
-            f"{gib(row['peak_bytes'])}, copied {gib(copied)}, gradients {'the same' if row['is_same'] else 'DIFFER'}",
+            f"{seq} tokens, {way}: first {first:.2f} s, then {row['step_seconds'] * 1e3:.0f} ms "
+            f"({row['step_min'] * 1e3:.0f} to {row['step_max'] * 1e3:.0f}), "
+            f"{row['step_seconds'] / row['bound_seconds']:.3f} of the bound, peak {gib(row['peak_bytes'])}, "
+            f"copied {gib(copied)}, gradients {'the same' if row['is_same'] else 'DIFFER'}",
             flush=True,
         )
         steps.close()
@@ -209,6 +233,7 @@ def main() -> None:
     parser.add_argument("--seq", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--min-bytes", dest="min_bytes", default="1MiB")
+    parser.add_argument("--files", type=Path, help="a folder for the weights; without it, none are in files")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     rows = [row for seq in options.seq for row in measure(seq, options)]
@@ -217,7 +242,7 @@ def main() -> None:
             "date": datetime.now(UTC).date().isoformat(),
             "versions": describe_versions(),
             "hardware": describe_hardware(torch.device(options.device)),
-            "options": {key: str(value) for key, value in vars(options).items()},
+            "options": {key: str(value) for key, value in vars(options).items() if key not in ("json", "files")},
             "rows": rows,
         }
         options.json.write_text(json.dumps(result, indent=1))

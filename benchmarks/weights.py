@@ -38,7 +38,7 @@ from spillway.profiler.machine import known_hardware
 from spillway.profiler.meter import meter_of
 from spillway.units import parse_bytes
 from streams import Stack as Adapted
-from streams import bandwidth
+from streams import bandwidth, mapped
 
 MOST_STEPS = 30
 FREE = 1e15
@@ -80,7 +80,10 @@ class Training:
         shape, seq, batch = SHAPES[options.shape], options.seq, options.batch
         self.optimizer: Any
         if options.kind == "lora":
-            self.model: nn.Module = Adapted(options.shape, options.layers, torch.bfloat16)
+            in_files = options.files is not None
+            self.model: nn.Module = (
+                mapped(options, self.session) if in_files else Adapted(options.shape, options.layers, torch.bfloat16)
+            )
             trained = [each for each in self.model.parameters() if each.requires_grad]
             self.optimizer = torch.optim.AdamW(trained, lr=1e-4)
             angles = torch.rand(seq, shape.head, device=self.device)
@@ -269,6 +272,7 @@ def main() -> None:
     parser.add_argument("--min-bytes", dest="min_bytes", default="4KiB" if small else "1MiB")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--together", type=int, default=2, help="steps that are timed together")
+    parser.add_argument("--files", type=Path, help="with lora: a folder that the weights are in")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     training = Training(options)
@@ -281,7 +285,8 @@ def main() -> None:
             share = parse_bytes(options.card) / torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(share, 0)
     print(f"copies {rate / 1e9:.1f} GB/s", flush=True)
-    resident = resident_seconds(training) if options.kind == "lora" and options.card is None else 0.0
+    is_measured = options.kind == "lora" and options.card is None and options.files is None
+    resident = resident_seconds(training) if is_measured else 0.0
     rows: list[Row] = []
     for row in rows_of(training, rate):
         print(described(row), flush=True)
@@ -291,7 +296,7 @@ def main() -> None:
                 "date": datetime.now(UTC).date().isoformat(),
                 "versions": describe_versions(),
                 "hardware": describe_hardware(training.device),
-                "options": {key: value for key, value in vars(options).items() if key != "json"},
+                "options": {key: value for key, value in vars(options).items() if key not in ("json", "files")},
                 "copies": rate,
                 "resident_seconds": resident,
                 "rows": [asdict(each) for each in rows],

@@ -9,6 +9,7 @@ import contextlib
 import gc
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +24,8 @@ from runtime.scenarios import adversary_session
 from spillway import policies
 from spillway.errors import UsageError
 from spillway.parameters import homes, weights
+from spillway.planner.planner import with_weights
+from spillway.planner.profile import enlarged
 from spillway.runtime import tiers
 from support import assert_nothing_left
 from weight_files import BLOCKS, WIDTH, Model, addresses, freeze, loss_of, on_meta, same, saved, train
@@ -266,6 +269,12 @@ def test_weights_that_move_to_the_device_and_back(tmp_path: Path) -> None:
         # Pages of the first block were not written.
         layer = model.layers[1].first.base.weight  # type: ignore[union-attr]
         assert not _is_private(layer.data_ptr()) and _is_private(model.layers[2].first.base.weight.data_ptr())  # type: ignore[union-attr, operator]
+        # Those that are on the device in the end.
+        streams.place(("layers.0", "layers.1"))
+        for each in (model, plain):
+            each.layers[0].first.base.weight.data.neg_()  # type: ignore[union-attr]
+    assert addresses(model) == before
+    assert torch.equal(loss_of(model, 3), loss_of(plain, 3))
 
 
 def test_weights_that_are_cast_while_they_are_on_the_device(tmp_path: Path) -> None:
@@ -313,6 +322,40 @@ def test_other_types_and_odd_places_are_read_into_memory(tmp_path: Path) -> None
         assert all(
             torch.equal(getattr(model, name), each.to(getattr(model, name).dtype)) for name, each in values.items()
         )
+
+
+def test_a_plan_knows_how_long_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pause, copy = 0.01, homes._copy
+    monkeypatch.setattr(homes, "_copy", lambda source, into: (time.sleep(pause), copy(source, into)))
+    files, model = saved(freeze(Model()), tmp_path), freeze(on_meta())
+    with (
+        on_disk(model, files) as session,
+        spillway.attach(
+            model,
+            budget="64GiB",
+            stream="layers.*",
+            blocks="layers.*",
+            hardware=spillway.Hardware.named("h200"),
+            min_bytes=0,
+            session=session,
+            device="cpu",
+        ) as attached,
+    ):
+        while attached.stage != "active":
+            loss_of(model, 0).backward()
+        assert attached.profile is not None and attached.plan is not None
+        calls = attached.profile.calls
+        # Reads run one after the other here.
+        least = [pause * len(call.streamed) for call in calls]
+        assert all(few <= call.read_seconds < 3 * few for few, call in zip(least, calls, strict=True))
+        assert attached.plan.predicted_seconds >= sum(least)
+        assert attached.plan.stall_seconds > 0.5 * sum(least)
+        # Weights in memory have no such time.
+        resident = with_weights(attached.profile, [call.name for call in calls])
+        assert not any(call.read_seconds for call in resident.calls)
+        # It does not grow with the inputs.
+        larger = enlarged(attached.profile, 2.0).calls
+        assert [each.read_seconds for each in larger] == [each.read_seconds for each in calls]
 
 
 @pytest.mark.parametrize("stream", ["auto", "layers.*"])

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from spillway.planner.tasks import Option, Part, Phase, Problem, Rates, Sent, Task, Turn
+from spillway.planner.tasks import Option, Part, Phase, Problem, Rates, Sent, Streamed, Task, Turn
 from spillway.types import Decision
 
 MIB = 2**20
@@ -109,7 +109,7 @@ def random_problem(seed: int, *, most: int = 1500) -> Problem:
         rates=rates,
         budget=0,
         extra_bytes=tuple(random_.choice([-8, -1, 0, 0, 6]) * MIB for _ in options),
-        streamed=((),) * blocks,
+        streamed=(Streamed(),) * blocks,
     )
 
 
@@ -169,7 +169,11 @@ def streaming(problem: Problem, seed: int) -> Problem:
         options=tuple(known[id(each)] for each in problem.options),
         # Some are not saved.
         streamed=tuple(
-            random_.choice([(), sizes[id(each)][:1], (*sizes[id(each)], MIB // 2)]) for each in problem.options
+            Streamed(
+                random_.choice([(), sizes[id(each)][:1], (*sizes[id(each)], MIB // 2)]),
+                random_.choice([0.0, 1e-3, 1e-2]),
+            )
+            for each in problem.options
         ),
     )
 
@@ -274,6 +278,6 @@ def large_problem(blocks: int, options: int, budget: int, *, rate: float = 50e9,
         rates=Rates(rate, rate, 3e9, 5e9, 512 * MIB),
         budget=budget,
         extra_bytes=(0,) * blocks,
-        streamed=((),) * blocks,
+        streamed=(Streamed(),) * blocks,
         host_budget=host,
     )

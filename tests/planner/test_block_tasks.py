@@ -31,7 +31,7 @@ from spillway.attaching.blocks import how_of
 from spillway.planner.block_tasks import ResolvedDecisions, make_option, offloaded_at
 from spillway.planner.plan import planned_block
 from spillway.planner.profile import BackwardPart, BlockProfile, HostTimes, OperatorProfile, ReplayRule, Value
-from spillway.planner.tasks import Option, Part, Phase, Problem, Rates, Sent
+from spillway.planner.tasks import Option, Part, Phase, Problem, Rates, Sent, Streamed
 from spillway.types import Decision
 
 SETTINGS = settings(derandomize=True, deadline=None, max_examples=200, database=None)
@@ -286,7 +286,7 @@ def test_an_output_that_two_blocks_keep_is_there_once_and_one_that_leaves_is_cou
         """At the ends of the blocks' tasks, before copies."""
         rates = Rates(1e9, 1e9, 1e9, 1e9, 1 << 20)
         ways = tuple((each,) for each in options)
-        problem = Problem(1000, (Part(2),), ("a", "b"), ways, rates, 1, (0, 0), ((), ()))
+        problem = Problem(1000, (Part(2),), ("a", "b"), ways, rates, 1, (0, 0), (Streamed(), Streamed()))
         changes = [task.change_bytes for task in problem.program((0, 0)).tasks]
         return list(accumulate(changes, initial=1000))
 

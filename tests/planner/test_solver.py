@@ -32,7 +32,7 @@ from planner.instances import (
 from spillway import BudgetError
 from spillway.planner.estimates import CostModel
 from spillway.planner.solve import Solution, smallest, solve
-from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates, Task
+from spillway.planner.tasks import Option, Part, Phase, Problem, Program, Rates, Streamed, Task
 from spillway.planner.timeline import Timeline
 from spillway.planner.timeline import simulate_program as simulate
 
@@ -146,7 +146,7 @@ def test_a_block_that_frees_more_than_others_of_its_kind_has_their_peak() -> Non
     task = Task("backward", Phase.BACKWARD, 1.0, change_bytes=5)
     only = Option((), (Task("forward", Phase.FORWARD, 1.0),), (task,))
     rates = Rates(1.0, 1.0, 1.0, 1.0, 1)
-    problem = Problem(10, (Part(2),), ("a", "b"), ((only,), (only,)), rates, 0, (-8, 3), ((), ()))
+    problem = Problem(10, (Part(2),), ("a", "b"), ((only,), (only,)), rates, 0, (-8, 3), (Streamed(), Streamed()))
     timeline = simulate(problem.program((0, 0)), rates, spans=True)
     assert [level.device for level in timeline.levels][-1] == 10 + (5 + 3) + (5 - 8)
     assert timeline.peak_bytes == 10 + (5 + 3) + 5

@@ -354,6 +354,19 @@ def test_streamed_parameters_are_fetched_a_block_ahead() -> None:
     assert timeline.host_bytes == 0
 
 
+def test_parameters_in_files_are_there_when_they_are_read() -> None:
+    """Two bytes take two seconds on the link, and longer or shorter to read."""
+    slow, fast = Weights(0, 2, False, 5.0), Weights(1, 2, False, 1.0)
+    saved = Sent(0, 3, is_weight=True, read_seconds=6.0)
+    timeline = simulated(
+        task("f0", 1, weights=slow),
+        task("f1", 1, saved, weights=fast, change=0),
+        task("b1", 1, takes=(0,), drops=(0,)),
+    )
+    assert copies(timeline, "back") == [("f0", 0, 5), ("f0", 5, 7), ("f1", 8, 14)]
+    assert waits(timeline) == [("f0", 0, 5, "back"), ("f1", 6, 7, "back"), ("b1", 8, 14, "back")]
+
+
 def test_saved_parameters_that_are_streamed_come_back_within_the_window() -> None:
     """Nothing is copied out, and they are no bytes of the step until they are prefetched."""
     weights = [Sent(key, 3, is_weight=True) for key in range(3)]

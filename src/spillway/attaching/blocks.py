@@ -125,6 +125,10 @@ class BlockTracing:
         moving = counts["leaving bytes"] + counts["shared bytes"] + counts["returning bytes"]
         return moving + sum(each.here_bytes for each in self._copied)
 
+    def read_seconds(self, name: str) -> float:
+        """Time to read the streamed parameters of a block that are in files, as in the step before."""
+        return sum(each.read_seconds for each in self._streamed.get(name, ()))
+
     @property
     def _copied(self) -> Iterator[StreamedBlock]:
         return (each for found in self._streamed.values() for each in found)

@@ -285,8 +285,9 @@ class ProfileCollector:
             min_bytes=self.min_bytes,
             known=self._statics,
         )
+        calls = tuple(replace(each, read_seconds=self.tracing.read_seconds(each.name)) for each in profile.calls)
         optimizer = self.applied.optimizer
-        return profile if optimizer is None else replace(profile, optimizer=optimizer.profile())
+        return replace(profile, calls=calls, optimizer=None if optimizer is None else optimizer.profile())
 
     def _is_as_weighed(self, trace: StepTrace) -> bool:
         assert self._weighed is not None

@@ -22,9 +22,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,42 @@ class FileTier(HomeTier):
     def __init__(self, backend: Backend, arena: Arena, *, out: Stream, back: Stream) -> None:
         super().__init__(backend, arena, out=out, back=back)
         self._reads = StagedReads(backend, arena, back)
+        self._lock = threading.Lock()
+        self._under_way = self._nbytes = 0
+        """Reads that are under way, and the bytes of those that have ended."""
+        self._since = self._seconds = 0.0
+        """When the first of these began, and the time in which others were under way."""
+        self._before = 0.0
+
+    def measure(self) -> None:
+        """Measure reads from here on. Until one has ended, the former measurement counts."""
+        with self._lock:
+            self._before = self._latest()
+            self._nbytes, self._seconds, self._since = 0, 0.0, time.perf_counter()
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """As measured; 0: no read has ended."""
+        with self._lock:
+            return self._latest()
+
+    def _latest(self) -> float:
+        return self._seconds / self._nbytes if self._nbytes else self._before
+
+    @contextmanager
+    def _measured(self, nbytes: int) -> Iterator[None]:
+        with self._lock:
+            if not self._under_way:
+                self._since = time.perf_counter()
+            self._under_way += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._under_way -= 1
+                self._nbytes += nbytes
+                if not self._under_way:
+                    self._seconds += time.perf_counter() - self._since
 
     def _copy(self, slots: Sequence[FileHome], destinations: Sequence[Bytes]) -> Sequence[Event]:  # type: ignore[override]
         ready = self._backend.record(self._back)
@@ -154,12 +192,13 @@ class FileTier(HomeTier):
         ]
 
     def _read(self, source: Bytes, destination: Bytes, ready: Event) -> Event | None:
-        if not self._backend.direct_disk:
-            return self._reads.read(partial(_copy, source), destination)
-        ready.synchronize()
-        self._backend.host_access(destination, write=True)
-        _copy(source, destination)
-        return None
+        with self._measured(source.nbytes):
+            if not self._backend.direct_disk:
+                return self._reads.read(partial(_copy, source), destination)
+            ready.synchronize()
+            self._backend.host_access(destination, write=True)
+            _copy(source, destination)
+            return None
 
 
 def _copy(source: Bytes, destination: Bytes) -> None:

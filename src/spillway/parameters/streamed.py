@@ -115,6 +115,12 @@ class StreamedBlock:
     def sizes(self) -> list[int]:
         return [each.home.nbytes for each in self.parameters if each.is_alive]
 
+    @property
+    def read_seconds(self) -> float:
+        """Time to read its parameters that are in files, as in the last pass."""
+        nbytes = sum(home.nbytes for home in self.files.values())
+        return nbytes * self._model.read_seconds_per_byte
+
     def in_replay(self) -> AbstractContextManager[None]:
         """:meth:`in_use` around a replay of the block's checkpointed forward."""
         return self.in_use(is_replay=True)
@@ -237,10 +243,11 @@ class StreamedModel:
         self.identity = session.of(SavedState).identity
         self.lock = threading.RLock()
         out, back = self.mover.streams
-        self._tiers = [kind(runtime.backend, runtime.arena, out=out, back=back) for kind in (HomeTier, FileTier)]
+        self._memory = HomeTier(runtime.backend, runtime.arena, out=out, back=back)
+        self._files = FileTier(runtime.backend, runtime.arena, out=out, back=back)
         # Weak: entries of dropped models hold the tiers until they are forgotten.
         me = weakref.ref(self)
-        for tier in self._tiers:
+        for tier in (self._memory, self._files):
             tier.at_end = lambda: _settle(me)
         self.passes = 0
         """Calls of the model that are under way."""
@@ -270,6 +277,7 @@ class StreamedModel:
         """A call of the model. See NOTE [ Fetched ahead ] and NOTE [ Writes at rest ]."""
         with self.lock:
             self._ahead.drop()
+            self._files.measure()
             self.passes += 1
         try:
             yield
@@ -282,8 +290,13 @@ class StreamedModel:
         """Nothing is fetched ahead, and what compute does next comes after all copies of homes."""
         with self.lock:
             self._ahead.drop()
-            for tier in self._tiers:
+            for tier in (self._memory, self._files):
                 tier.settle()
+
+    @property
+    def read_seconds_per_byte(self) -> float:
+        """Time to read a byte of the files, as measured in the latest pass; 0: none was read."""
+        return self._files.seconds_per_byte
 
     @property
     def resident_bytes(self) -> int:
@@ -346,7 +359,7 @@ class StreamedModel:
 
     def _stream(self, block: StreamedBlock, streamed: dict[torch.Tensor, StreamedParameter | None]) -> None:
         """Move the parameters of a block to pinned memory, unless they are there or in a file."""
-        optimizer, arena, backend = self._optimizer(), self.runtime.arena, self.runtime.backend
+        optimizer, arena = self._optimizer(), self.runtime.arena
         for owned in block.own:
             parameter = owned.reference()
             if parameter is None or is_streamed(parameter):
@@ -358,10 +371,14 @@ class StreamedModel:
                 home.synchronize()
             if isinstance(home, FileHome):
                 block.files[owned.path] = home
-            block.parameters.append(StreamedParameter(owned.path, parameter, home, backend, owned.device))
-            set_streamed(parameter, None)
+            self._take(block, owned, parameter, home)
             if optimizer is not None and optimizer.holds(parameter) and isinstance(home, Pinned):
                 streamed[parameter] = block.parameters[-1]
+
+    def _take(self, block: StreamedBlock, owned: Owned, parameter: Parameter, home: Home) -> None:
+        backend = self.runtime.backend
+        block.parameters.append(StreamedParameter(owned.path, parameter, home, backend, owned.device))
+        set_streamed(parameter, None)
 
     @contextmanager
     def _moving(self) -> Iterator[dict[torch.Tensor, StreamedParameter | None]]:
@@ -393,10 +410,16 @@ class StreamedModel:
                 block.parameters.pop(0)
 
     def _leave(self) -> None:
-        for owned in (owned for block in self.blocks for owned in block.own):
-            parameter = owned.reference()
-            if parameter is not None and not is_streamed(parameter):
-                self._moved.append(owned[1:])
+        for block in self.blocks:
+            for owned in block.own:
+                parameter = owned.reference()
+                if parameter is None or is_streamed(parameter):
+                    continue
+                home = block.files.get(owned.path)
+                if home is not None and home.nbytes == parameter.nbytes:
+                    self._take(block, owned, parameter, home)
+                else:
+                    self._moved.append(owned[1:])
         self._let_go(self.blocks)
         self.blocks = []
         for reference, device in self._moved:
@@ -465,7 +488,7 @@ class StreamedModel:
         return entry
 
     def _made(self, parameter: StreamedParameter, ledger: ByteCounters) -> StreamedEntry:
-        tier = self._tiers[isinstance(parameter.home, FileHome)]
+        tier = self._files if isinstance(parameter.home, FileHome) else self._memory
         entry = StreamedEntry(parameter, self.runtime, tier, ledger)
         parameter.latest = entry.reference
         return entry

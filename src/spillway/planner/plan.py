@@ -12,7 +12,19 @@ from spillway.errors import UsageError, printable
 from spillway.planner.block_tasks import make_option, outside_task
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.planner.profile import BlockProfile, Profile, ReplayRule
-from spillway.planner.tasks import AFTER, BEFORE, MIDDLE, Option, Part, Phase, Problem, Program, Rates, in_words
+from spillway.planner.tasks import (
+    AFTER,
+    BEFORE,
+    MIDDLE,
+    Option,
+    Part,
+    Phase,
+    Problem,
+    Program,
+    Rates,
+    Streamed,
+    in_words,
+)
 from spillway.types import Decision
 from spillway.units import format_bytes, format_html, format_seconds
 
@@ -246,7 +258,7 @@ def problem_with(
         rates=rates,
         budget=budget,
         extra_bytes=tuple(call.backward_extra_bytes for call in profile.calls),
-        streamed=tuple(call.streamed for call in profile.calls),
+        streamed=tuple(Streamed(call.streamed, call.read_seconds) for call in profile.calls),
     )
 
 

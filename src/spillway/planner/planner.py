@@ -194,7 +194,9 @@ def with_weights(profile: Profile, names: Collection[str]) -> Profile:
         profile,
         static_bytes=profile.static_bytes + nbytes,
         static=None if static is None else replace(static, weights=static.weights + nbytes),
-        calls=tuple(replace(call, streamed=()) if call.name in here else call for call in profile.calls),
+        calls=tuple(
+            replace(call, streamed=(), read_seconds=0.0) if call.name in here else call for call in profile.calls
+        ),
     )
 
 
@@ -426,7 +428,7 @@ def make_stage_plans(
         names=tuple(f"stage {stage.index}, {call.name}" for stage in stages for call in stage.profile.calls),
         options=tuple(options for each in alone for options in each.options),
         extra_bytes=tuple(nbytes for each in alone for nbytes in each.extra_bytes),
-        streamed=tuple(sizes for each in alone for sizes in each.streamed),
+        streamed=tuple(each for one in alone for each in one.streamed),
         late=max(each.late for each in alone),
         turns=tuple(few),
     )

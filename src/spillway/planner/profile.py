@@ -37,7 +37,7 @@ from spillway.errors import printable
 from spillway.planner.files import Count, FileRecord, Record, Seconds
 from spillway.units import format_bytes, format_html, format_seconds
 
-SCHEMA = 15
+SCHEMA = 16
 
 
 class ReplayRule(enum.Enum):
@@ -237,6 +237,8 @@ class BlockCall(Record):
     streamed: tuple[Count, ...] = ()
     """Bytes of each of its parameters that are streamed: in CPU memory, and on the GPU only while the block runs. No
     other number of a profile has them. See NOTE [ Copies of weights ] in ``tasks.py``."""
+    read_seconds: Seconds = 0.0
+    """Time to read those that are in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +358,7 @@ def lines_of(profile: Profile) -> Iterator[str]:
     yield f"always there: {format_bytes(profile.static_bytes)}"
 
 
-_FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes", "parameters"})
+_FIXED = frozenset({"host", "host_seconds", "backward_change_bytes", "cached_bytes", "parameters", "read_seconds"})
 """Fields of blocks that do not grow with the inputs."""
 
 

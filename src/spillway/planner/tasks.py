@@ -25,6 +25,9 @@ A block that is not recomputed has them saved by autograd. So they are storages 
 are reloaded for its backward, parameter by parameter, with all other storages and within the in-flight limit. Backward
 also takes saved parameters that are not streamed: no task sends these, so they are there.
 
+Weights in files are read by the CPU before they cross the link, mostly in a longer time. Both overlap, piece by piece.
+So their copies take the longer of the two times: at the link's bandwidth, and as long as reads took in a measured step.
+
 NOTE [ Turns ]
 
 Most steps are one forward and one backward of one model. A rank of a pipeline takes turns with chunks of its stages: a
@@ -114,6 +117,17 @@ class Sent:
     """Whether it is offloaded to the disk, and not to CPU memory."""
     is_weight: bool = False
     """Whether it is a streamed parameter, which needs no copy out. See NOTE [ Copies of weights ]."""
+    read_seconds: float = 0.0
+    """Time to read it from its file, if it is a parameter in one."""
+
+
+class Streamed(NamedTuple):
+    """The streamed parameters of a block."""
+
+    sizes: tuple[int, ...] = ()
+    """Bytes of each."""
+    read_seconds: float = 0.0
+    """Time to read those in files."""
 
 
 class Weights(NamedTuple):
@@ -123,6 +137,8 @@ class Weights(NamedTuple):
     nbytes: int
     is_replay: bool = False
     """Whether they are there for a replay and the backward after it, or for a forward."""
+    read_seconds: float = 0.0
+    """Time to read those in files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,15 +204,15 @@ class Option:
     """Bytes of parameters that autograd saved, which backward takes. Their keys follow those of the values."""
 
     def placed(
-        self, prefix: str, by: int, twice: int, extra: int, block: int, streamed: Sequence[int]
+        self, prefix: str, by: int, twice: int, extra: int, block: int, streamed: Streamed
     ) -> tuple[tuple[Task, ...], tuple[Task, ...]]:
         """Its tasks as those of a block, forward and backward: see :meth:`Task.shifted`.
 
         The block before has counted ``twice`` bytes, too, from its forward's end to its backward's. The level rises by
-        ``extra`` bytes more at the end of its backward. The block of this number has ``streamed`` parameters, in bytes.
+        ``extra`` bytes more at the end of its backward. The block of this number has ``streamed`` parameters.
         """
         forward, backward = ([task.shifted(prefix, by) for task in each] for each in (self.forward, self.backward))
-        if streamed:
+        if streamed.sizes:
             self._stream(forward, backward, block, by + len(self.decisions), streamed)
         if twice:
             forward[-1] = replace(forward[-1], change_bytes=forward[-1].change_bytes - twice)
@@ -206,22 +222,23 @@ class Option:
             backward[-1] = replace(last, peak_bytes=peak, change_bytes=last.change_bytes + twice + extra)
         return tuple(forward), tuple(backward)
 
-    def _stream(self, forward: list[Task], backward: list[Task], block: int, key: int, streamed: Sequence[int]) -> None:
+    def _stream(self, forward: list[Task], backward: list[Task], block: int, key: int, streamed: Streamed) -> None:
         """Give the tasks the copies of parameters. See NOTE [ Copies of weights ]."""
-        nbytes = sum(streamed)
+        nbytes, seconds = sum(streamed.sizes), streamed.read_seconds
         for place, task in enumerate(forward):
             if task.phase is Phase.FORWARD:
-                forward[place] = replace(task, weights=Weights(block, nbytes))
+                forward[place] = replace(task, weights=Weights(block, nbytes, False, seconds))
         again = next((place for place, task in enumerate(backward) if task.phase is Phase.RECOMPUTE), None)
         if again is not None:
-            backward[again:] = [replace(task, weights=Weights(block, nbytes, True)) for task in backward[again:]]
+            weights = Weights(block, nbytes, True, seconds)
+            backward[again:] = [replace(task, weights=weights) for task in backward[again:]]
             return
-        sends, left = forward[-1].sends, Counter(streamed)
+        sends, left = forward[-1].sends, Counter(streamed.sizes)
         for number, each in enumerate(self.parameters, key):
             if left[each]:
                 # Parameters of one size are alike.
                 left[each] -= 1
-                sends = (*sends, Sent(number, each, is_weight=True))
+                sends = (*sends, Sent(number, each, is_weight=True, read_seconds=seconds * each / nbytes))
         forward[-1] = replace(forward[-1], sends=sends)
 
     @property
@@ -298,8 +315,8 @@ class Problem:
     """Most bytes that may be allocated on the GPU."""
     extra_bytes: tuple[int, ...]
     """For each block, the rise of the level in its backward, beyond that of its options."""
-    streamed: tuple[tuple[int, ...], ...]
-    """For each block, bytes of its streamed parameters."""
+    streamed: tuple[Streamed, ...]
+    """Streamed parameters of each block."""
     spare: int | None = None
     """Bytes of the user's budget beyond this one, which stay free; ``None``: all may be used."""
     host_budget: int | None = None

@@ -337,7 +337,7 @@ class _Walk:
             self._fetch_weights(self._needed[0], task)
 
     def _fetch_weights(self, weights: Weights, task: str) -> None:
-        self._fetched = self._copy("back", task, self._now, weights.nbytes / self._rates.back)
+        self._fetched = self._copy("back", task, self._now, self._seconds(weights))
         self._returning += weights.nbytes
         self._device += weights.nbytes
         self._hold("returning", weights.nbytes)
@@ -347,11 +347,15 @@ class _Walk:
         sent, ready = storage.sent, self._now
         if sent.on_disk:
             ready = self._copy("disk", storage.sender, ready, sent.nbytes / self._rates.disk_read, sent.key)
-        storage.back_at = self._copy("back", storage.sender, ready, sent.nbytes / self._rates.back, sent.key)
+        storage.back_at = self._copy("back", storage.sender, ready, self._seconds(sent), sent.key)
         self._returning += sent.nbytes
         self._device += sent.nbytes
         self._hold("returning", sent.nbytes)
         self._note_level()
+
+    def _seconds(self, copied: Sent | Weights) -> float:
+        """Time of a copy to the GPU."""
+        return max(copied.nbytes / self._rates.back, copied.read_seconds)
 
     def _send(self, ready: float, task: str) -> None:
         """Offload the next storage, whose bytes are complete at ``ready``."""
