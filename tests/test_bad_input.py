@@ -26,6 +26,7 @@ from spillway import (
     UsageError,
     offload,
 )
+from spillway.integrations import AttachOptions
 from spillway.policies import Keep, MinBytes, Offload, Ratio
 from spillway.runtime.device import backend_for
 from spillway.runtime.spill_file import SpillFile, SystemCalls
@@ -106,6 +107,127 @@ ARGUMENTS = [
     Case(
         "path gone", lambda: Session(spill_directory="/nowhere"), SpillPathError, "/nowhere", "a directory", "SPILLWAY"
     ),
+    Case("path no path", lambda: Session(spill_directory=5), SpillPathError, "got 5", "a directory"),  # type: ignore[arg-type]
+    Case(
+        "policy recomputes",
+        lambda: offload(policy=spillway.Recompute()),
+        UsageError,
+        "policy: got Recompute(",
+        "a callable from SavedTensor",
+        "spillway.attach",
+    ),
+    Case("policy a class", lambda: offload(policy=Keep), UsageError, "policy: got <class", "a callable"),  # type: ignore[arg-type]
+    Case("model listed", lambda: spillway.list_saved_tensors("x"), UsageError, "model: got 'x'", "torch.nn.Module"),  # type: ignore[arg-type]
+    *(
+        Case(
+            f"loss of {name}",
+            lambda logits=logits, target=target, dtype=dtype: spillway.cross_entropy(logits, target, dtype=dtype),
+            UsageError,
+            f"{name}: got",
+            expected,
+        )
+        for name, logits, target, dtype, expected in (
+            ("logits", None, torch.zeros(2, dtype=torch.int64), None, "a tensor"),
+            ("target", torch.zeros(2, 3), [0, 1], None, "a tensor"),
+            ("dtype", torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), torch.int32, "a floating point type"),
+            ("dtype", torch.zeros(2, 3), torch.zeros(2, dtype=torch.int64), "float32", "a floating point type"),
+        )
+    ),
+    Case(
+        "blocks of one argument",
+        lambda: spillway.attach(small_model(), blocks=lambda name: True),  # type: ignore[arg-type, misc]
+        UsageError,
+        "blocks: got <function",
+        "(name, module) -> bool",
+    ),
+    Case(
+        "groups of no module",
+        lambda: spillway.attach(small_model(), groups={"mlp": "*.mlp"}),
+        UsageError,
+        "groups: got '*.mlp'",
+        "some of them",
+    ),
+    Case(
+        "streams of no module",
+        lambda: spillway.attach(small_model(), stream="foo"),
+        UsageError,
+        "stream: got 'foo'",
+        "some of them",
+    ),
+    Case(
+        "device unknown",
+        lambda: spillway.attach(small_model(), stream="*", device="foo"),
+        UsageError,
+        "device: got 'foo'",
+        "such as",
+    ),
+    Case(
+        "device not here",
+        lambda: spillway.bind_to_device("mtia"),
+        UsageError,
+        f"no mtia device was found (torch {torch.__version__})",
+        "Give '",
+    ),
+    *(
+        Case(f"a trainer's {name}", lambda options=options: AttachOptions(options), UsageError, got, expected)
+        for name, options, got, expected in (
+            ("budget", {"budget": "x"}, "budget: got 'x'", "bytes"),
+            ("host budget", {"budget": "1GiB", "host_budget": "x"}, "host_budget: got 'x'", "bytes"),
+            ("least size", {"min_bytes": "x"}, "min_bytes: got 'x'", "bytes"),
+            ("decisions", {"budget": "1GiB", "allow": {"x"}}, "allow: got {'x'}", "at least one of"),
+            ("hardware", {"budget": "1GiB", "hardware": "v100"}, "hardware: got 'v100'", "one of h200"),
+            ("distance", {"every": 0}, "every: got 0", "an integer of at least 1"),
+            ("session", {"session": 5}, "session: got 5", "a spillway.Session"),
+            ("groups", {"groups": 5}, "groups: got 5", "a mapping"),
+            ("device", {"device": "cuda"}, "device: got 'cuda' without stream=", "both"),
+        )
+    ),
+    Case("plan no plan", lambda: spillway.Plan.load(5), UsageError, "path: got 5", "the path of a file"),  # type: ignore[arg-type]
+    Case("hardware a number", lambda: spillway.Hardware.named(5), UsageError, "hardware: 5 is", "one of h200"),  # type: ignore[arg-type]
+    Case(
+        "longest of a model",
+        lambda: spillway.longest(5, budget="1GiB"),  # type: ignore[arg-type]
+        UsageError,
+        "step: got 5",
+        "a function from a size",
+    ),
+    Case(
+        "longest of no pair",
+        lambda: spillway.longest(lambda size: small_model(), budget="1GiB"),  # type: ignore[arg-type, return-value]
+        UsageError,
+        "step: got ",
+        "a tuple of a model and a batch",
+    ),
+    Case(
+        "longest from a word",
+        lambda: spillway.longest(lambda size: (small_model(), small_batch()), budget="1GiB", at_least="x"),  # type: ignore[arg-type]
+        UsageError,
+        "got at_least='x'",
+        "integers",
+    ),
+    Case(
+        "loss a word",
+        lambda: spillway.profile(small_model(), small_batch(), loss="mse"),  # type: ignore[arg-type]
+        UsageError,
+        "loss: got 'mse'",
+        "a function",
+    ),
+    Case(
+        "loss detached",
+        lambda: spillway.profile(small_model(), small_batch(), loss=lambda y: y.detach().sum()),
+        UsageError,
+        "loss: got a number",
+        "no trainable parameter",
+        "Unfreeze",
+    ),
+    Case(
+        "profile without gradients",
+        lambda: torch.no_grad()(spillway.profile)(small_model(), small_batch()),
+        UsageError,
+        "Gradients are off",
+        "a backward",
+        "outside of",
+    ),
     Case("path a file", lambda: Session(spill_directory=__file__), SpillPathError, "not a directory", "a directory"),
 ]
 
@@ -179,6 +301,7 @@ def test_a_closed_session_is_refused_wherever_it_is_given(tmp_path: Path) -> Non
         lambda: enter(session),
         lambda: session.runtime(torch.device("cpu")),
         lambda: spillway.keep_tensor(torch.ones(1), session=session),
+        lambda: spillway.attach(small_model(), policy="offload", session=session),
     ]
     for use in uses:
         message = failing(SessionError, use)

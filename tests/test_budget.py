@@ -580,7 +580,8 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
         one_step(model, batch)
     with pytest.raises(BudgetError) as caught:
         one_step(model, batch)
-    assert caught.value.least > 16 * MiB
+    assert caught.value.least > 16 * MiB and caught.value.budget == MiB
+    assert str(caught.value).startswith("No plan fits 1.0 MiB. The smallest feasible budget that was found is ")
     least = caught.value.least
     del caught
     # Who goes on is told again, by what was measured again.
@@ -591,6 +592,7 @@ def test_a_budget_that_nothing_fits_names_the_least_and_leaves_the_model_usable(
     assert all(map(torch.equal, one_step(model, batch), plain))
     with attached_to(model, least + ROOM, session) as attached:
         search(model, batch, attached)
+        assert attached.plan is not None and attached.plan.budget == least + ROOM
 
 
 @pytest.mark.parametrize(
@@ -843,7 +845,7 @@ def test_a_plan_sends_no_more_to_the_host_than_the_session_has_room_for() -> Non
         assert session.unused_host_bytes(device) == 64 << 20
         profile = dataclasses.replace(LLAMA, calls=LLAMA.calls[:4])
         planner = Planner(device, session, hardware(), allow={"keep", "host", "recompute"})
-        plan = planner.plan(profile, 16 << 30, RankGroup())
+        plan = planner.plan(profile, BudgetTarget(16 << 30), RankGroup())
         assert plan.host_bytes <= 64 << 20
         unlimited = spillway.plan(profile, budget=16 << 30, allow={"keep", "host", "recompute"}, hardware="h200")
         assert unlimited.host_bytes > 64 << 20

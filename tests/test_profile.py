@@ -16,7 +16,7 @@ from allocations import count_exactly
 from budgets import NAMED, attached_to, hardware, one_step, search
 from running.scripts import Ended, Server
 from spillway import BudgetError, Session, UnsupportedError, UsageError, planning
-from spillway.planner.planner import aim_at
+from spillway.planner.solve import aim_at
 from spillway.recomputing import Recompute
 from spillway.runtime.cpu import resident_bytes
 from steps import Block, MiB, assert_nothing_left, failing, small_model

@@ -116,8 +116,12 @@ class offload(ContextDecorator):  # noqa: N801  (a verb: people write ``with spi
             )
         if policy is not None and ratio is not None:
             raise UsageError(f"got both ratio={ratio!r} and a policy, expected one of them; a policy can contain Ratio")
-        if policy is not None and not callable(policy):
-            raise UsageError(f"policy: got {policy!r}, expected a callable from SavedTensor to Decision")
+        # A Recompute is called with a function.
+        if isinstance(policy, type) or not (policy is None or callable(policy)) or hasattr(policy, "use_reentrant"):
+            raise UsageError(
+                f"policy: got {policy!r:.200}, expected a callable from SavedTensor to Decision. To recompute, use "
+                f"spillway.recompute, or give a spillway.Recompute to spillway.attach"
+            )
         if on_backward is not None and not callable(on_backward):
             raise UsageError(f"on_backward: got {on_backward!r}, expected a callable without arguments")
         if tag is not None and not isinstance(tag, str):

@@ -22,8 +22,9 @@ from spillway.attaching.model import ModelCall
 from spillway.errors import BudgetError, UnsupportedError, UsageError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, program_of
-from spillway.planner.planner import aim_at, make_plan, planning_rates, profile_for
+from spillway.planner.planner import make_plan, planning_rates, profile_for
 from spillway.planner.profile import Profile
+from spillway.planner.solve import aim_at
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.profiler.machine import known_hardware
 from spillway.profiler.meta_device import OptimizerOf
@@ -106,6 +107,10 @@ def profile(
         batch = dict(batch)
     if not model.training:
         raise UsageError("The model is in evaluation mode, and a profile needs a training step. Call model.train().")
+    if not torch.is_grad_enabled():
+        raise UsageError("Gradients are off here, and a profile needs a backward. Call it outside of torch.no_grad().")
+    if loss is not None and not callable(loss):
+        raise UsageError(f"loss: got {loss!r:.200}, expected a function from the model's output to a scalar, or None")
     if hardware is not None:
         found = profile_on_meta(
             model,
@@ -217,6 +222,8 @@ def simulate(profile: Profile, plan: Plan, *, hardware: Hardware | str | None = 
         >>> spillway.simulate(profile, plan).stall_seconds  # doctest: +SKIP
     """
     found = _hardware_for(profile, hardware)
+    if not isinstance(plan, Plan):
+        raise UsageError(f"plan: got {plan!r:.200}, expected a spillway.Plan, as spillway.plan() makes it")
     rates = planning_rates(found, plan.window)
     return simulate_program(program_of(profile_for(profile, plan, found), plan), rates, spans=True)
 
@@ -267,7 +274,10 @@ def longest(
     Example:
         >>> spillway.longest(lambda n: (model, tokens(n)), budget="40GiB", multiple_of=1024)  # doctest: +SKIP
     """
-    if at_least < 1 or multiple_of < 1 or (most is not None and most < at_least):
+    if not callable(step):
+        raise UsageError(f"step: got {step!r:.200}, expected a function from a size to a model and a batch")
+    sizes_given = (at_least, multiple_of, at_least if most is None else most)
+    if not all(type(each) is int and each >= 1 for each in sizes_given) or (most is not None and most < at_least):
         raise UsageError(
             f"got at_least={at_least!r}, multiple_of={multiple_of!r} and most={most!r}, expected integers of at least "
             f"1, and most not below at_least"
@@ -344,7 +354,7 @@ class _SizeSearch:
         return False
 
     def profile(self, size: int) -> Profile:
-        model, batch = self.step(size)
+        model, batch = self._made(size)
         self.is_on_meta = is_on_meta(model, batch)
         target = self.target if self.is_on_meta else {}
         if not self.is_on_meta:
@@ -356,6 +366,12 @@ class _SizeSearch:
         except BudgetError as error:
             self.least[size] = error.least
         return found
+
+    def _made(self, size: int) -> tuple[Module, Any]:
+        made = self.step(size)
+        if not isinstance(made, tuple | list) or len(made) != 2:
+            raise UsageError(f"step: got {made!r:.200} from it, expected a tuple of a model and a batch")
+        return made[0], made[1]
 
     def plan(self, profile: Profile, budget: int) -> Plan:
         return plan(profile, budget=budget, hardware=self.target["hardware"], **self._limits(profile))
@@ -394,7 +410,7 @@ class _SizeSearch:
 
     def _peak(self, size: int, plan: Plan) -> int:
         """The peak of the second of two steps with the plan, on a GPU. The first one traces the blocks."""
-        model, batch = self.step(size)
+        model, batch = self._made(size)
         if self.is_on_meta:
             return 0
         device = torch.device(plan.device)
@@ -443,6 +459,11 @@ def _scalar(output: Any, loss: Loss | None) -> torch.Tensor:
         value = value.float().square().mean()
     if not isinstance(value, torch.Tensor) or value.numel() != 1:
         raise UsageError(f"loss: got {value!r:.200}, expected a tensor with one number; give profile(..., loss=...)")
+    if not value.requires_grad:
+        raise UsageError(
+            "loss: got a number that depends on no trainable parameter, so it has no backward. Unfreeze what is "
+            "trained (requires_grad_()), and detach nothing in the loss"
+        )
     number: torch.Tensor = value
     return number
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -203,14 +204,14 @@ def recompute(
     )
     if function is None:
         if args or kwargs:
-            given = ", ".join([*map(repr, args), *kwargs])
+            given = ", ".join([*(f"{each!r:.60}" for each in args), *kwargs])
             raise UsageError(
                 f"recompute: got {given:.200} without a function, expected options alone; give the function first, or "
                 f"give these to the function that recompute(**options) returns for it"
             )
         return functools.partial(_wrapped, how=how, session=session)
     if not callable(function):
-        raise UsageError(f"recompute: got {function!r}, expected a function or a module")
+        raise UsageError(f"recompute: got {function!r:.200}, expected a function or a module")
     if not args and not kwargs:
         return _wrapped(function, how=how, session=session)
     return call_checkpointed(how, function, args, kwargs, session)
@@ -282,9 +283,7 @@ def _call_checkpointed(
         if order is not None:
             return PreservingCall(order, scope, learned).run(forward)
     replayed = ReplayedFunction(function, arguments, around, latest)
-    why_kept = replayed.state.why_kept()
-    if why_kept is None and learned.takes_gradients:
-        why_kept = "takes a gradient of what it computes"
+    why_kept = replayed.state.why_kept() or learned.why_kept
     if why_kept is not None:
         scope.ledger.note(f"{replayed.label} {why_kept}. Its saved tensors are kept, not recomputed.")
         return forward()
@@ -343,7 +342,10 @@ def _learned(
     if learned is None:
         # A number may count calls.
         kind = types if len(known.calls) >= _MOST_KINDS else kind
-        learned = known.calls.setdefault(kind, LearnedCalls())
+        body = function.forward if isinstance(function, torch.nn.Module) else function
+        is_late = inspect.isgeneratorfunction(body) or inspect.iscoroutinefunction(body)
+        why_kept = "is a generator or a coroutine, which runs after its call" if is_late else None
+        learned = known.calls.setdefault(kind, LearnedCalls(why_kept=why_kept))
     return learned
 
 

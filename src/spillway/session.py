@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 
-from spillway.errors import SessionError, UsageError
+from spillway.errors import SessionError, SpillPathError, UsageError
 from spillway.runtime.device import DeviceRuntime, Runtime, backend_for
 from spillway.runtime.entry import GROUP_BYTES, STEP_BYTES, ByteCounters
 from spillway.runtime.system import host_budget as default_host_budget
@@ -335,6 +335,8 @@ class Session:
 def _make_file(directory: str | os.PathLike[str] | None, **options: Any) -> SpillFile:
     from spillway.runtime.spill_file import SpillFile  # not at the top: only a session that spills to disk needs it
 
+    if not (directory is None or isinstance(directory, str | os.PathLike)):
+        raise SpillPathError(f"spill_directory: got {directory!r:.200}, expected the path of a directory, or None")
     return SpillFile(directory, **options)
 
 

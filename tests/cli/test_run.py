@@ -85,8 +85,14 @@ def test_a_budget_that_nothing_fits_ends_with_its_sentence_though_the_script_cat
     done = server.spillway(folder.path, "run", "--quiet", "--budget", "1MiB", "swallows.py", STEPS)
     assert done.code == 1
     assert done.out.endswith("went on\n")
-    assert done.err.splitlines()[-1].startswith("error: No plan fits")
+    assert done.err.splitlines()[-1].startswith("error: No plan fits 1.0 MiB. ")
     assert "Traceback" not in done.err
+
+
+def test_the_table_after_a_budget_that_nothing_fits_promises_no_plan(server: Server, folder: Folder) -> None:
+    done = server.spillway(folder.path, "run", "--budget", "1MiB", "train.py", STEPS)
+    assert done.code == 1
+    assert "GPT: 4 blocks, budget 1MiB, no plan fits" in done.err and "no plan yet" not in done.err
 
 
 def test_a_profile_is_written_and_the_script_ended_cleanly(server: Server, folder: Folder, plain: str) -> None:
@@ -194,6 +200,8 @@ def ended_here(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int | str | 
         (["run", "--policy", "keep", "--profile", "out.json", __file__], "got --profile without a budget"),
         (["profile", "-o", "absent/out.json", __file__], "--output: 'absent/out.json' cannot be written"),
         (["bench", "--ways", "keeps", "absent.py"], "--ways: got 'keeps'"),
+        (["bench", "--ways", "budget=x", "absent.py"], "--ways: got 'budget=x': got 'x', expected bytes"),
+        (["run", "--budget", "1GiB", "--allow", "keep,foo", "absent.py"], "--allow: got 'keep,foo', expected"),
         (["bench", "--ways", ",", "absent.py"], "--ways: got none"),
         (["bench", "--steps", "2", __file__], "--steps: got 2"),
     ],

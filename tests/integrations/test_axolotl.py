@@ -106,6 +106,10 @@ def test_a_budget_in_the_file_is_a_budget_of_the_trainer(
     assert given == [{"budget": BUDGET, "host_budget": "1GiB"}]
 
 
+def test_a_budget_in_the_file_may_be_a_share(base: None) -> None:
+    assert configured(spillway_budget="60%")[1].spillway_budget == "60%"
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [

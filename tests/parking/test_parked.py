@@ -851,6 +851,12 @@ def test_on_the_cpu_nothing_is_copied_and_errors_are_the_same() -> None:
                 model(batch())
             with pytest.raises(ParkedError, match="the step of AdamW"):
                 optimizer.step()
+            for models, options in (((model,), {}), ((), {"optimizer": optimizer})):
+                with pytest.raises(UsageError, match="is parked already"):
+                    spillway.park(*models, session=session, **options)  # type: ignore[arg-type]
+            with spillway.parked(model, nn.Linear(1, 1), session=session):
+                pass
+        assert not any(each._forward_pre_hooks for each in model.modules())
         model(batch())
         optimizer.step()
         parking.synchronize()

@@ -22,6 +22,7 @@ from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, planned_block, program_of
 from spillway.planner.planner import MIN_WINDOW, make_plan, planning_rates, windows_of
 from spillway.planner.profile import BlockProfile, Profile
+from spillway.planner.solve import aim_at, budget_for
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.planning import simulate
 from spillway.types import Decision
@@ -107,6 +108,24 @@ def test_what_is_too_small_is_told_with_the_least_that_is_enough() -> None:
         make_plan(profile, H200, budget="13GiB", window=WINDOW)
     least = caught.value.least
     assert make_plan(profile, H200, budget=least, window=WINDOW).predicted_peak <= least
+
+
+def test_an_attached_model_is_told_a_budget_of_which_a_little_may_stay_free() -> None:
+    """The numbers are those of the user: the budget as it was given, and one that is enough when it is given."""
+    profile, budget = replace(LLAMA, calls=LLAMA.calls[:4]), 13 << 30
+    limits = {"window": WINDOW, "allow": {"keep", "recompute"}}
+    with pytest.raises(BudgetError, match=r"No plan fits 13\.0 GiB\. .* that stay free, ") as caught:
+        make_plan(profile, H200, budget=budget, aim=aim_at(budget), host_budget=1 << 40, **limits)
+    least = caught.value.least
+    assert caught.value.budget == budget and "of CPU memory" not in str(caught.value)
+    plan = make_plan(profile, H200, budget=least, aim=aim_at(least), **limits)
+    assert plan.budget == least and plan.predicted_peak <= aim_at(least)
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 198, 199, 200, 995, 1 << 30, 51 << 30, 100 << 30])
+def test_the_budget_for_some_bytes_is_the_smallest_of_which_they_are_planned_for(nbytes: int) -> None:
+    budget = budget_for(nbytes)
+    assert aim_at(budget) >= nbytes and (budget == 0 or aim_at(budget - 1) < nbytes)
 
 
 def test_where_host_memory_is_full_the_disk_is_used() -> None:

@@ -138,6 +138,11 @@ def test_what_is_no_record_is_refused(record: Profile | Plan, text: str) -> None
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_a_file_of_another_version_is_told_by_it_whatever_else_is_in_it(record: Profile | Plan) -> None:
+    for other in {spillway.Plan, spillway.Profile, spillway.Hardware} - {type(record)}:
+        with pytest.raises(
+            UsageError, match=f"has a {type(record).__name__}, expected a {other.__name__}. Give another"
+        ):
+            other.from_json(record.to_json())
     with pytest.raises(UsageError, match=f"of version 99, and this .* reads version {record.schema}. Make it again"):
         type(record).from_json('{"schema": 99, "much": "else"}')
 

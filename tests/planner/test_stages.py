@@ -67,7 +67,7 @@ def simulated(program: Program) -> Timeline:
 def planned(stages: tuple[StageProfile, ...], turns: tuple[Turn, ...], budget: int) -> list[Plan]:
     allow = {"keep", "host", "recompute"}
     return make_stage_plans(
-        stages, turns, H200.shared_by(4), static_bytes=STATIC, budget=budget, window=WINDOW, allow=allow
+        stages, turns, H200.shared_by(4), static_bytes=STATIC, budget=budget, aim=budget, window=WINDOW, allow=allow
     )
 
 

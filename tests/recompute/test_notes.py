@@ -35,6 +35,40 @@ def test_a_selector_that_names_nothing_is_said(regions: Regions, how: dict[str, 
     assert (said == []) if names is None else (names in said[0])
 
 
+async def waits(x: torch.Tensor) -> torch.Tensor:
+    return x.sin()
+
+
+def yields(x: torch.Tensor) -> Any:
+    yield x.sin()
+
+
+class Yields(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> Any:
+        yield x.sin()
+
+
+@one_place
+@pytest.mark.parametrize("function", [waits, yields, Yields()], ids=["coroutine", "generator", "module"])
+def test_a_function_that_runs_after_its_call_is_told_and_called_plainly(regions: Regions, function: Any) -> None:
+    x = torch.randn(4, requires_grad=True)
+    context = regions.offload()
+    with context:
+        made = spillway.recompute(function, x * 1, session=regions.session)
+        if function is waits:
+            with pytest.raises(StopIteration) as ended:
+                made.send(None)
+            out = ended.value.value
+        else:
+            (out,) = made
+    out.sum().backward()
+    assert torch.equal(x.grad, x.detach().cos())
+    (note,) = context.stats().notes
+    assert (
+        "is a generator or a coroutine, which runs after its call. Its saved tensors are kept, not recomputed" in note
+    )
+
+
 @one_place
 def test_what_regions_outside_of_any_context_cost_is_read_from_the_session(regions: Regions) -> None:
     session, x = regions.session, torch.randn(64, requires_grad=True)

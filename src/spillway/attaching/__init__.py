@@ -22,9 +22,9 @@ from spillway.attaching.block import BlockCall
 from spillway.attaching.call import ModuleCall
 from spillway.attaching.model import ModelCall, ModelPass
 from spillway.attaching.validation import (
-    check_arguments,
-    check_plan_options,
+    check_options,
     check_policy,
+    groups_of,
     refuse_checkpointing,
     refuse_class,
     refuse_compiled,
@@ -37,6 +37,7 @@ from spillway.parameters.streamable import Trainer
 from spillway.parameters.streamed import StreamedModel
 from spillway.policies import Keep, Offload, Policy
 from spillway.recomputing import Recompute
+from spillway.runtime.system import which_device
 from spillway.saved_tensors.groups import Groups
 from spillway.session import MIN_BYTES, Session
 from spillway.units import parse_bytes, read_budget
@@ -140,20 +141,18 @@ def attach(
         >>> model(batch).loss.backward()  # doctest: +SKIP
         >>> attached.remove()  # doctest: +SKIP
     """
-    check_arguments(model, session, every=every, first=first, keep_last=keep_last)
+    if not isinstance(model, Module):
+        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
     policy = as_policy(policy)
     limits = {"hardware": hardware, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
     chosen = {"policy": policy, "groups": groups, "every": every, "first": first, "keep_last": keep_last}
-    planning = {"budget": budget, "plan": plan, "optimizer": optimizer, "stream": stream}
-    is_planned = check_plan_options({**limits, **chosen, **planning})
+    planning = {"budget": budget, "plan": plan, "optimizer": optimizer, "stream": stream, "device": device}
+    is_planned = check_options({**limits, **chosen, **planning, "session": session, "min_bytes": min_bytes})
     places_weights = stream == "auto"
     refuse_modules([Named("", model), *walk(model)])
-    rules = Groups(groups) if isinstance(groups, Mapping) else groups
-    if rules is not None and not isinstance(rules, Groups):
-        raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
-    streamed = _streamed_blocks(model, blocks if places_weights else stream, device, is_wanted=stream is not None)
-    # With its index: "cuda" is no device of a tensor.
-    where = torch.empty(0, device=device or next(model.parameters()).device).device if streamed else None
+    rules = groups_of(groups)
+    streamed = [] if stream is None else _streamed_blocks(model, blocks if places_weights else stream)
+    where = (next(model.parameters()).device if device is None else which_device(device)) if streamed else None
     how = policy if policy is not None else Recompute() if rules is None else Offload()
     calls = _block_calls(model, how, session, blocks, every=every, first=first, keep_last=keep_last)
     if rules is not None:
@@ -223,22 +222,16 @@ def _block_calls(
 def _name_groups(model: Module, calls: dict[str, ModuleCall], groups: Groups) -> None:
     """Name the modules that are groups, and add the calls of those that are no blocks."""
     for name, patterns in groups.patterns.items():
-        for each in find_blocks(model, [patterns] if isinstance(patterns, str) else list(patterns)):
+        for each in find_blocks(model, [patterns] if isinstance(patterns, str) else list(patterns), what="groups"):
             call = calls.setdefault(each.name, ModuleCall(each))
             if call.group is not None:
                 raise UsageError(f"groups: got {each.name!r} in {call.group!r} and in {name!r}, expected it in one")
             call.group = name
 
 
-def _streamed_blocks(
-    model: Module, stream: Blocks | None, device: torch.device | str | None, *, is_wanted: bool
-) -> list[Named]:
-    """The blocks whose parameters are streamed, if there are to be any."""
-    if not is_wanted:
-        if device is not None:
-            raise UsageError(f"device: got {device!r} without stream=, expected both. Move the model with model.to()")
-        return []
-    found = find_blocks(model, stream)
+def _streamed_blocks(model: Module, stream: Blocks | None) -> list[Named]:
+    """The blocks whose parameters are streamed."""
+    found = find_blocks(model, stream, what="stream")
     for each in found:
         if any(inside_of(other.name, (each.name,)) for other in found):
             raise UsageError(f"stream: got {each.name!r} and blocks inside of it, expected blocks that are not nested")

@@ -13,7 +13,8 @@ import torch
 from spillway.errors import BudgetError
 from spillway.planner.hardware import Hardware
 from spillway.planner.plan import check_allow
-from spillway.planner.planner import aim_at, make_checkpointing_plan, make_plan, with_weights
+from spillway.planner.planner import make_checkpointing_plan, make_plan, with_weights
+from spillway.planner.solve import aim_at
 from spillway.profiler.machine import known_hardware
 from spillway.runtime.system import local_ranks
 from spillway.session import Session
@@ -68,7 +69,7 @@ class BudgetTarget:
         try:
             replan()
         except BudgetError as error:
-            missing = error.least - self.nbytes
+            missing = aim_at(error.least) - self.nbytes
             self.corrections, self.nbytes = before
             raise BudgetError(
                 f"budget: a step took {format_bytes(peak)}, above {format_bytes(self.budget)} and its prediction, and "
@@ -121,11 +122,12 @@ class Planner:
         found = known_hardware(self.device) if self._hardware is None else self._hardware
         return found.shared_by(local_ranks())
 
-    def plan(self, profile: Profile, budget: int, ranks: RankGroup) -> Plan:
+    def plan(self, profile: Profile, target: BudgetTarget, ranks: RankGroup) -> Plan:
         """The plan of a model that ranks train together."""
         free = min(ranks.share("free", self._free_host_bytes))
         hardware = ranks.share("hardware", lambda: self.hardware)[0]
-        return ranks.share("plan", lambda: make_plan(profile, hardware, budget=budget, **self.limits(free)))[0]
+        limits = self.limits(free) | {"budget": target.budget, "aim": target.nbytes}
+        return ranks.share("plan", lambda: make_plan(profile, hardware, **limits))[0]
 
     def checkpointing_plan(
         self, profile: Profile, budget: int, ranks: RankGroup, resident: tuple[str, ...] = ()

@@ -104,7 +104,7 @@ def profile_on_meta(
     with attach(model, blocks=blocks) as attached:
         found = [Named(name, model.get_submodule(name)) for name in attached.blocks]
     refuse_nested(found)
-    away = [] if stream is None else found if stream == "auto" else find_blocks(model, stream)
+    away = [] if stream is None else found if stream == "auto" else find_blocks(model, stream, what="stream")
     parameters = streamable([(each.name, each.module) for each in away], model, MIN_BYTES, lambda _: is_offloaded)
     streamed = {name: tuple(each.nbytes for _, each in some) for name, some in parameters.items()}
     profiler = MetaProfiler(device, streamed)

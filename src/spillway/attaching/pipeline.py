@@ -139,7 +139,8 @@ class PipelineSearch(PlanSearch):
             [turn._replace(part=places.index(turn.part)) for turn in self.order if turn.part in places],
             self.planner.hardware,
             static_bytes=self.memory.level(),
-            budget=self.known_target.nbytes,
+            budget=self.known_target.budget,
+            aim=self.known_target.nbytes,
             **self.planner.limits(),
         )
 

@@ -154,7 +154,7 @@ class PlanSearch:
         plan, target = None, self.known_target
         checkpointing = None if target.corrections else self._checkpointing(self.profile)
         try:
-            plan = self.planner.plan(self.profile, target.nbytes, self.ranks)
+            plan = self.planner.plan(self.profile, target, self.ranks)
         except BudgetError:
             if checkpointing is None:
                 raise

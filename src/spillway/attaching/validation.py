@@ -15,7 +15,9 @@ from spillway.attaching.call import ModuleCall, is_attached
 from spillway.checkpointing.blocks import FSDP, Blocks, Named, is_a, is_compiled, patterns_of, perhaps, uncompiled
 from spillway.errors import UnsupportedError, UsageError
 from spillway.policies import Policy
+from spillway.saved_tensors.groups import Groups
 from spillway.session import Session
+from spillway.units import parse_bytes, read_budget
 
 LIMITS = ("hardware", "host_budget", "disk_budget", "allow")
 """Options of ``attach`` that plans keep within."""
@@ -143,21 +145,25 @@ def refuse_nested(blocks: Sequence[Named]) -> None:
             )
 
 
-def check_arguments(model: object, session: object, *, every: object, first: object, keep_last: object) -> None:
-    """Raise :class:`~spillway.errors.UsageError` for arguments of other kinds."""
-    if not isinstance(model, Module):
-        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module")
+def check_options(given: Mapping[str, Any]) -> bool:
+    """Check the options of ``attach`` as far as that needs no model. Returns whether there is a budget or a plan.
+
+    Raises:
+        UsageError: for an invalid value, and for options that need or exclude another one.
+    """
+    budget, plan, optimizer, stream = (given.get(name) for name in ("budget", "plan", "optimizer", "stream"))
+    session, device = given.get("session"), given.get("device")
     if session is not None and not isinstance(session, Session):
         raise UsageError(f"session: got {session!r}, expected a spillway.Session or None")
-    for name, number, least in (("every", every, 1), ("first", first, 0), ("keep_last", keep_last, 0)):
-        if (number is None and name == "first") or (type(number) is int and number >= least):
-            continue
-        raise UsageError(f"{name}: got {number!r}, expected an integer of at least {least}")
-
-
-def check_plan_options(given: Mapping[str, Any]) -> bool:
-    """Whether there is a budget or a plan, by the options of ``attach``, some of which need one or exclude it."""
-    budget, plan, optimizer, stream = (given.get(name) for name in ("budget", "plan", "optimizer", "stream"))
+    if session is not None:
+        session.check_open()
+    for name, least in (("every", 1), ("first", 0), ("keep_last", 0)):
+        number = given.get(name, least)
+        if not (type(number) is int and number >= least) and not (number is None and name == "first"):
+            raise UsageError(f"{name}: got {number!r}, expected an integer of at least {least}")
+    groups_of(given.get("groups"))
+    if device is not None and stream is None:
+        raise UsageError(f"device: got {device!r} without stream=, expected both. Move the model with model.to()")
     if budget is not None and plan is not None:
         raise UsageError(f"got both budget={budget!r} and a plan, which has its own budget. Give one of them")
     if plan is not None and not hasattr(plan, "predicted_peak"):
@@ -182,7 +188,30 @@ def check_plan_options(given: Mapping[str, Any]) -> bool:
         )
     if stream == "auto" and budget is None:
         raise UsageError('stream: got "auto" without a budget, expected both, or names or classes of blocks')
+    if budget is not None:
+        read_budget(budget)
+    for name in ("host_budget", "disk_budget", "min_bytes"):
+        if given.get(name) is not None:
+            parse_bytes(given[name], what=name)
+    # Planning takes a while to import.
+    if given.get("allow") is not None:
+        from spillway.planner.plan import check_allow
+
+        check_allow(given["allow"])
+    if given.get("hardware") is not None:
+        from spillway.planner.hardware import Hardware
+
+        Hardware.of(given["hardware"])
     return is_planned
+
+
+def groups_of(groups: object) -> Groups | None:
+    """The groups of an option, or an error for something else."""
+    if groups is None or isinstance(groups, Groups):
+        return groups
+    if not isinstance(groups, Mapping):
+        raise UsageError(f"groups: got {groups!r}, expected a mapping from names to patterns, or a spillway.Groups")
+    return Groups(groups)
 
 
 def check_policy(policy: Policy, blocks: Blocks | None, *, every: int, first: int | None, keep_last: int) -> None:

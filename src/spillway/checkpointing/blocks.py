@@ -62,13 +62,14 @@ class Named:
         return f"{self.name!r} ({kind})" if self.name else f"the model ({kind})"
 
 
-def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
+def find_blocks(model: Module, blocks: Blocks | None = None, *, what: str = "blocks") -> list[Named]:
     """The blocks of a model, each module once, by its first name, in the order in which the model has them.
 
     Args:
         model: the model that they are in.
         blocks: a class or a tuple of them, a pattern of dotted names, a predicate, or a list of such. ``None``: those
             that the model repeats. See the notes at the top of this file.
+        what: the name of the user's option, for errors.
 
     Returns:
         At least one block.
@@ -85,12 +86,12 @@ def find_blocks(model: Module, blocks: Blocks | None = None) -> list[Named]:
     found = _repeated(model, modules) if blocks is None else []
     listed: list[Any] = list(blocks) if isinstance(blocks, (list, tuple, set, frozenset)) else [blocks]
     if not listed:
-        raise UsageError(f"blocks: got {blocks!r}, expected at least one class, pattern or predicate, or None")
+        raise UsageError(f"{what}: got {blocks!r}, expected at least one class, pattern or predicate, or None")
     for selector in listed if blocks is not None else ():
-        matched = _matched(modules, selector)
+        matched = _matched(modules, selector, what)
         if not matched:
             raise UsageError(
-                f"blocks: got {selector!r}, which is none of the {len(modules)} modules with a forward below "
+                f"{what}: got {selector!r}, which is none of the {len(modules)} modules with a forward below "
                 f"{Named('', model)}, expected a class, a pattern of dotted names or a predicate that some of them "
                 f"match; {_meant(modules, selector)}{_candidates(modules)}"
             )
@@ -158,25 +159,36 @@ def signature(module: Module) -> Hashable:
     return _kind(module), tuple((name, None if is_lazy(each) else each.shape, each.dtype) for name, each in parameters)
 
 
-def _matched(modules: list[Named], selector: Any) -> list[Named]:
+def _matched(modules: list[Named], selector: Any, what: str) -> list[Named]:
     if isinstance(selector, str):
         return _outermost(each for each in modules if fnmatch.fnmatchcase(each.name, selector))
     if isinstance(selector, type):
         if not issubclass(selector, Module):
-            raise UsageError(f"blocks: got the class {selector!r}, expected a subclass of torch.nn.Module")
+            raise UsageError(f"{what}: got the class {selector!r}, expected a subclass of torch.nn.Module")
         return _outermost(each for each in modules if isinstance(uncompiled(each.module), selector))
-    if isinstance(selector, Module) or not callable(selector):
+    if isinstance(selector, Module) or not callable(selector) or not _takes_two(selector):
         raise UsageError(
-            f"blocks: got {selector!r:.200}, expected a class, a pattern of dotted names such as 'layers.*', a "
+            f"{what}: got {selector!r:.200}, expected a class, a pattern of dotted names such as 'layers.*', a "
             f"predicate (name, module) -> bool, or a list of such; {_candidates(modules)}"
         )
     found = []
     for each in modules:
         answer = selector(each.name, each.module)
         if not isinstance(answer, bool):
-            raise UsageError(f"blocks: got {answer!r} from {selector!r} for {each.name!r}, expected True or False")
+            raise UsageError(f"{what}: got {answer!r} from {selector!r} for {each.name!r}, expected True or False")
         found += [each] * answer
     return found
+
+
+def _takes_two(predicate: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(predicate).bind("", None)
+    except TypeError:
+        return False
+    except ValueError:
+        # A function of C need not tell.
+        return True
+    return True
 
 
 def _outermost(found: Iterable[Named]) -> list[Named]:

@@ -242,9 +242,10 @@ class CheckpointedCall(ReplayableCall):
             if seen is not None:
                 return seen
             if self._is_running and not self._keeps:
-                self._keeps = self.holds_values = self._learned.takes_gradients = True
+                self._keeps = self.holds_values = True
+                self._learned.why_kept = "takes a gradient of what it computes"
                 self._scope.ledger.note(
-                    f"{self._label} takes a gradient of what it computes. Its saved tensors are kept, not recomputed."
+                    f"{self._label} {self._learned.why_kept}. Its saved tensors are kept, not recomputed."
                 )
             if slot.value is None:
                 if self._is_replaying:

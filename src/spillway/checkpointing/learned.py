@@ -54,8 +54,8 @@ class LearnedCalls:
     """Whether it was seen to set back a generator of Python or NumPy: its replays must not end before."""
     escaping: frozenset[int] = frozenset()
     """Numbers of saved tensors that share memory with an output or with state: other code may write them."""
-    takes_gradients: bool = False
-    """Whether the function takes a gradient of what it computes. It is then called plainly."""
+    why_kept: str | None = None
+    """Why the function is called plainly: it takes a gradient of what it computes, or runs after its call."""
     varies: bool = False
     """Whether calls saved other tensors each time, so that such calls have no program."""
     written_inputs: frozenset[int] = frozenset()

@@ -92,6 +92,11 @@ def cross_entropy(
         >>> torch.equal(cross_entropy(logits, target), functional.cross_entropy(logits, target))
         True
     """
+    for name, given in (("logits", logits), ("target", target)):
+        if not isinstance(given, torch.Tensor):
+            raise UsageError(f"{name}: got {given!r:.200}, expected a tensor")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise UsageError(f"dtype: got {dtype!r}, expected a floating point type of torch's, or None")
     if logits.dim() != 2 or target.shape != logits.shape[:1]:
         raise UsageError(
             f"got logits of shape {tuple(logits.shape)} and a target of {tuple(target.shape)}, expected (rows, "

@@ -25,7 +25,6 @@ import typer
 
 import spillway
 from spillway.cli import OFF, variable
-from spillway.cli.plan import WAYS as COMPLETED_WAYS
 from spillway.cli.plan import AsJson, completed, hardware_of, output
 from spillway.cli.run import Arguments, AsModule, Target, warn_of_misplaced_options
 from spillway.errors import BudgetError, SpillwayError, UsageError, printable
@@ -47,7 +46,7 @@ Ways = Annotated[
     str,
     typer.Option(
         help="Separated by commas: baseline, recompute, offload, ratio=0.5, budget=20GiB, plan=FILE.",
-        autocompletion=completed(*COMPLETED_WAYS, is_list=True),
+        autocompletion=completed(*WAYS.split(","), "ratio=", "budget=", "plan=", is_list=True),
     ),
 ]
 Steps = Annotated[int, typer.Option(help="Optimizer steps of each way; the first quarter warms up.")]
@@ -276,10 +275,6 @@ def measure(script: Script, way: str, steps: int) -> Result:
     )
 
 
-class DemoError(SpillwayError, RuntimeError):
-    """A way failed, or its numbers differ from the baseline's."""
-
-
 def demo(
     context: typer.Context,
     ways: Ways = "baseline,recompute,offload,budget=60%",
@@ -304,9 +299,9 @@ def demo(
     results = compare(Script("spillway.cli.training", context.args, is_module=True), ways, steps, out, as_json=as_json)
     outputs = {result.output for result in results.values() if not result.error}
     if failed := [way for way, result in results.items() if result.error]:
-        raise DemoError(f"{', '.join(failed)}: no step was measured. The table says why")
+        raise SpillwayError(f"{', '.join(failed)}: no step was measured. The table says why")
     if len(outputs) > 1:
-        raise DemoError("losses or gradients are not bit for bit the same in all ways. This is a bug; report it")
+        raise SpillwayError("losses or gradients are not bit for bit the same in all ways. This is a bug; report it")
 
 
 def main() -> None:

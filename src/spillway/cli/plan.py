@@ -25,7 +25,6 @@ _SHORT = 1.0
 POLICIES = ("offload", "recompute", "keep")
 TIERS = ("keep", "host", "disk", "recompute")
 MACHINES = ("h200", "h100", "a100", "rtx4090")
-WAYS = ("baseline", "recompute", "offload", "ratio=", "budget=", "plan=")
 
 
 def completed(*words: str, is_list: bool = False) -> Callable[[str], list[str]]:

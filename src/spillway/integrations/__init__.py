@@ -16,7 +16,7 @@ from torch.nn import Module
 
 from spillway.attaching import Attached, as_policy, attach
 from spillway.attaching.call import ModuleCall
-from spillway.attaching.validation import check_plan_options
+from spillway.attaching.validation import check_options
 from spillway.checkpointing.blocks import Named, perhaps
 from spillway.errors import UsageError
 from spillway.parameters.streamable import trainer_of
@@ -39,7 +39,7 @@ class AttachOptions:
                     f"{', '.join(_KNOWN)}"
                 )
         as_policy(self.options.get("policy"))
-        check_plan_options(self.options)
+        check_options(self.options)
 
     @property
     def recomputes(self) -> bool:

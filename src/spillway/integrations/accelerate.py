@@ -34,7 +34,7 @@ def prepare(accelerator: Accelerator, model: Module, *more: Any, **options: Any)
         The result of ``accelerator.prepare``: the model alone, or a tuple in the order of the arguments.
 
     Raises:
-        UsageError: for an unknown option; for an accelerator that compiles or checkpoints the model; and whatever
+        UsageError: for an invalid option; for an accelerator that compiles or checkpoints the model; and whatever
             ``attach`` refuses, after the model was prepared.
 
     Example:

@@ -13,7 +13,7 @@ from pydantic import BaseModel, field_validator
 from torch.nn import Module
 
 from spillway.integrations.transformers import SpillwayCallback
-from spillway.units import parse_bytes
+from spillway.units import read_budget
 
 __all__ = ["SpillwayArgs", "SpillwayPlugin"]
 
@@ -28,14 +28,14 @@ class SpillwayArgs(BaseModel):
         >>> SpillwayArgs(spillway_budget="24GiB").spillway_host_budget  # doctest: +SKIP
     """
 
-    spillway_budget: int | str
+    spillway_budget: int | float | str
     spillway_host_budget: int | str | None = None
 
     @field_validator("spillway_budget", "spillway_host_budget")
     @classmethod
-    def _is_size(cls, size: int | str | None) -> int | str | None:
+    def _is_size(cls, size: int | float | str | None) -> int | float | str | None:
         if size is not None:
-            parse_bytes(size)
+            read_budget(size)
         return size
 
 

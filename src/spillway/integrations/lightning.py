@@ -25,11 +25,11 @@ from torch.nn import Module
 from spillway._torch import own_call, tree_leaves
 from spillway.attaching import Attached
 from spillway.attaching.call import ModuleCall
+from spillway.attaching.validation import groups_of
 from spillway.checkpointing.blocks import Named, find_blocks, is_called, walk
 from spillway.errors import UsageError
 from spillway.integrations import AttachOptions, FirstCall
 from spillway.profiler.machine import known_hardware
-from spillway.saved_tensors.groups import Groups
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -60,7 +60,7 @@ class SpillwayCallback(Callback):
             are streamed if ``configure_optimizers`` gives their :class:`~spillway.OffloadedOptimizer`.
 
     Raises:
-        UsageError: here, for an unknown option. In a fit: for what ``attach`` refuses, in the first step; after the
+        UsageError: here, for an invalid option. In a fit: for what ``attach`` refuses, in the first step; after the
             first batch, if it called nothing to attach to; after the first epoch, if ``model`` was not called; if a
             budget or a plan would apply to two models; for several of these callbacks, unless each has a ``model`` and
             only one has a budget.
@@ -101,7 +101,10 @@ class SpillwayCallback(Callback):
         self._kind, self._forward = type(pl_module).__name__, pl_module.__dict__.get("forward")
         modules = [each for each in (Named("", pl_module), *walk(pl_module)) if is_called(each.module)]
         name = self._model
-        wanted = [each for each in modules if each.name == name or (name is None and _has_parameters(each.module))]
+        if name is None:
+            wanted = [each for each in modules if next(each.module.parameters(), None) is not None]
+        else:
+            wanted = [each for each in modules if each.name == name]
         if name is not None and not wanted:
             known = ", ".join(repr(each.name) for each in modules[1 : _SHOWN + 1])
             raise UsageError(f"model: got {name!r}, expected the name of a module of {self._kind}: {known}, ...")
@@ -222,17 +225,11 @@ def _is_step(root: Module, own: object) -> bool:
 
 def _find_parts(module: Module, options: AttachOptions) -> None:
     """Raise :class:`UsageError` if a module does not have the blocks or groups of the options."""
-    groups, blocks = options.options.get("groups"), options.options.get("blocks")
     if options.recomputes or options.options.get("keep_last"):
-        find_blocks(module, blocks)
-    elif groups is not None:
-        named = groups.patterns if isinstance(groups, Groups) else groups
-        for patterns in named.values():
-            find_blocks(module, [patterns] if isinstance(patterns, str) else list(patterns))
-
-
-def _has_parameters(module: Module) -> bool:
-    return next(module.parameters(), None) is not None
+        find_blocks(module, options.options.get("blocks"))
+    elif (groups := groups_of(options.options.get("groups"))) is not None:
+        for patterns in groups.patterns.values():
+            find_blocks(module, [patterns] if isinstance(patterns, str) else list(patterns), what="groups")
 
 
 def _refuse_others(callback: SpillwayCallback, trainer: Trainer) -> None:

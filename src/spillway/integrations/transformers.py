@@ -44,7 +44,7 @@ class SpillwayCallback(TrainerCallback):
             options, all blocks are recomputed.
 
     Raises:
-        UsageError: for an unknown option. When training begins: if the trainer itself checkpoints, offloads or
+        UsageError: for an invalid option. When training begins: if the trainer itself checkpoints, offloads or
             compiles; with ``log``, for reporters of ``report_to``; and for what ``attach`` refuses. At the end of a
             step: if the trainer has not called the model.
 

@@ -47,6 +47,8 @@ class Parking:
         self.lock = threading.RLock()
         self.returning: list[Parked] = []
         """Those whose copies back may be under way, or whose hooks are still there."""
+        self.whole: WeakSet[Parked] = WeakSet()
+        """Those of all that was named."""
         self.copies: WeakKeyDictionary[torch.UntypedStorage, Copy] = WeakKeyDictionary()
         """Copies that stay: see NOTE [ Copies that stay ]."""
 
@@ -69,7 +71,7 @@ class Parked:
         self._is_whole = is_whole
         self._at_once = at_once
         """Whether compute waits for all of it in :meth:`unpark`: some uses are not seen, or a task copies later."""
-        self._optimizers: WeakSet[Optimizer] = WeakSet()
+        self._watched: WeakSet[Module | Optimizer] = WeakSet()
         self._storages: list[ParkedStorage] = []
         self._hooks: list[Any] = []
 
@@ -198,7 +200,9 @@ class Parked:
             if self._is_whole or gate.storages or gate.gradients:
                 gate.hook = module.register_forward_pre_hook(gate, prepend=True)
                 self._hooks.append(gate.hook)
-        self._optimizers.update(optimizers)
+        self._watched.update([*gates, *optimizers])
+        if self._is_whole:
+            self._parking.whole.add(self)
         me = weakref.ref(self)
 
         def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -214,7 +218,7 @@ class Parked:
         if not (self.is_parked or self._storages):
             return
         what = f"the step of {type(optimizer).__name__}"
-        if self.is_parked and self._is_whole and optimizer in self._optimizers:
+        if self.is_parked and self._is_whole and optimizer in self._watched:
             raise ParkedError(f"{what} needs tensors that are parked. Call unpark() first")
         # A fused step counts before it computes, so it must not stop half-way.
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
@@ -317,6 +321,11 @@ def park(
                 module.reshard()  # type: ignore[operator]
         found = Found(session, models, optimizers)
         chosen = found.least_needed(wanted)
+        named = (*(module for model in models for module in model.modules()), *optimizers)
+        # On the CPU, no tensor tells.
+        taken = {each for other in known.whole if other.is_parked for each in other._watched}
+        if not chosen and taken.issuperset(named):
+            raise UsageError("park: all of this is parked already. Call unpark() of that parking first")
         for device in {each.runtime.backend.device for each in chosen}:
             if device.type != "cpu":
                 # Kernels on any stream may use them.
@@ -325,8 +334,12 @@ def park(
             session,
             reuse=reuse and tier == "host",
             is_whole=wanted is None,
-            # Collectives of torch see neither hooks nor guards.
-            at_once=tier == "disk" or found.goes_at_once or many_processes() or any(map(_sees_hooks, models)),
+            # Collectives of torch see neither hooks nor guards. Without copies there is nothing to wait for.
+            at_once=not chosen
+            or tier == "disk"
+            or found.goes_at_once
+            or many_processes()
+            or any(map(_sees_hooks, models)),
         )
         with on_error(parking.synchronize), on_error(parking.unpark):
             parking._send(chosen, tier)

@@ -14,6 +14,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
@@ -61,13 +62,20 @@ class FileRecord(Record):
         try:
             # The version comes first: a file of another version has other keys.
             version = _Version.model_validate_json(text).version
+            given = json.loads(text)
+            # Each kind of record has other keys.
+            records: Any = FileRecord.__subclasses__()
+            kinds = {frozenset(each.name for each in fields(record)): record.__name__ for record in records}
+            kind = kinds.get(frozenset(given), cls.__name__)
+            if kind != cls.__name__:
+                raise UsageError(f"{source} has a {kind}, expected a {cls.__name__}. Give another file.")
             if version != cls._schema():
                 raise UsageError(
                     f"{source} has a {cls.__name__} of version {version}, and this Spillway reads version "
                     f"{cls._schema()}. {cls._remedy}"
                 )
             found: Self = adapter.validate_json(text)
-            missing = _missing(adapter.dump_python(found, mode="json"), json.loads(text))
+            missing = _missing(adapter.dump_python(found, mode="json"), given)
             fault = next(found._faults(), None) if missing is None else (missing, "Field required")
             if fault is None:
                 return found
@@ -106,6 +114,7 @@ class FileRecord(Record):
 
 def read_file(path: str | os.PathLike[str], what: str) -> bytes:
     """The content of a regular file. Other files may block for ever, as a FIFO that no process writes to."""
+    _check_path("path", path)
     why: object = None
     try:
         if stat.S_ISREG(os.stat(path).st_mode):
@@ -133,6 +142,7 @@ def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
     """
     if path is None:
         return
+    _check_path(what, path)
     real = os.path.realpath(path)
     try:
         mode = os.stat(real).st_mode
@@ -147,6 +157,11 @@ def check_writable(what: str, path: str | os.PathLike[str] | None) -> None:
         raise _unwritable(what, path, _kind_of(path))
     if not os.access(real, os.W_OK):
         raise _unwritable(what, path, "it is read-only")
+
+
+def _check_path(what: str, path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{what}: got {path!r:.200}, expected the path of a file")
 
 
 def _unwritable(what: str, path: str | os.PathLike[str], why: object) -> UsageError:

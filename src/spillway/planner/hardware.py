@@ -123,9 +123,9 @@ class Hardware(FileRecord):
         Raises:
             UsageError: for an unknown name.
         """
-        if name.lower() not in PRESETS:
+        if not isinstance(name, str) or name.lower() not in PRESETS:
             raise UsageError(
-                f"hardware: {name!r} is not one of {', '.join(PRESETS)}. Measure another machine with "
+                f"hardware: {name!r:.200} is not one of {', '.join(PRESETS)}. Measure another machine with "
                 f"spillway.profiler.machine.measure_hardware()."
             )
         return PRESETS[name.lower()]

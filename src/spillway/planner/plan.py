@@ -176,7 +176,7 @@ def plan_of(profile: Profile, solution: Solution, *, part: int = 0) -> Plan:
     return Plan(
         model=profile.model,
         device=profile.device,
-        budget=problem.budget,
+        budget=problem.budget + (problem.spare or 0),
         window=problem.rates.window,
         predicted_peak=timeline.peak_bytes,
         predicted_seconds=timeline.seconds,
@@ -191,10 +191,11 @@ def plan_of(profile: Profile, solution: Solution, *, part: int = 0) -> Plan:
     )
 
 
-def check_allow(allow: object) -> None:
+def check_allow(allow: object, what: str = "allow") -> None:
     """Raise :class:`~spillway.errors.UsageError` for an invalid ``allow=``."""
     if isinstance(allow, str) or not isinstance(allow, Collection) or not allow or not set(allow) <= ALL:
-        raise UsageError(f"allow: got {allow!r}, expected a collection of at least one of {sorted(ALL)!r}")
+        given = ",".join(map(str, allow)) if isinstance(allow, tuple) else allow
+        raise UsageError(f"{what}: got {given!r}, expected a collection of at least one of {sorted(ALL)!r}")
 
 
 def options_of(profile: Profile, plan: Plan) -> tuple[Option, ...]:

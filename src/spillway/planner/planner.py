@@ -97,20 +97,10 @@ _SHARE = 16
 """A window that takes more than this part of the memory is halved."""
 _FRACTIONS = (0.0, 0.25, 0.5, 0.75)
 """The fractions of an optimizer on the CPU that are tried, beside all of it."""
-_MOST_SLACK = 256 << 20
 _block_options = functools.lru_cache(32)(block_options)
 """One plan solves many steps of the same blocks."""
 _SAME = 1.001
 """If steps are this close, the one with fewer weights on the GPU is taken."""
-
-
-def aim_at(budget: int) -> int:
-    """The bytes to plan for at first within a budget.
-
-    In another step, the CPU may free memory a moment later, and the allocator may give blocks that are a little larger
-    than asked for: the more tensors a plan keeps, the more.
-    """
-    return budget - min(budget // 200, _MOST_SLACK)
 
 
 def make_plan(
@@ -119,6 +109,7 @@ def make_plan(
     *,
     budget: int | float | str,
     window: int | str,
+    aim: int | None = None,
     may_grow: bool = False,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
@@ -127,20 +118,23 @@ def make_plan(
 ) -> Plan:
     """The plan with the shortest step within a budget: see :func:`spillway.plan`.
 
+    Given ``aim``, a step takes no more bytes than that, and the rest of the budget stays free.
     Windows smaller than ``window`` are tried, too, and larger ones if it ``may_grow``: see NOTE [ In-flight limits ].
     If it ``places_weights``, streamed blocks may have theirs on the GPU: see NOTE [ Weights on the GPU ].
     """
     most, nbytes = parse_bytes(window, what="window"), parse_budget(budget, profile)
     rates = planning_rates(hardware, most)
 
-    limits: dict[str, Any] = {"budget": nbytes, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+    limits: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+    limits |= {"budget": nbytes, "aim": aim}
 
     def solved(part: Profile, windows: Iterable[int]) -> Solution:
         return best_of(problem_of(part, rates, **limits), windows)
 
     # With all of an optimizer on the CPU, a step takes the least memory: if that does not fit, no other fraction does.
     fraction = 1.0
-    sizes = windows_of([profile], most, may_grow=may_grow, available=nbytes - profile.static_bytes)
+    available = (nbytes if aim is None else aim) - profile.static_bytes
+    sizes = windows_of([profile], most, may_grow=may_grow, available=available)
     best = solved(divided(profile, fraction, hardware), sizes)
     for other in _FRACTIONS if profile.optimizer is not None else ():
         with contextlib.suppress(BudgetError):
@@ -224,6 +218,7 @@ def problem_of(
     rates: Rates,
     *,
     budget: int,
+    aim: int | None = None,
     host_budget: int | str | None = None,
     disk_budget: int | str | None = None,
     allow: Collection[str] = ALL,
@@ -235,9 +230,11 @@ def problem_of(
     )
     check_allow(allow)
     kinds = [_block_options(kind, min_bytes=profile.min_bytes, allow=frozenset(allow)) for kind in profile.kinds]
-    problem = problem_with(profile, (kinds[call.kind] for call in profile.calls), rates, budget=budget)
+    options = (kinds[call.kind] for call in profile.calls)
+    problem = problem_with(profile, options, rates, budget=budget if aim is None else aim)
     late = LATE if any(kind.host is not None for kind in profile.kinds) else 1.0
-    return replace(problem, host_budget=host, disk_budget=disk, late=late)
+    spare = None if aim is None else budget - aim
+    return replace(problem, spare=spare, host_budget=host, disk_budget=disk, late=late)
 
 
 def best_of(problem: Problem, windows: Iterable[int]) -> Solution:
@@ -407,6 +404,7 @@ def make_stage_plans(
     *,
     static_bytes: int,
     budget: int,
+    aim: int,
     window: int,
     may_grow: bool = False,
     host_budget: int | None = None,
@@ -420,7 +418,8 @@ def make_stage_plans(
     """
     few, profiles = shortened(turns), [stage.profile for stage in stages]
     rates = planning_rates(hardware, window)
-    limits: dict[str, Any] = {"budget": budget, "host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+    limits: dict[str, Any] = {"host_budget": host_budget, "disk_budget": disk_budget, "allow": allow}
+    limits |= {"budget": budget, "aim": aim}
     alone = [problem_of(profile, rates, **limits) for profile in profiles]
     problem = replace(
         alone[0],
@@ -433,7 +432,7 @@ def make_stage_plans(
         late=max(each.late for each in alone),
         turns=tuple(few),
     )
-    sizes = windows_of(profiles, window, may_grow=may_grow, available=budget - static_bytes)
+    sizes = windows_of(profiles, window, may_grow=may_grow, available=aim - static_bytes)
     best = best_of(problem, sizes)
     # The turns that were left out take as long as the others.
     times = len(turns) / len(few)

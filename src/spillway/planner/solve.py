@@ -45,6 +45,7 @@ LATE = 1.2
 """See NOTE [ A slower CPU ]."""
 DIGITS = 9
 """Seconds are compared to a nanosecond: the same sum in another order is the same."""
+_MOST_SPARE = 256 << 20
 _TASKS_A_SECOND = 150_000
 """Tasks that are simulated in about a second."""
 _CELLS_A_TASK = 150
@@ -249,23 +250,49 @@ class _Search:
         return numpy.array(rows, dtype=numpy.int64).reshape(len(rows), len(chosen))
 
 
+def aim_at(budget: int) -> int:
+    """The bytes to plan for at first within the budget of an attached model.
+
+    In another step, the CPU may free memory a moment later, and the allocator may give blocks that are a little larger
+    than asked for: the more tensors a plan keeps, the more.
+    """
+    return budget - min(budget // 200, _MOST_SPARE)
+
+
+def budget_for(nbytes: int) -> int:
+    """The smallest budget of which so many bytes are planned for: the inverse of :func:`aim_at`.
+
+    Example:
+        >>> budget_for(995), aim_at(999)
+        (999, 995)
+    """
+    return nbytes + min(max(nbytes - 1, 0) // 199, _MOST_SPARE)
+
+
 def _too_small(problem: Problem, least: Solution) -> BudgetError:
     timeline, peak = least.timeline, least.timeline.peak_bytes
-    limits = [format_bytes(problem.budget)]
-    for budget, tier in ((problem.host_budget, "CPU memory"), (problem.disk_budget, "disk")):
-        limits += [] if budget is None else [f"{format_bytes(budget)} of {tier}"]
-    text = f"No plan fits {' and '.join(limits)}. "
+    budget, needed = problem.budget, peak
+    if problem.spare is not None:
+        # In the numbers of the user, who gives a budget of which a little stays free.
+        budget, needed = budget + problem.spare, budget_for(peak)
+    # Other tiers count if the smallest plan takes some of them.
+    tiers = (
+        ("CPU memory", problem.host_budget, timeline.host_bytes),
+        ("disk", problem.disk_budget, timeline.disk_bytes),
+    )
+    limits = [(tier, limit, used) for tier, limit, used in tiers if limit is not None and used]
+    most = [format_bytes(budget), *(f"{format_bytes(limit)} of {tier}" for tier, limit, _ in limits)]
+    text = f"No plan fits {' and '.join(most)}. "
     if peak > problem.budget:
+        spare = "" if needed == peak else f"{format_bytes(needed - peak)} that stay free, "
         text += (
-            f"The smallest feasible budget that was found is {format_bytes(peak)} ({peak} bytes): "
+            f"The smallest feasible budget that was found is {format_bytes(needed)} ({needed} bytes): {spare}"
             f"{format_bytes(problem.static_bytes)} in use when the step begins (weights, optimizer state; on a CPU, "
             f"the whole process), and {format_bytes(peak - problem.static_bytes)} more at the peak, in "
             f"{in_words(timeline.peak_task)}. "
         )
-    if len(limits) > 1:
-        text += (
-            f"The smallest plan offloads {format_bytes(timeline.host_bytes)} to CPU memory and "
-            f"{format_bytes(timeline.disk_bytes)} to disk. "
-        )
+    if limits:
+        uses = " and ".join(f"{format_bytes(used)} to {tier}" for tier, _, used in limits)
+        text += f"The smallest plan offloads {uses}. "
     text += "Raise the budget, reduce the batch size, or allow more: allow=, host_budget=, disk_budget=."
-    return BudgetError(text, budget=problem.budget, least=peak)
+    return BudgetError(text, budget=budget, least=needed)

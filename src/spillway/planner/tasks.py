@@ -317,6 +317,8 @@ class Problem:
     """For each block, the rise of the level in its backward, beyond that of its options."""
     streamed: tuple[Streamed, ...]
     """Streamed parameters of each block."""
+    spare: int | None = None
+    """Bytes of the user's budget beyond this one, which stay free; ``None``: all may be used."""
     host_budget: int | None = None
     disk_budget: int | None = None
     late: float = 1.0

@@ -174,7 +174,10 @@ def which_device(device: torch.device | str | None = None) -> torch.device:
     if device.type == "cpu":
         return torch.device("cpu")
     if accelerator is None or accelerator.type != device.type:
-        raise UsageError(f"device: got {device}, expected {accelerator or 'the CPU'}, which is here, or None")
+        raise UsageError(
+            f"device: no {device.type} device was found (torch {torch.__version__}). Give "
+            f"{str(accelerator or 'cpu')!r}, or leave it out"
+        )
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if device.index is None else device.index
     if index >= count:

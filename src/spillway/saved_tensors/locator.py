@@ -27,6 +27,7 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from spillway._torch import storage_key, storage_parts
+from spillway.errors import UsageError
 from spillway.saved_tensors.handles import KeptHandle, unpack
 from spillway.saved_tensors.identity import is_parameter, reach, why_unmovable
 
@@ -154,6 +155,8 @@ def list_saved_tensors(model: torch.nn.Module, *args: Any, **kwargs: Any) -> lis
         >>> [(line.operator, line.moves) for line in list_saved_tensors(layer, torch.ones(2, 4))]
         [('torch.nn.functional.linear', True)]
     """
+    if not callable(model):
+        raise UsageError(f"model: got {model!r:.200}, expected a torch.nn.Module, and then its arguments")
     lines: list[SavedTensorReport] = []
     # Holding the storages keeps each address unique.
     seen: dict[int, torch.UntypedStorage] = {}

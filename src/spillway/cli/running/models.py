@@ -325,7 +325,7 @@ class StepClock:
     ``told`` is called after each step, with their number.
     """
 
-    def __init__(self, told: Callable[[int], object] = lambda count: None) -> None:
+    def __init__(self, told: Callable[[int], object]) -> None:
         self._told = told
         self._first: weakref.ref[Optimizer] | None = None
         self._times: deque[float] = deque(maxlen=_MOST_TIMES)

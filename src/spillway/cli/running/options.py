@@ -109,7 +109,7 @@ class RunOptions:
         if self.allow is not None:
             from spillway.planner.plan import check_allow
 
-            check_allow(self.allow)
+            check_allow(self.allow, self._name("allow"))
         if self.hardware is not None:
             from spillway.planner.hardware import Hardware
 
@@ -150,8 +150,8 @@ class RunOptions:
         if limits and not self.is_measured:
             where = f"beside {self.option}, expected {budget}"
             if not self.option:
-                where = f"without {budget}, which has no default without an accelerator"
-            raise UsageError(f"got {' and '.join(limits)} {where}: only the plan of a budget uses them")
+                where = f"without {budget}, which has no default without a GPU"
+            raise UsageError(f"got {' and '.join(limits)} {where}. Only the plan of a budget uses such options")
 
     def budget_on(self, device: torch.device) -> str | int | None:
         """The budget of a model on a device; ``None``: it has none."""
@@ -214,12 +214,15 @@ def options_of_way(way: str) -> RunOptions | None:
         return None
     if way in POLICIES:
         return RunOptions(policy=way)
-    if sign and name == "budget":
-        return RunOptions(budget=value)
-    if sign and name == "plan":
-        return RunOptions(plan=Path(value))
-    if sign and name == "ratio" and value.replace(".", "", 1).isdecimal():
-        return RunOptions(ratio=float(value))
+    try:
+        if sign and name == "budget":
+            return RunOptions(budget=value)
+        if sign and name == "plan":
+            return RunOptions(plan=Path(value))
+        if sign and name == "ratio" and value.replace(".", "", 1).isdecimal():
+            return RunOptions(ratio=float(value))
+    except UsageError as error:
+        raise UsageError(f"--ways: got {way!r}: {str(error).removeprefix(f'--{name}: ')}") from error
     raise UsageError(
         f"--ways: got {way!r}, expected baseline, recompute, offload, ratio=0.5, budget=20GiB or plan=FILE"
     )

@@ -21,6 +21,7 @@ NOTHING_CALLED = (
     "No module was called as model(...) in training with gradients on, in this process or in a managed child"
 )
 """Why nothing was attached, if there is no other reason."""
+NO_PLAN_FITS = "no plan fits"
 _UNHOOKED = (
     f". Child processes are not managed, since this Python's site-packages lack {HOOK}: install Spillway with pip, or "
     f"start each of them with spillway run, as torchrun does"
@@ -37,7 +38,7 @@ class ModelResult:
     way: str
     """``"budget 40GiB"`` as it was given, ``"budget"`` for the default, ``"plan"``, ``"ratio 0.5"``, or the policy."""
     stage: str | None
-    """The last stage of the search for a plan."""
+    """The last stage of the search for a plan, or that no plan fits."""
     budget: int | None
     streamed: int | None = None
     """Blocks whose weights are in CPU memory in the end; ``None``: weights are not streamed."""
@@ -106,13 +107,13 @@ def result_of(observer: ScriptObserver, *, rank: int = 0, children: tuple[RunRes
         rank=rank,
         steps=observer.count,
         seconds=observer.seconds,
-        models=tuple(map(_model_result, observer.models.managed)),
+        models=tuple(_model_result(each, observer.models.fatal is not None) for each in observer.models.managed),
         not_attached=tuple(NotAttached(kind, count, reason) for (kind, reason), count in reasons.items()),
         children=children,
     )
 
 
-def _model_result(model: ManagedModel) -> ModelResult:
+def _model_result(model: ManagedModel, is_unfit: bool) -> ModelResult:
     attached = model.attached
     plan, measured, stats = attached.plan, attached.measured, attached.stats()
     predicted: dict[str, Any] = {}
@@ -129,7 +130,7 @@ def _model_result(model: ManagedModel) -> ModelResult:
         kind=model.kind,
         blocks=model.blocks,
         way=model.way,
-        stage=attached.stage,
+        stage=NO_PLAN_FITS if is_unfit and plan is None and attached.budget is not None else attached.stage,
         budget=attached.budget,
         streamed=len(attached.streamed) if attached.streamed or (plan is not None and plan.resident) else None,
         missing=attached.missing,
@@ -169,7 +170,7 @@ def _model_lines(model: ModelResult, seconds: float | None) -> Iterator[str]:
     stage = "" if model.stage is None else f", {model.stage}"
     streamed = "" if model.streamed is None else f" ({model.streamed} streamed)"
     yield from wrapped(f"{model.kind}: {model.blocks} blocks{streamed}, {model.way}{budget}{stage}", "  ")
-    if model.missing is not None:
+    if model.missing is not None and model.stage != NO_PLAN_FITS:
         yield from wrapped(f"no plan yet: it takes {model.missing}", "  ")
     yield _row(*_HEADINGS)
     if model.predicted_peak is not None:

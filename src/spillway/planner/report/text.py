@@ -21,51 +21,51 @@ _NAMES = 16
 """Columns of the names of figures."""
 
 
-def to_text(facts: Facts, *, width: int = WIDTH) -> str:
-    """The plan as lines of at most ``width`` characters, 60 or more. Long names are cut."""
-    return "".join(f"{printable(line)}\n" for line in _lines(facts, width))
+def to_text(facts: Facts) -> str:
+    """The plan as lines of at most 80 characters. Long names are cut."""
+    return "".join(f"{printable(line)}\n" for line in _lines(facts))
 
 
-def _lines(facts: Facts, width: int) -> Iterator[str]:
-    yield from textwrap.wrap(f"{facts.plan.model} on {facts.plan.device}: {len(facts.rows)} blocks", width)
+def _lines(facts: Facts) -> Iterator[str]:
+    yield from textwrap.wrap(f"{facts.plan.model} on {facts.plan.device}: {len(facts.rows)} blocks", WIDTH)
     yield ""
-    yield from textwrap.wrap(facts.in_short, width)
+    yield from textwrap.wrap(facts.in_short, WIDTH)
     yield ""
     ways = (
         (way.name, format_bytes(way.point.peak_bytes), format_seconds(way.point.seconds), way.distance)
         for way in facts.ways
     )
-    yield from aligned(zip(("", "peak", "step", ""), *ways, strict=True), width)
+    yield from aligned(zip(("", "peak", "step", ""), *ways, strict=True), WIDTH)
     yield ""
     for name, value in facts.figures:
-        yield from textwrap.wrap(value, width, initial_indent=name.ljust(_NAMES), subsequent_indent=" " * _NAMES)
+        yield from textwrap.wrap(value, WIDTH, initial_indent=name.ljust(_NAMES), subsequent_indent=" " * _NAMES)
     yield ""
     for sentence in facts.peak_sentences:
-        yield from textwrap.wrap(sentence, width)
+        yield from textwrap.wrap(sentence, WIDTH)
     for why, seconds in facts.stalls:
-        yield from textwrap.wrap(f"Compute stalls {format_seconds(seconds)} {why}.", width)
+        yield from textwrap.wrap(f"Compute stalls {format_seconds(seconds)} {why}.", WIDTH)
     yield ""
-    yield from _blocks(facts, width)
+    yield from _blocks(facts)
     if facts.compared:
         yield ""
-        rows = ((cut(name, width // 2), *figures) for name, *figures in facts.compared)
-        yield from aligned(zip(("", "predicted", "measured", "difference"), *rows, strict=True), width)
+        rows = ((cut(name, WIDTH // 2), *figures) for name, *figures in facts.compared)
+        yield from aligned(zip(("", "predicted", "measured", "difference"), *rows, strict=True), WIDTH)
     if facts.notes:
         yield ""
         for note in facts.notes:
-            yield from textwrap.wrap(f"Note: {note}.", width)
+            yield from textwrap.wrap(f"Note: {note}.", WIDTH)
 
 
-def _blocks(facts: Facts, width: int) -> list[str]:
+def _blocks(facts: Facts) -> list[str]:
     """Equal blocks in one line: bytes kept, offloaded and recomputed, and the time of recomputation."""
     lines: list[tuple[str, ...]] = [("blocks", "kept", "offloaded", "recomputed", "time")]
     # Four figures of the greatest width take the rest.
-    most = width - 4 * len(" 1023.9 MiB") - len(" (9999)")
+    most = WIDTH - 4 * len(" 1023.9 MiB") - len(" (9999)")
     for names, row, count in grouped(facts.rows):
         name = cut(names, most) if count == 1 else f"{cut(names, most)} ({count})"
         sizes = map(format_bytes, (row.kept_bytes, row.sent_bytes, row.recomputed_bytes))
         lines.append((name, *sizes, format_seconds(row.recompute_seconds)))
-    return aligned(zip(*lines, strict=True), width)
+    return aligned(zip(*lines, strict=True), WIDTH)
 
 
 def grouped(rows: Sequence[Row]) -> Iterator[tuple[str, Row, int]]:
