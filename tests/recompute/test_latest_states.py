@@ -455,3 +455,27 @@ def test_the_same_items(has_addresses: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert not have_same_items(items, (*[one] * count, float("1.5")))
         assert not have_same_items(items, items[:-1])
         assert have_same_items(items[:0], ())
+
+
+def test_a_forward_that_is_exchanged_for_a_call_is_put_back() -> None:
+    """The replay ends before the code that puts it back."""
+
+    class Exchanging(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.linear.forward = lambda x: torch.sin(x)  # type: ignore[method-assign]
+            y = self.linear(x)
+            del self.linear.forward
+            return y
+
+    trained = nn.Sequential(Exchanging(), Exchanging())
+    x = torch.randn(3, 4, requires_grad=True)
+    with spillway.attach(trained, policy=spillway.Recompute(), blocks=Exchanging):
+        for _ in range(3):
+            (got,) = torch.autograd.grad(trained(x).sum(), x)
+            assert "forward" not in vars(trained[0].linear) and "forward" not in vars(trained[1].linear)
+    (wanted,) = torch.autograd.grad(torch.sin(torch.sin(x)).sum(), x)
+    assert torch.equal(got, wanted)

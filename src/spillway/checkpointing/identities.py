@@ -14,7 +14,7 @@ from operator import is_
 from typing import Any
 
 _FIRST, _SIZE = tuple.__basicsize__, struct.calcsize("P")
-"""Where the addresses begin in a tuple, and the size of one."""
+"""The place in a tuple at which addresses begin, and the size of one."""
 
 
 def _addresses(items: tuple[Any, ...]) -> bytes:

@@ -248,7 +248,7 @@ def _put_back(contents: Iterable[tuple[_Container, Any]], rest: _Rest) -> None:
 
 
 class _Kept:
-    """What a walk has found, with the contents at that time. See NOTE [ States that stay the same ]."""
+    """The finds of a walk, with the contents at that time. See NOTE [ States that stay the same ]."""
 
     def __init__(self, module: Module, walks: Sequence[Walk]) -> None:
         self.walk = Walk.joined(walks)
@@ -304,8 +304,7 @@ class LatestState:
         # A part may lead back to the module. Other tensors may be dropped, and those with a history hold graphs.
         if any(each.has_other_tensors for each in walks) or any(each.modules for each in walks[1:]):
             return None
-        if all(map(_is_leaf, walks[0].tensors)):
-            self._kept = _Kept(module, walks)
+        self._kept = _Kept(module, walks) if all(map(_is_leaf, walks[0].tensors)) else None
         return self._kept
 
     def forget(self, module: object = None) -> None:

@@ -222,7 +222,7 @@ class Walk:
         self.maps = *self.dictionaries, *self.own_buffers, *self.own_parameters, *map(vars, self.classes)
 
     def frame(self) -> tuple[Any, ...]:
-        """What the walk went by besides contents: its identities tell whether another walk would find the same."""
+        """The rest that the walk went by, besides contents: its identities tell whether another would find the same."""
         others = [[*map(now.get, names, repeat(MISSING))] for now, names in self.other_globals]
         forwards = [each.get("forward") for each in self.attributes[: self.has_own_module]]
         own = map(type, self.modules), map(_dict_of, self.modules), forwards
