@@ -433,6 +433,23 @@ def test_detaching_lets_go() -> None:
     assert old() is None
 
 
+def test_lists_of_parameters_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gru = nn.GRU(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y: Tensor = self.gru(x)[0]
+            return y
+
+    trained = nn.Sequential(Recurrent(), Recurrent())
+    with counted(monkeypatch) as found, spillway.attach(trained, policy=spillway.Recompute(), blocks=Recurrent):
+        for _ in range(2):
+            gradients(trained)
+    assert found == [False, False, True, True]
+
+
 def test_a_replaced_buffer_is_held_until_the_next_call() -> None:
     trained: Any = model()
     with spillway.attach(trained, policy=spillway.Recompute(), blocks=Block):

@@ -351,7 +351,7 @@ class Walk:
 
     def _read_tensors(self) -> None:
         """Read parameters and buffers of all modules."""
-        self.has_other_tensors = bool(self.tensors)
+        others = {*map(id, self.tensors)}
         own = self.own_parameters
         if not _PLAIN_PARAMETERS.issuperset(map(type, chain.from_iterable(map(_values_of, own)))):
             if any(map(is_lazy, chain.from_iterable(map(_values_of, own)))):
@@ -373,6 +373,8 @@ class Walk:
                 self.tensor_names.append(name)
                 if type(buffer) in (torch.Tensor, Parameter):
                     self.buffers.append(buffer)
+        # An RNN has lists of its parameters.
+        self.has_other_tensors = not others.issubset(map(id, (*self.parameters, *self.buffers)))
 
     def _meet_class(self, kind: type) -> None:
         if self._opens:
