@@ -165,7 +165,7 @@ ARGUMENTS = [
         "device not here",
         lambda: spillway.bind_to_device("mtia"),
         UsageError,
-        f"no mtia device was found (torch {torch.__version__})",
+        f"torch {torch.__version__} finds no mtia device",
         "Give '",
     ),
     *(

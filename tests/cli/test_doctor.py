@@ -285,7 +285,7 @@ def test_what_stops_spillway_ends_with_1_and_is_not_measured(
     [
         (["--fast", "--fresh"], "got --fast and --fresh"),
         (["--device", "tpu:9"], "device: got"),
-        (["--device", "meta"], "device: no meta device was found"),
+        (["--device", "meta"], "device: got meta, expected one that is here"),
     ],
 )
 def test_an_argument_that_cannot_be_meant_is_one_sentence_and_2(

@@ -14,7 +14,7 @@ import spillway
 from running.scripts import RANKS, TRAINING, Folder, Server, keep_hardware
 from spillway.cli import plan
 from spillway.cli.app import main
-from spillway.cli.bench import Result, to_text
+from spillway.cli.bench import WAYS, Result, to_text
 from spillway.cli.running.options import options_of_way
 from spillway.cli.running.script import numbered, rank_of
 from spillway.planner.hardware import PRESETS
@@ -329,7 +329,7 @@ def test_values_of_options_are_completed(line: str, completed: list[str], folder
 def test_completed_words_are_all_that_there_are() -> None:
     assert set(plan.MACHINES) == set(PRESETS)
     assert set(plan.TIERS) == ALL
-    for way in plan.WAYS:
+    for way in (*WAYS.split(","), "ratio=", "budget=", "plan="):
         value = {"ratio=": "0.5", "budget=": "1GiB"}.get(way, "")
         if way != "plan=":
             options_of_way(f"{way}{value}")

@@ -16,7 +16,7 @@ from spillway.planner.hardware import Hardware
 from spillway.planner.plan import Plan, uniform_program
 from spillway.planner.planner import StageProfile, chunk_of, make_stage_plans, planning_rates, shortened
 from spillway.planner.profile import Profile
-from spillway.planner.tasks import Option, Problem, Program, Turn
+from spillway.planner.tasks import Option, Problem, Program, Streamed, Turn
 from spillway.planner.timeline import Timeline, simulate_program
 from spillway.types import Decision
 
@@ -54,7 +54,7 @@ def uniform(stages: Sequence[StageProfile], turns: Sequence[Turn], decision: Dec
     parts = tuple(map(chunk_of, stages))
     names = tuple(map(str, range(len(options))))
     rates = planning_rates(H200.shared_by(4), WINDOW)
-    extra, streamed = (0,) * len(options), ((),) * len(options)
+    extra, streamed = (0,) * len(options), (Streamed(),) * len(options)
     problem = Problem(STATIC, parts, names, tuple(options), rates, 0, extra, streamed, turns=tuple(turns))
     return problem.program([0] * len(options))
 

@@ -175,8 +175,8 @@ def which_device(device: torch.device | str | None = None) -> torch.device:
         return torch.device("cpu")
     if accelerator is None or accelerator.type != device.type:
         raise UsageError(
-            f"device: no {device.type} device was found (torch {torch.__version__}). Give "
-            f"{str(accelerator or 'cpu')!r}, or leave it out"
+            f"device: got {device}, expected one that is here: torch {torch.__version__} finds no {device.type} "
+            f"device. Give {str(accelerator or 'cpu')!r}, or leave it out"
         )
     count = torch.accelerator.device_count()
     index = torch.accelerator.current_device_index() if device.index is None else device.index
