@@ -139,6 +139,8 @@ class BlockCall(ModuleCall):
         return output
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.how is None:
+            self._latest.forget()
         if self.how is None and self.streamed is not None:
             # Without hooks, autograd would hold the copies of its parameters.
             return self.plain(module, args, kwargs)
