@@ -633,6 +633,38 @@ def test_the_same_items(has_addresses: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert have_same_items(items[:0], ())
 
 
+@pytest.mark.parametrize("hooks", ["none", "of the block", "of all modules"])
+def test_the_state_of_a_forward_that_a_user_has_put_there(hooks: str) -> None:
+    results = []
+    for is_attached in (False, True):
+        trained: Any = model()
+        handles = []
+        if hooks == "of the block":
+            handles.append(trained[0].register_forward_hook(lambda *_: None))
+        elif hooks == "of all modules":
+            handles.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
+        attached = spillway.attach(trained, policy=spillway.Recompute(), blocks=Block) if is_attached else None
+        got: list[Tensor] = []
+        for number in range(6):
+            if number % 3 == 0:
+                factors = [0.5]
+                trained[0].forward = partial(_forward, weakref.ref(trained[0]), factors)
+            got += gradients(trained, between=partial(factors.__setitem__, 0, 2.0))
+            factors[0] = 0.5
+        results.append(got)
+        for handle in handles:
+            handle.remove()
+        if attached is not None:
+            attached.remove()
+    assert all(map(torch.equal, *results))
+
+
+def _forward(block: weakref.ref[Block], factors: list[float], x: Tensor) -> Tensor:
+    found = block()
+    assert found is not None
+    return torch.tanh(Block.forward(found, x) * factors[0])
+
+
 def test_a_forward_that_is_exchanged_for_a_call_is_put_back() -> None:
     """The replay ends before the code that puts it back."""
 

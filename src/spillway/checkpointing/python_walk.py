@@ -225,8 +225,8 @@ class Walk:
     def frame(self) -> tuple[Any, ...]:
         """The rest that the walk went by, besides contents: its identities tell whether another would find the same."""
         others = [[*map(now.get, names, repeat(MISSING))] for now, names in self.other_globals]
-        forwards = [each.get("forward") for each in self.attributes[: self.has_own_module]]
-        own = map(_dict_of, self.modules), forwards, map(_order_of, self.classes)
+        forwards = map(_forwards_of, self.attributes[: self.has_own_module])
+        own = *forwards, map(_dict_of, self.modules), map(_order_of, self.classes)
         # Objects may get another class, and keep their identity.
         things = self.modules, self.owners, self.tensors, [each for each, _ in self.slots]
         kinds = map(type, chain(*things))
@@ -334,7 +334,7 @@ class Walk:
                 self._meet(each.items(), 0)
         if module is self.root and "forward" in attributes:
             # A user has put another one in the place of the class's.
-            self._meet((("forward", attributes["forward"]),), 1)
+            self._meet(zip(repeat("forward"), _forwards_of(attributes)), 1)
         values = getter(attributes)
         if not _SIMPLE.issuperset(map(type, values)):
             self._meet(zip(names, values, strict=True), 1)
@@ -476,6 +476,12 @@ class Walk:
                 self.globals.append((now, (*state, *helpers)))
             if others := names.keys() - state.keys() - helpers.keys():
                 self.other_globals.append((now, tuple(others)))
+
+
+def _forwards_of(attributes: dict[str, Any]) -> tuple[Any, Any]:
+    """A module's own ``forward``, and the one that an attached block has put aside during a call with hooks."""
+    forward = attributes.get("forward")
+    return forward, getattr(forward, "stands_for", None)
 
 
 def values_of_slots(thing: Any, names: Iterable[str]) -> list[Any]:
