@@ -281,6 +281,8 @@ def _call_checkpointed(
     if planned is not None and not (planned.recomputes or is_foreign) and profiled is None:
         order = learned.order(shapes_of(tensors), planned)
         if order is not None:
+            if latest is not None:
+                latest.forget()
             return PreservingCall(order, scope, learned).run(forward)
     replayed = ReplayedFunction(function, arguments, around, latest)
     why_kept = replayed.state.why_kept() or learned.why_kept

@@ -6,7 +6,6 @@ import contextvars
 import copy
 import gc
 import random
-import sys
 import threading
 import types
 import weakref
@@ -23,9 +22,13 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 import spillway
+from spillway._torch import PLACE
 from spillway.checkpointing import identities
 from spillway.checkpointing.identities import have_same_items
+from spillway.checkpointing.preserved import PreservingCall
 from spillway.checkpointing.python_state import LatestState
+from spillway.checkpointing.selectors import Planned
+from spillway.types import Decision
 
 factor: Any = float
 """No state, as long as it is a class."""
@@ -38,22 +41,54 @@ class Scale:
     factor = 1.0
 
 
-class Inner(nn.Module):
+class OtherScale(Scale):
+    factor = 1.0
+
+
+class Slots:
+    __slots__ = ("unused",)
+    slot_factor = 1.0
+
+
+class OtherSlots(Slots):
+    __slots__ = ()
+    slot_factor = 1.0
+
+
+class Settings:
+    """Has no attribute ``factor``, until a test gives it one."""
+
+
+class Base:
+    base_factor = 1.0
+
+
+class OtherBase:
+    base_factor = 1.0
+
+
+class Inner(Base, nn.Module):
     def __init__(self) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         self.linear = nn.Linear(4, 4)
         self.register_buffer("shift", torch.ones(4))
         self.scale = Scale()
+        self.slots = Slots()
         self.factors = [1.0]
         self.function = scaled
+        self.partial = partial(scaled, by=1.0)
+        self.keyword = keyword_scaled
         self.extra: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.linear(x) * self.scale.factor * self.factors[0] + self.shift
         y = self.function(y) * (factor[0] if isinstance(factor, list) else 1.0)
+        y = self.keyword(self.partial(y)) * self.base_factor * self.slots.slot_factor
+        if hasattr(Settings, "factor"):
+            y = y * Settings.factor
         if self.extra is not None:
             y = y * self.extra()
-        return torch.tanh(y) * getattr(self, "more", 1.0) * random.Random(len(self.factors)).random()
+        return torch.tanh(y * getattr(self, "more", 1.0) * random.Random(len(self.factors)).random())
 
 
 class Half(Inner):
@@ -67,6 +102,10 @@ class Double(Inner):
 
 
 def scaled(x: Tensor, by: float = 1.0) -> Tensor:
+    return x * by
+
+
+def keyword_scaled(x: Tensor, *, by: float = 1.0) -> Tensor:
     return x * by
 
 
@@ -113,6 +152,33 @@ def another_object(inner: Any, number: float) -> None:
 
 def class_attribute(inner: Any, number: float) -> None:
     Scale.factor = number
+
+
+def class_of_an_object(inner: Any, number: float) -> None:
+    inner.scale.__class__ = OtherScale
+    OtherScale.factor = number
+
+
+def class_of_an_object_with_slots(inner: Any, number: float) -> None:
+    inner.slots.__class__ = OtherSlots
+    OtherSlots.slot_factor = number
+
+
+def bases_of_a_class(inner: Any, number: float) -> None:
+    Inner.__bases__ = (OtherBase, nn.Module)
+    OtherBase.base_factor = number
+
+
+def new_attribute_of_a_class(inner: Any, number: float) -> None:
+    Settings.factor = number  # type: ignore[attr-defined]
+
+
+def keyword_of_a_partial_function(inner: Any, number: float) -> None:
+    inner.partial.keywords["by"] = number
+
+
+def keyword_of_a_function(inner: Any, number: float) -> None:
+    keyword_scaled.__kwdefaults__["by"] = number
 
 
 def parameter(inner: Any, number: float) -> None:
@@ -201,6 +267,12 @@ CHANGES: list[Callable[[Any, float], None]] = [
     content_of_an_object,
     another_object,
     class_attribute,
+    class_of_an_object,
+    class_of_an_object_with_slots,
+    bases_of_a_class,
+    new_attribute_of_a_class,
+    keyword_of_a_partial_function,
+    keyword_of_a_function,
     parameter,
     memory_of_a_parameter,
     buffer,
@@ -221,11 +293,20 @@ CHANGES: list[Callable[[Any, float], None]] = [
 
 
 @pytest.fixture(autouse=True)
-def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(sys.modules[__name__], "factor", float)
-    monkeypatch.setattr(Scale, "factor", 1.0)
+def _as_before() -> Iterator[None]:
+    _start_again()
     yield
+    _start_again()
+
+
+def _start_again() -> None:
+    globals()["factor"] = float
+    Scale.factor = OtherScale.factor = OtherBase.base_factor = OtherSlots.slot_factor = 1.0
+    Inner.__bases__ = (Base, nn.Module)
+    if hasattr(Settings, "factor"):
+        del Settings.factor
     scaled.__defaults__ = (1.0,)
+    keyword_scaled.__kwdefaults__["by"] = 1.0
 
 
 @contextmanager
@@ -259,7 +340,14 @@ def gradients(model: nn.Module, between: Callable[[], object] = lambda: None) ->
     return [x.grad, *(each.grad for each in parameters if each.grad is not None)]  # type: ignore[list-item]
 
 
-_NOT_COPIED = (parts_of_a_module, default_of_a_function, class_of_a_module, class_of_the_block, attributes_of_the_block)
+_NOT_COPIED = (
+    parts_of_a_module,
+    default_of_a_function,
+    class_of_a_module,
+    class_of_the_block,
+    attributes_of_a_module,
+    attributes_of_the_block,
+)
 """Changes that no copy has: they are seen by the next call only."""
 
 
@@ -268,9 +356,7 @@ def test_a_change_ends_it(change: Callable[[Any, float], None], monkeypatch: pyt
     results = []
     is_kept = change not in (variable_of_a_context, attribute_of_a_thread)
     for is_attached in (False, True):
-        monkeypatch.setattr(sys.modules[__name__], "factor", float)
-        monkeypatch.setattr(Scale, "factor", 1.0)
-        scaled.__defaults__ = (1.0,)
+        _start_again()
         trained: Any = model()
         changed = trained[0] if "block" in change.__name__ else trained[0].inner
         if not is_kept:
@@ -376,7 +462,10 @@ def test_a_state_that_changes_in_each_call_is_no_longer_kept(monkeypatch: pytest
     assert kept == [True] * 16 + [False] * 4
 
 
-@pytest.mark.parametrize("what", ["tensor", "graph", "module", "method", "items", "names", "numbers", "iterator"])
+_NOT_HELD = ["tensor", "graph", "module", "method", "items", "names", "numbers", "iterator", "generator"]
+
+
+@pytest.mark.parametrize("what", _NOT_HELD)
 def test_what_is_not_held(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: Any = model()
     for block in trained:
@@ -391,6 +480,8 @@ def test_what_is_not_held(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
             inner.factors.append(types.MethodType(Block.forward, block))
         elif what == "iterator":
             inner.scale.iterator = iter([1.0])
+        elif what == "generator":
+            inner.generator = torch.Generator()
         elif what == "items":
             inner.factors += [1.0] * 5000
         elif what == "names":
@@ -422,6 +513,72 @@ def test_a_model_is_freed_at_once() -> None:
             gc.enable()
 
 
+@pytest.mark.parametrize("what", ["parent", "registry", "hook"])
+def test_a_model_that_its_state_led_to_is_freed_at_once(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained: Any = model()
+    links: list[Any] = [trained]
+    if what == "parent":
+        trained[0].inner.links = links
+    elif what == "registry":
+        monkeypatch.setattr(Scale, "links", links, raising=False)
+    else:
+        holder = types.SimpleNamespace(model=trained)
+        handle = trained[0].inner.register_forward_hook(partial(lambda holder, *_: None, holder))
+        del holder
+    attached = spillway.attach(trained, policy=spillway.Recompute(), blocks=Block)
+    for _ in range(3):
+        gradients(trained)
+    dead = weakref.ref(trained[0])
+    gc.collect()
+    gc.disable()
+    try:
+        if what == "hook":
+            handle.remove()
+        links.clear()
+        del trained
+        assert dead() is None
+    finally:
+        gc.enable()
+    attached.remove()
+
+
+def test_a_part_of_a_call_that_is_alive_may_be_out_of_date() -> None:
+    """A global that was a class is a list now, and only its name was compared."""
+    results = []
+    for is_attached in (False, True):
+        _start_again()
+        trained: Any = model()
+        attached = spillway.attach(trained, policy=spillway.Recompute(), blocks=Block) if is_attached else None
+        for _ in range(2):
+            gradients(trained)
+        trained[0].inner.more = 1.0
+        alive = trained(torch.randn(3, 4, requires_grad=True))
+        global_that_was_a_class(None, 0.5)
+        got = gradients(trained)
+        del alive
+        got += gradients(trained, between=lambda: factor.__setitem__(0, 2.0))
+        results.append(got)
+        if attached is not None:
+            attached.remove()
+    assert all(map(torch.equal, *results))
+
+
+def test_a_parameter_of_another_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps its identity."""
+
+    class Other(nn.Parameter):
+        pass
+
+    trained: Any = model()
+    with counted(monkeypatch) as found, spillway.attach(trained, policy=spillway.Recompute(), blocks=Block):
+        for _ in range(2):
+            gradients(trained)
+        trained.zero_grad()
+        torch.utils.swap_tensors(trained[0].inner.linear.weight, Other(torch.ones(4, 4)))
+        gradients(trained)
+    assert found == [False, False, True, True, False, True]
+
+
 def test_detaching_lets_go() -> None:
     trained: Any = model()
     attached = spillway.attach(trained, policy=spillway.Recompute(), blocks=Block)
@@ -450,15 +607,34 @@ def test_lists_of_parameters_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == [False, False, True, True]
 
 
-def test_a_replaced_buffer_is_held_until_the_next_call() -> None:
+@pytest.mark.parametrize("next_call", ["recomputed", "kept", "preserving", "with an object"])
+def test_a_replaced_buffer_is_held_until_the_next_call(next_call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trained: Any = model()
+    preserving: list[bool] = []
+    run = PreservingCall.run
+
+    def noted(self: PreservingCall, forward: Any) -> Any:
+        preserving.append(True)
+        return run(self, forward)
+
+    monkeypatch.setattr(PreservingCall, "run", noted)
     with spillway.attach(trained, policy=spillway.Recompute(), blocks=Block):
+        call = vars(trained[0])[PLACE]
+        if next_call == "preserving":
+            call.how = planned = spillway.Recompute(policy=Planned({}, Decision.KEEP, False))
+            for _ in range(3):
+                gradients(trained)
+            call.how = spillway.Recompute()
         for _ in range(3):
             gradients(trained)
         old = weakref.ref(trained[0].inner.shift)
         trained[0].inner.shift = torch.zeros(4)
-        trained(torch.randn(3, 4, requires_grad=True))
+        preserving.clear()
+        if next_call in ("kept", "preserving"):
+            call.how = None if next_call == "kept" else planned
+        trained[0](torch.randn(3, 4, requires_grad=True), Scale() if next_call == "with an object" else None)
         assert old() is None
+    assert bool(preserving) == (next_call == "preserving")
 
 
 @pytest.mark.parametrize("has_addresses", [True, False])
@@ -472,6 +648,38 @@ def test_the_same_items(has_addresses: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert not have_same_items(items, (*[one] * count, float("1.5")))
         assert not have_same_items(items, items[:-1])
         assert have_same_items(items[:0], ())
+
+
+@pytest.mark.parametrize("hooks", ["none", "of the block", "of all modules"])
+def test_the_state_of_a_forward_that_a_user_has_put_there(hooks: str) -> None:
+    results = []
+    for is_attached in (False, True):
+        trained: Any = model()
+        handles = []
+        if hooks == "of the block":
+            handles.append(trained[0].register_forward_hook(lambda *_: None))
+        elif hooks == "of all modules":
+            handles.append(nn.modules.module.register_module_forward_hook(lambda *_: None))
+        attached = spillway.attach(trained, policy=spillway.Recompute(), blocks=Block) if is_attached else None
+        got: list[Tensor] = []
+        for number in range(6):
+            if number % 3 == 0:
+                factors = [0.5]
+                trained[0].forward = partial(_forward, weakref.ref(trained[0]), factors)
+            got += gradients(trained, between=partial(factors.__setitem__, 0, 2.0))
+            factors[0] = 0.5
+        results.append(got)
+        for handle in handles:
+            handle.remove()
+        if attached is not None:
+            attached.remove()
+    assert all(map(torch.equal, *results))
+
+
+def _forward(block: weakref.ref[Block], factors: list[float], x: Tensor) -> Tensor:
+    found = block()
+    assert found is not None
+    return torch.tanh(Block.forward(found, x) * factors[0])
 
 
 def test_a_forward_that_is_exchanged_for_a_call_is_put_back() -> None:

@@ -51,7 +51,8 @@ class BlockForward:
         self._checkpointed = weakref.WeakMethod(checkpointed)
         self._lock = threading.Lock()
         self._calls = 0
-        self._instance: Callable[..., Any] | None = None
+        self.stands_for: Callable[..., Any] | None = None
+        """The instance's own forward, if it has one."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module, checkpointed = self._module(), self._checkpointed()
@@ -66,7 +67,7 @@ class BlockForward:
         """The module's forward but for this. A class's is bound as Python binds it: a static one is not."""
         forward: Any = module.forward
         if forward is self:
-            forward = self._instance
+            forward = self.stands_for
         if forward is None:
             forward = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
             if hasattr(type(forward), "__get__"):
@@ -78,7 +79,7 @@ class BlockForward:
     def in_place(self, module: Module) -> Iterator[None]:
         with self._lock:
             if not self._calls:
-                self._instance = module.__dict__.get("forward")
+                self.stands_for = module.__dict__.get("forward")
                 module.__dict__["forward"] = self
             self._calls += 1
         try:
@@ -87,10 +88,10 @@ class BlockForward:
             with self._lock:
                 self._calls -= 1
                 if not self._calls and module.__dict__.get("forward") is self:
-                    if self._instance is None:
+                    if self.stands_for is None:
                         del module.__dict__["forward"]
                     else:
-                        module.__dict__["forward"] = self._instance
+                        module.__dict__["forward"] = self.stands_for
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy that another thread makes meanwhile runs its own forward.
@@ -139,6 +140,8 @@ class BlockCall(ModuleCall):
         return output
 
     def _run(self, module: Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.how is None:
+            self._latest.forget()
         if self.how is None and self.streamed is not None:
             # Without hooks, autograd would hold the copies of its parameters.
             return self.plain(module, args, kwargs)

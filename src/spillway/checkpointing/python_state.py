@@ -24,15 +24,16 @@ Mostly a block's state is the same in each step, and comparing it takes less tim
 :class:`LatestState` keeps what the walk found. The block's next call compares all contents, and all else that the walk
 went by (:meth:`Walk.frame`). If anything differs, or if a module has hooks around its forward, the call walks.
 
-The block owns its :class:`LatestState`, which is emptied when the block's module dies or is detached. It keeps no state
-that leads back to that module, or that has tensors besides parameters and buffers. One of these that the user replaces
-is held until the block's next call.
+The block owns its :class:`LatestState`. It is emptied when the block's module dies or is detached, and by a call in
+training that does not use it. It keeps no state that leads back to that module, that has hooks around a forward, or
+that has tensors besides parameters and buffers. One of these that the user replaces is held until the block's next
+call.
 
 NOTE [ Parts of a state ]
 
 Layers of a model share the classes of their modules, and objects such as a configuration. The copy of all classes is a
 part, and so is that of each object. Calls share parts, and hold them. A later call compares a living part with the
-current content, which is faster than reading it again. If anything differs, the call makes a part of its own.
+current content and frame, which is faster than reading it again. If anything differs, the call makes a part of its own.
 """
 
 from __future__ import annotations
@@ -84,7 +85,9 @@ class PythonState:
         self._first_hook = next_hook()
         roots = _roots_of(function)
         self._module = roots[0] if isinstance(roots[0], Module) else None
-        latest = None if objects else latest
+        if latest is not None and objects:
+            latest.forget()
+            latest = None
         with disable_function():
             self._kept = None if latest is None else latest.of_now(self._module)
             if self._kept is not None:
@@ -304,6 +307,9 @@ class LatestState:
         # A part may lead back to the module. Other tensors may be dropped, and those with a history hold graphs.
         if any(each.has_other_tensors for each in walks) or any(each.modules for each in walks[1:]):
             return None
+        # These are read in each call.
+        if any(walks[0].hooks):
+            return None
         self._kept = _Kept(module, walks) if all(map(_is_leaf, walks[0].tensors)) else None
         return self._kept
 
@@ -312,7 +318,21 @@ class LatestState:
         self._kept = None
 
 
-_parts: weakref.WeakValueDictionary[tuple[int, ...], _Copy] = weakref.WeakValueDictionary()
+class _Part(_Copy):
+    """See NOTE [ Parts of a state ]."""
+
+    def __init__(self, shared: Sequence[Any]) -> None:
+        super().__init__(Walk(shared, opens=True))
+        self._frame = self._frame_now()
+
+    def is_of_now(self) -> bool:
+        return self.is_current() and have_same_items(self._frame_now(), self._frame)
+
+    def _frame_now(self) -> tuple[Any, ...]:
+        return self.walk.frame() if self.walk.is_repeatable else ()
+
+
+_parts: weakref.WeakValueDictionary[tuple[int, ...], _Part] = weakref.WeakValueDictionary()
 """Living parts, by the identities of their classes or objects."""
 
 
@@ -320,8 +340,8 @@ def _part_of(shared: Sequence[Any]) -> _Copy:
     """See NOTE [ Parts of a state ]."""
     key = (*map(id, shared), *map(id, map(type, shared)))
     part = _parts.get(key)
-    if part is None or not part.is_current():
-        part = _parts[key] = _Copy(Walk(shared, opens=True))
+    if part is None or not part.is_of_now():
+        part = _parts[key] = _Part(shared)
     return part
 
 

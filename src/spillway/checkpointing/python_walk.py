@@ -36,6 +36,7 @@ _PARTS = "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_
 """Attributes of a module: its parts, and its hooks around forward."""
 _own_parts = itemgetter(*_PARTS)
 _dict_of, _form_of = attrgetter("__dict__"), attrgetter("__code__", "__defaults__", "__kwdefaults__")
+_order_of = attrgetter("__mro__")
 _FORWARD_HOOKS = tuple(name for name in vars(Module()) if name.startswith("_forward_"))
 _PLAIN_PARAMETERS = frozenset((Parameter, type(None)))
 
@@ -97,7 +98,7 @@ _GRADIENT = "reads the gradient of a tensor (.grad), which may change before bac
 _WRITES = "has an embedding with max_norm, whose forward writes its weight"
 
 
-Space = tuple[dict[str, Any], tuple[str, ...]]
+Space = tuple[Any, tuple[str, ...]]
 """A namespace, and names in it."""
 
 
@@ -224,9 +225,12 @@ class Walk:
     def frame(self) -> tuple[Any, ...]:
         """The rest that the walk went by, besides contents: its identities tell whether another would find the same."""
         others = [[*map(now.get, names, repeat(MISSING))] for now, names in self.other_globals]
-        forwards = [each.get("forward") for each in self.attributes[: self.has_own_module]]
-        own = map(type, self.modules), map(_dict_of, self.modules), forwards
-        return tuple(chain(*own, *map(_own_parts, self.attributes), *map(_form_of, self.functions), *others))
+        forwards = map(_forwards_of, self.attributes[: self.has_own_module])
+        own = *forwards, map(_dict_of, self.modules), map(_order_of, self.classes)
+        # Objects may get another class, and keep their identity.
+        things = self.modules, self.owners, self.tensors, [each for each, _ in self.slots]
+        kinds = map(type, chain(*things))
+        return tuple(chain(*own, kinds, *map(_own_parts, self.attributes), *map(_form_of, self.functions), *others))
 
     def _meet(self, pairs: Iterable[tuple[Any, Any]], depth: int, is_shared: bool = False) -> None:
         """Take values with their names, and queue containers among them; ``is_shared``: a class or a hook has them."""
@@ -239,8 +243,8 @@ class Walk:
                 self.tensors.append(value)
                 self.tensor_names.append(str(name))
             elif what == "simple" or id(value) in seen or (is_shared and what not in _SHARED):
-                if value is self.root:
-                    # Held, it would hold itself.
+                if value is self.root or (is_shared and what == "module"):
+                    # Held, it would hold itself, or a model that it belongs to.
                     self.is_repeatable = False
                 continue
             elif what == "object" and not self._opens:
@@ -270,7 +274,8 @@ class Walk:
         elif what in ("function", "helper"):
             self._read_function(value, depth, opens=what == "function")
         elif what == "bound":
-            is_partial = isinstance(value, functools.partial)
+            if is_partial := isinstance(value, functools.partial):
+                self.dictionaries.append(value.keywords)
             parts = (
                 (value.func, *value.args, *value.keywords.values()) if is_partial else (value.__self__, value.__func__)
             )
@@ -278,6 +283,8 @@ class Walk:
         elif what == "generator":
             if (generator := generator_of(value)) is not None:
                 self.generators.append(generator)
+            # A graph under capture has generators of its own.
+            self.is_repeatable &= not isinstance(value, torch.Generator)
         elif what in ("array", "numbers"):
             if (value.nbytes if what == "array" else len(value) * value.itemsize) <= _MOST_BYTES:
                 self.arrays.append(value)
@@ -313,7 +320,9 @@ class Walk:
             (self.own_buffers if buffers else self.empty).append(buffers)
             if children:
                 self.dictionaries.append(children)
-                new = {id(each): each for each in children.values() if each is not None and id(each) not in self._seen}
+                own = [each for each in children.values() if each is not None]
+                self.is_repeatable &= not any(each is self.root for each in own)
+                new = {id(each): each for each in own if id(each) not in self._seen}
                 self._seen.update(new)
                 self._todo += [(each, "module", 1, False) for each in new.values()]
             else:
@@ -325,7 +334,7 @@ class Walk:
                 self._meet(each.items(), 0)
         if module is self.root and "forward" in attributes:
             # A user has put another one in the place of the class's.
-            self._meet((("forward", attributes["forward"]),), 1)
+            self._meet(zip(repeat("forward"), _forwards_of(attributes)), 1)
         values = getter(attributes)
         if not _SIMPLE.issuperset(map(type, values)):
             self._meet(zip(names, values, strict=True), 1)
@@ -416,6 +425,8 @@ class Walk:
         self._read_cells(function, depth, is_shared)
         defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
         self._meet(zip(repeat("a default of an argument"), defaults), depth, is_shared)
+        if function.__kwdefaults__:
+            self.dictionaries.append(function.__kwdefaults__)
         self._add_globals(function, opens=opens, is_shared=is_shared)
         self.owners.append(function)
         self._meet(vars(function).items(), depth, is_shared)
@@ -453,6 +464,10 @@ class Walk:
                 elif isinstance(value, type):
                     if _reads_attributes(function.__code__, value):
                         self._meet_class(value)
+                    else:
+                        # It may get one.
+                        bases = [vars(base) for base in value.__mro__ if _facts_of(base)[2]]
+                        self.other_globals += [(base, tuple(_names_in(function.__code__))) for base in bases]
                 elif not isinstance(value, types.BuiltinFunctionType):
                     state[name] = value
             self._meet(state.items(), 1, is_shared)
@@ -463,6 +478,12 @@ class Walk:
                 self.globals.append((now, (*state, *helpers)))
             if others := names.keys() - state.keys() - helpers.keys():
                 self.other_globals.append((now, tuple(others)))
+
+
+def _forwards_of(attributes: dict[str, Any]) -> tuple[Any, Any]:
+    """A module's own ``forward``, and the one that an attached block has put aside during a call with hooks."""
+    forward = attributes.get("forward")
+    return forward, getattr(forward, "stands_for", None)
 
 
 def values_of_slots(thing: Any, names: Iterable[str]) -> list[Any]:
