@@ -345,7 +345,6 @@ _NOT_COPIED = (
     default_of_a_function,
     class_of_a_module,
     class_of_the_block,
-    attributes_of_a_module,
     attributes_of_the_block,
 )
 """Changes that no copy has: they are seen by the next call only."""

@@ -351,7 +351,7 @@ values of each container; names in containers other than those whose names the w
 
 
 def _content_of(walk: Walk) -> _Content:
-    modules = walk.attributes
+    modules = walk.attributes_now()
     maps = [*map(_attribute_of, walk.owners, _DICT), *walk.maps]
     parts: list[Any] = [get(own) for get, own in zip(walk.getters, modules, strict=True)]
     parts += [
@@ -459,7 +459,7 @@ def _are_identical(a: Any, b: Any) -> bool:
 
 def _containers_of(walk: Walk) -> Iterator[_Container]:
     """All containers, in the order of their contents."""
-    for place, (attributes, names) in enumerate(zip(walk.attributes, walk.names, strict=True)):
+    for place, (attributes, names) in enumerate(zip(walk.attributes_now(), walk.names, strict=True)):
         left_out = OF_BLOCK if place == 0 and walk.has_own_module else OF_TORCH
         yield _attributes(attributes, names, left_out.__contains__)
     for each in walk.owners:

@@ -222,6 +222,10 @@ class Walk:
         # Views of the classes' attributes: they change with these.
         self.maps = *self.dictionaries, *self.own_buffers, *self.own_parameters, *map(vars, self.classes)
 
+    def attributes_now(self) -> list[dict[str, Any]]:
+        """Attributes of all modules: a module may have got another dictionary."""
+        return [*self.attributes[: self.has_own_module], *map(_dict_of, self.modules)]
+
     def frame(self) -> tuple[Any, ...]:
         """The rest that the walk went by, besides contents: its identities tell whether another would find the same."""
         others = [[*map(now.get, names, repeat(MISSING))] for now, names in self.other_globals]
