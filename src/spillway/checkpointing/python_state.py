@@ -314,7 +314,7 @@ class LatestState:
         return self._kept
 
     def forget(self, module: object = None) -> None:
-        """Hold nothing, since the module has died or is detached."""
+        """Hold nothing, since the module has died or is detached, or a call does not use it."""
         self._kept = None
 
 
